@@ -1,10 +1,11 @@
-"""Run all CPU benchmarks in turn; print tables, write JSON to results/ and the page docs/performance.md.
+"""Run all CPU benchmarks in turn; print tables, write JSON to results/ and the page
+docs/performance.md.
 
     python -m benchmarks [NAME ...] [--quick] [--into FOLDER]
 
-Each runs in its own process, with one thread per process. The machine should be idle: each file records the load before
-and after. ``--quick`` takes few rounds and writes no results; it checks that all benchmarks run. The GPU benchmark runs
-only if it is named.
+Each runs in its own process, with one thread per process. The machine should be idle: each file
+records the load before and after. ``--quick`` takes few rounds and writes no results; it checks
+that all benchmarks run. The GPU benchmark runs only if it is named.
 """
 
 from __future__ import annotations
@@ -33,10 +34,26 @@ SIXTEEN = ("--ranks", "16", "--microbatches", "32")
 #: name -> (module, its arguments, the arguments of a quick run)
 BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
-    "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
-    "sockets": ("bench_torch", ("--rounds", "15", "--sockets"), ("--rounds", "1", "--sizes", "small", "--sockets")),
-    "many8": ("bench_torch", ("--rounds", "5", *EIGHT), ("--rounds", "1", *EIGHT, "--schedules", "1F1B")),
-    "many16": ("bench_torch", ("--rounds", "3", *SIXTEEN), ("--rounds", "1", *SIXTEEN, "--schedules", "1F1B")),
+    "torch4": (
+        "bench_torch",
+        ("--rounds", "15", *FOUR),
+        ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble"),
+    ),
+    "sockets": (
+        "bench_torch",
+        ("--rounds", "15", "--sockets"),
+        ("--rounds", "1", "--sizes", "small", "--sockets"),
+    ),
+    "many8": (
+        "bench_torch",
+        ("--rounds", "5", *EIGHT),
+        ("--rounds", "1", *EIGHT, "--schedules", "1F1B"),
+    ),
+    "many16": (
+        "bench_torch",
+        ("--rounds", "3", *SIXTEEN),
+        ("--rounds", "1", *SIXTEEN, "--schedules", "1F1B"),
+    ),
     "pipelining": ("bench_pipelining", ("--rounds", "25"), ("--rounds", "1", "--sizes", "small")),
     "limit": ("bench_limit", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "split": ("bench_split", ("--rounds", "60"), ("--rounds", "2")),
@@ -44,14 +61,29 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "cold": ("bench_cold", (), ("--starts", "1")),
     "scale": ("bench_scale", (), ("--rounds", "1", "--schedules", "1F1B")),
     "lengths": ("bench_lengths", (), ("--rounds", "1", "--lengths", "4")),
-    "schedules": ("bench_schedules", (), ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "")),
+    "schedules": (
+        "bench_schedules",
+        (),
+        ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", ""),
+    ),
     "solver": ("bench_solver", (), ("--seconds", "0.2", "--cases", "1", "--rounds", "1")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
-    "overlap": ("bench_overlap", ("--torch", "--width", "64"), ("--rounds", "1", "--mb", "1", "--microbatches", "4")),
-    "narrow": ("bench_overlap", (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
-               (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4")),
-    "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64", "--hidden", "512")),
-}  # fmt: skip
+    "overlap": (
+        "bench_overlap",
+        ("--torch", "--width", "64"),
+        ("--rounds", "1", "--mb", "1", "--microbatches", "4"),
+    ),
+    "narrow": (
+        "bench_overlap",
+        (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
+        (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4"),
+    ),
+    "gpu": (
+        "bench_gpu",
+        (),
+        ("--rounds", "1", "--width", "256", "--tokens", "64", "--hidden", "512"),
+    ),
+}
 DEFAULT = [name for name in BENCHES if name != "gpu"]
 #: benchmark -> commands that it needs, besides root
 NEEDED = {"narrow": ("ip", "tc")}
@@ -66,7 +98,14 @@ def run(name: str, quick: bool, into: Path) -> int:
     print(f"\n---- {name}: {module}, load {load()} " + "-" * 40 + "\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         found, before = Path(folder, "found.json"), load()
-        command = [sys.executable, "-m", f"benchmarks.{module}", *(short if quick else full), "--json", str(found)]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{module}",
+            *(short if quick else full),
+            "--json",
+            str(found),
+        ]
         status = subprocess.run(command, check=False).returncode
         if found.exists() and status == 0 and not quick:
             rows = json.loads(found.read_text(encoding="utf-8"))
@@ -77,21 +116,27 @@ def run(name: str, quick: bool, into: Path) -> int:
 
 def main() -> int:
     """Run those that were named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; all but gpu by default")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--into", type=Path, default=folder(torch.__version__))
     given = parser.parse_args()
     unknown = set(given.names) - set(BENCHES)
     if unknown:
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+        parser.error(
+            f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}"
+        )
     failed = [name for name in given.names or DEFAULT if run(name, given.quick, given.into)]
     if failed:
         print(f"\nfailed: {', '.join(failed)}")
         return 1
     if not given.quick and given.into.is_relative_to(RESULTS) and RESULTS.exists():
         write(PAGE)
-        print(f"\nwrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
+        print(
+            f"\nwrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}"
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The programs of a pipeline's stages without a runner and without messages, in the order of its schedule."""
+"""The programs of a pipeline's stages without a runner and without messages, in the order of its
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +36,40 @@ class Alone:
             WATCH.reset(before)
 
     def _watch(self, bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
-        return [self._noting(step, ins) for step, ins in zip(steps, bound.plan.instructions, strict=True)]
+        return [
+            self._noting(step, ins)
+            for step, ins in zip(steps, bound.plan.instructions, strict=True)
+        ]
 
     def _noting(self, step: Callable[[Any], Any], ins: Any) -> Callable[[Any], Any]:
         """Keep what programs of the first microbatch read."""
         if ins.program is None or ins.action.microbatch:
             return step
         loss = self.kinds.loss
-        index = self.top + 1 if loss is not None and ins.program in (loss.f, loss.b) else ins.action.stage
+        index = (
+            self.top + 1
+            if loss is not None and ins.program in (loss.f, loss.b)
+            else ins.action.stage
+        )
 
         def noting(r: Any) -> Any:
             known = self.values.setdefault(index, {})
-            known.update(zip(ins.program.inputs, [r.slots[slot] for slot in ins.reads], strict=True))
+            known.update(
+                zip(ins.program.inputs, [r.slots[slot] for slot in ins.reads], strict=True)
+            )
             return step(r)
 
         return noting
 
     def round(self, counts: bool) -> None:
-        """Run the programs of every action of the rank here in their order, as a step does, and nothing else."""
+        """Run the programs of every action of the rank here in their order, as a step does, and
+        nothing else.
+        """
         took: dict[tuple[str, int], list[float]] = {}
         for action in self.row:
-            took.setdefault((action.op, action.stage), []).append(self._action(action.op, action.stage))
+            took.setdefault((action.op, action.stage), []).append(
+                self._action(action.op, action.stage)
+            )
         for key, times in took.items() if counts else ():
             self.times.setdefault(key, []).append(statistics.mean(times))
 
@@ -68,7 +83,9 @@ class Alone:
         if index != self.top or loss is None or letter == "W":
             loss = None
         if letter == "F":
-            return self._run(own, own.f, index) + (0.0 if loss is None else self._run(loss, loss.f, self.top + 1))
+            return self._run(own, own.f, index) + (
+                0.0 if loss is None else self._run(loss, loss.f, self.top + 1)
+            )
         seconds = 0.0 if loss is None else self._run(loss, loss.b, self.top + 1)
         return seconds + self._run(own, own.i if letter == "I" else own.adding(letter), index)
 
@@ -88,5 +105,9 @@ class Alone:
 def programs(pipe: fpipe.Pipeline, alone: Alone) -> dict[str, tuple[float, ...]]:
     """By letter, the median seconds of the programs of each stage; every rank calls it."""
     medians = {key: statistics.median(times) for key, times in alone.times.items()}
-    by_op = {key: seconds for times in pipe.group.gather_objects(medians) for key, seconds in times.items()}
+    by_op = {
+        key: seconds
+        for times in pipe.group.gather_objects(medians)
+        for key, seconds in times.items()
+    }
     return {op: tuple(by_op.get((op, index), 0.0) for index in range(pipe.stages)) for op in "FBIW"}

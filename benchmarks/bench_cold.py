@@ -1,8 +1,10 @@
-"""From a cold process to the first step: 32 stages of one block function, traced, lowered, bound and run.
+"""From a cold process to the first step: 32 stages of one block function, traced, lowered, bound
+and run.
 
-Each schedule starts in a new process that has imported torch and traced nothing. A second pipeline of the same
-functions must then trace nothing. The minimum of several starts counts, since other load only adds time. Loading the
-modules behind ``fpipe.pipeline`` is a column of its own; torch is loaded before.
+Each schedule starts in a new process that has imported torch and traced nothing. A second pipeline
+of the same functions must then trace nothing. The minimum of several starts counts, since other
+load only adds time. Loading the modules behind ``fpipe.pipeline`` is a column of its own; torch is
+loaded before.
 
     python -m benchmarks.bench_cold [--starts 3] [--json FILE]
 """
@@ -20,7 +22,12 @@ from benchmarks.command import options, save
 
 STAGES, MICROBATCHES, WIDTH, TOKENS = 32, 8, 256, 64
 #: schedule, ranks of a local group; and, over processes, gloo
-CASES = (("1F1B", 32, False), ("Interleaved1F1B", 4, False), ("ZBVZeroBubble", 16, False), ("Interleaved1F1B", 2, True))
+CASES = (
+    ("1F1B", 32, False),
+    ("Interleaved1F1B", 4, False),
+    ("ZBVZeroBubble", 16, False),
+    ("Interleaved1F1B", 2, True),
+)
 LIMIT = 3.0
 
 
@@ -30,7 +37,9 @@ def start(name: str, ranks: int, processes: bool) -> dict[str, Any]:
         return _start(name, ranks)
     import fpipe
 
-    return max(fpipe.launch(_start, name, 0, ranks=ranks), key=lambda found: found["first pipeline"])
+    return max(
+        fpipe.launch(_start, name, 0, ranks=ranks), key=lambda found: found["first pipeline"]
+    )
 
 
 def _start(name: str, ranks: int) -> dict[str, Any]:
@@ -80,19 +89,32 @@ def main() -> None:
         print(json.dumps(start(args.one[0], int(args.one[1]), args.one[2] == "True")))
         return
     rows = []
-    print(f"{STAGES} stages, {MICROBATCHES} microbatches; seconds, at most {LIMIT:g} for the first\n")
+    print(
+        f"{STAGES} stages, {MICROBATCHES} microbatches; seconds, at most {LIMIT:g} for the first\n"
+    )
     columns = "import", "first", "CPU", "traces", "second", "CPU", "traces", "warm"
     print(f"{'schedule':18} {'ranks':>12}", *(f"{column:>7}" for column in columns))
     for case in CASES:
         command = [sys.executable, "-m", "benchmarks.bench_cold", "--one", *map(str, case)]
-        outs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(args.starts)]
+        outs = [
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            for _ in range(args.starts)
+        ]
         best = min((json.loads(out) for out in outs), key=lambda found: found["first pipeline"])
         name, ranks, processes = case
         where = f"{ranks} {'processes' if processes else 'local'}"
         rows.append({"schedule": name, "ranks": where, **best})
-        cells = (f"{best[f'{k} pipeline']:7.2f} {best[f'{k} pipeline cpu']:7.2f} {best[f'{k} traces']:7d}"
-                 for k in ("first", "second"))  # fmt: skip
-        print(f"{name:18} {where:>12} {best['import cpu']:7.2f}", *cells, f"{best['warm step']:7.3f}", flush=True)
+        cells = (
+            f"{best[f'{k} pipeline']:7.2f} {best[f'{k} pipeline cpu']:7.2f} "
+            f"{best[f'{k} traces']:7d}"
+            for k in ("first", "second")
+        )
+        print(
+            f"{name:18} {where:>12} {best['import cpu']:7.2f}",
+            *cells,
+            f"{best['warm step']:7.3f}",
+            flush=True,
+        )
     save(rows, args.json)
 
 

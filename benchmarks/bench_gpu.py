@@ -1,14 +1,17 @@
-"""On one GPU, a local group of four ranks on it: a pipeline step beside the same model without a pipeline.
+"""On one GPU, a local group of four ranks on it: a pipeline step beside the same model without a
+pipeline.
 
-Transformer stages in bf16. The peer runs the same microbatches one after another through the whole model, by plain
-autograd; with ``compile="inductor"`` the peer is the compiled unsplit model. Also the host's time per instruction,
-and memory for the same number of microbatches in flight. Alternating runs, medians. Without a GPU it prints a message
-and ends; ``--device cpu`` runs a small case.
+Transformer stages in bf16. The peer runs the same microbatches one after another through the whole
+model, by plain autograd; with ``compile="inductor"`` the peer is the compiled unsplit model. Also
+the host's time per instruction, and memory for the same number of microbatches in flight.
+Alternating runs, medians. Without a GPU it prints a message and ends; ``--device cpu`` runs a small
+case.
 
-Then a layer of the shape of Llama 8B: its split backward, memory, time of the host, offload, and weaving with a copy
-stream in place of a network (``gpu_layers``).
+Then a layer of the shape of Llama 8B: its split backward, memory, time of the host, offload, and
+weaving with a copy stream in place of a network (``gpu_layers``).
 
-    python -m benchmarks.bench_gpu [--width 2048] [--tokens 2048] [--hidden 4096] [--rounds 15] [--json FILE]
+    python -m benchmarks.bench_gpu [--width 2048] [--tokens 2048] [--hidden 4096] [--rounds 15]
+    [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import (
+    cross_entropy,
+    gelu,
+    layer_norm,
+    linear,
+    scaled_dot_product_attention,
+)
 
 import fpipe
 from benchmarks.bench_runner import measure as host_work
@@ -37,8 +46,14 @@ def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     heads = max(width // 64, 4)
     h = layer_norm(x, (width,), p["n1"])
-    q, k, v = linear(h, p["qkv"]).view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-    a = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width)
+    q, k, v = (
+        linear(h, p["qkv"]).view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+    )
+    a = (
+        scaled_dot_product_attention(q, k, v, is_causal=True)
+        .transpose(1, 2)
+        .reshape(batch, tokens, width)
+    )
     x = x + linear(a, p["out"])
     h = layer_norm(x, (width,), p["n2"])
     return x + linear(gelu(linear(h, p["up"])), p["down"])
@@ -62,7 +77,9 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = [embed, *[block] * (STAGES - 2), head]
 
 
-def parameters(width: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def parameters(
+    width: int, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
     """One dict a stage."""
     torch.manual_seed(0)
 
@@ -72,13 +89,23 @@ def parameters(width: int, dtype: torch.dtype, device: torch.device) -> list[dic
     def one(stage: int) -> dict[str, torch.Tensor]:
         ones = {name: torch.ones(width, dtype=dtype, device=device) for name in ("n1", "n2")}
         table = {"wte": weight(VOCABULARY, width)} if stage in (0, STAGES - 1) else {}
-        return table | ones | {"qkv": weight(3 * width, width), "out": weight(width, width),
-                               "up": weight(4 * width, width), "down": weight(width, 4 * width)}  # fmt: skip
+        return (
+            table
+            | ones
+            | {
+                "qkv": weight(3 * width, width),
+                "out": weight(width, width),
+                "up": weight(4 * width, width),
+                "down": weight(width, 4 * width),
+            }
+        )
 
     return [one(stage) for stage in range(STAGES)]
 
 
-def model(params: list[dict[str, torch.Tensor]], tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def model(
+    params: list[dict[str, torch.Tensor]], tokens: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """The whole model and its loss, unsplit."""
     x = tokens
     for fn, p in zip(FUNCTIONS, params, strict=True):
@@ -89,8 +116,15 @@ def model(params: list[dict[str, torch.Tensor]], tokens: torch.Tensor, targets: 
 class Plain:
     """Plain autograd over microbatches, ``ahead`` of them in flight."""
 
-    def __init__(self, params: list[dict[str, torch.Tensor]], run: Callable[..., torch.Tensor], ahead: int = 1):
-        self.params = [{name: leaf.detach().requires_grad_() for name, leaf in p.items()} for p in params]
+    def __init__(
+        self,
+        params: list[dict[str, torch.Tensor]],
+        run: Callable[..., torch.Tensor],
+        ahead: int = 1,
+    ):
+        self.params = [
+            {name: leaf.detach().requires_grad_() for name, leaf in p.items()} for p in params
+        ]
         self.run, self.ahead = run, ahead
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
@@ -120,7 +154,9 @@ class Bench:
     def pipeline(self, **how: Any) -> Callable[[], Any]:
         """A ZBV step."""
         group = fpipe.local(devices=[str(self.device)] * RANKS)
-        pipe = fpipe.pipeline(FUNCTIONS, "ZBV", loss=loss, microbatches=MICROBATCHES, group=group, **how)
+        pipe = fpipe.pipeline(
+            FUNCTIONS, "ZBV", loss=loss, microbatches=MICROBATCHES, group=group, **how
+        )
         return partial(fpipe.value_and_grad(pipe), self.params, self.tokens, self.targets)
 
     def plain(self, run: Callable[..., torch.Tensor] = model, ahead: int = 1) -> Callable[[], Any]:
@@ -140,14 +176,23 @@ class Bench:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def compare(self, what: str, ours: Callable[[], Any], theirs: Callable[[], Any], limit: float) -> dict[str, Any]:
+    def compare(
+        self, what: str, ours: Callable[[], Any], theirs: Callable[[], Any], limit: float
+    ) -> dict[str, Any]:
         """Both in turn."""
         for step in (ours, theirs) * 3:
             self.timed(step)
         pairs = [(self.timed(ours), self.timed(theirs)) for _ in range(self.rounds)]
         ratio = statistics.median(a / b for a, b in pairs)
         mine, others = (statistics.median(times) for times in zip(*pairs, strict=True))
-        return {"what": what, "fpipe": 1e3 * mine, "peer": 1e3 * others, "ratio": ratio, "limit": limit, "unit": "ms"}
+        return {
+            "what": what,
+            "fpipe": 1e3 * mine,
+            "peer": 1e3 * others,
+            "ratio": ratio,
+            "limit": limit,
+            "unit": "ms",
+        }
 
     def memory(self, ahead: int) -> dict[str, Any]:
         """The most memory of a step beyond what was there before it."""
@@ -156,8 +201,14 @@ class Bench:
             step()
             self.wait()
             peaks.append(peak(step, self.device))
-        return {"what": f"memory, {ahead} microbatches in flight", "fpipe": peaks[0] / 2**20, "peer": peaks[1] / 2**20,
-                "ratio": peaks[0] / max(peaks[1], 1), "limit": 1.0, "unit": "MiB"}  # fmt: skip
+        return {
+            "what": f"memory, {ahead} microbatches in flight",
+            "fpipe": peaks[0] / 2**20,
+            "peer": peaks[1] / 2**20,
+            "ratio": peaks[0] / max(peaks[1], 1),
+            "limit": 1.0,
+            "unit": "MiB",
+        }
 
 
 def in_flight() -> int:
@@ -171,14 +222,30 @@ def rows(device: torch.device, width: int, tokens: int, rounds: int) -> list[dic
     found = [bench.compare("step, eager", bench.pipeline(), bench.plain(), 1.02)]
     if device.type != "cpu":
         compiled = torch.compile(model, dynamic=False)
-        found.append(bench.compare("step, inductor", bench.pipeline(compile="inductor"), bench.plain(compiled), 1.0))
+        found.append(
+            bench.compare(
+                "step, inductor", bench.pipeline(compile="inductor"), bench.plain(compiled), 1.0
+            )
+        )
         found.append(bench.memory(in_flight()))
     work = host_work("ZBV", device=str(device))["us each"]
-    found.append({"what": "host work per instruction", "fpipe": work, "peer": None, "ratio": None, "limit": 5.0,
-                  "unit": "us"})  # fmt: skip
+    found.append(
+        {
+            "what": "host work per instruction",
+            "fpipe": work,
+            "peer": None,
+            "ratio": None,
+            "limit": 5.0,
+            "unit": "us",
+        }
+    )
     small = Bench(device, 64, 16, rounds)
     if device.type != "cpu":
-        found.append(small.compare("small stages, graph", small.pipeline(capture=True), small.pipeline(), 0.3))
+        found.append(
+            small.compare(
+                "small stages, graph", small.pipeline(capture=True), small.pipeline(), 0.3
+            )
+        )
     return found
 
 
@@ -203,8 +270,13 @@ def main() -> None:
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
     torch.set_num_threads(1)
-    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "CPU"
-    print(f"{name}, torch {torch.__version__}: width {args.width}, {args.tokens} tokens, {MICROBATCHES} microbatches\n")
+    name = (
+        torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "CPU"
+    )
+    print(
+        f"{name}, torch {torch.__version__}: width {args.width}, {args.tokens} tokens, "
+        f"{MICROBATCHES} microbatches\n"
+    )
     print(f"{'':38} {'fpipe':>10} {'peer':>10} {'':4} {'ratio':>6} {'at most':>8}")
     found = rows(device, args.width, args.tokens, args.rounds)
     found += of_a_layer(device, args.hidden, 2 * args.tokens, args.rounds)

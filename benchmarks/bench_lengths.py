@@ -1,8 +1,9 @@
 """What a new sequence length, and a new number of microbatches, cost beside a warm step.
 
-A model like Llama of 16 layers in 2 stages under 1F1B, on 2 ranks of one process and on 2 processes. The first length
-is traced as it is, the second one with symbolic sizes; every later one reuses that trace. The cost of a new length is
-the time of its first step over that of its second step.
+A model like Llama of 16 layers in 2 stages under 1F1B, on 2 ranks of one process and on 2
+processes. The first length is traced as it is, the second one with symbolic sizes; every later one
+reuses that trace. The cost of a new length is the time of its first step over that of its second
+step.
 
     python -m benchmarks.bench_lengths [--lengths 100] [--rounds 3] [--json FILE]
 """
@@ -43,16 +44,21 @@ def measure(lengths: int, processes: bool = False) -> dict[str, float]:
 
     first, warm = seconds(64), statistics.median(seconds(64) for _ in range(9))
     second = seconds(80)
-    new = _new([lambda n=n: seconds(n) for n in draw.sample(range(60, 130), 12) if n not in (64, 80)])
+    new = _new(
+        [lambda n=n: seconds(n) for n in draw.sample(range(60, 130), 12) if n not in (64, 80)]
+    )
     counts = _new([lambda m=m: seconds(64, m) for m in (5, 6, 7, 8, 9, 10)])
     many = draw.sample(range(200, 200 + 2 * lengths), lengths)
     other = sum(seconds(n) for n in many)
     same = sum(seconds(n) for n in many)
     return {
-        "warm step, ms": 1e3 * warm, "first call, steps": first / warm, "second length, steps": second / warm,
-        "new length, steps": new, "new number of microbatches, steps": counts,
+        "warm step, ms": 1e3 * warm,
+        "first call, steps": first / warm,
+        "second length, steps": second / warm,
+        "new length, steps": new,
+        "new number of microbatches, steps": counts,
         "speed of different lengths": same / other,
-    }  # fmt: skip
+    }
 
 
 def _new(calls: list[Callable[[], float]]) -> float:
@@ -90,15 +96,24 @@ def _model() -> tuple[list[Any], list[Any]]:
     def layers() -> list[Any]:
         matrix = lambda n, m: torch.randn(n, m) / n**0.5
         return [
-            {"norm": torch.ones(WIDTH), "norm2": torch.ones(WIDTH), "qkv": [matrix(WIDTH, WIDTH) for _ in "qkv"],
-             "out": matrix(WIDTH, WIDTH), "gate": matrix(WIDTH, 4 * WIDTH), "up": matrix(WIDTH, 4 * WIDTH),
-             "down": matrix(4 * WIDTH, WIDTH)}
+            {
+                "norm": torch.ones(WIDTH),
+                "norm2": torch.ones(WIDTH),
+                "qkv": [matrix(WIDTH, WIDTH) for _ in "qkv"],
+                "out": matrix(WIDTH, WIDTH),
+                "gate": matrix(WIDTH, 4 * WIDTH),
+                "up": matrix(WIDTH, 4 * WIDTH),
+                "down": matrix(4 * WIDTH, WIDTH),
+            }
             for _ in range(LAYERS // 2)
-        ]  # fmt: skip
+        ]
 
     torch.manual_seed(0)
     embedding, head = torch.randn(VOCABULARY, WIDTH), torch.randn(WIDTH, VOCABULARY)
-    return [first, last], [{"embedding": embedding, "layers": layers()}, {"layers": layers(), "head": head}]
+    return [first, last], [
+        {"embedding": embedding, "layers": layers()},
+        {"layers": layers(), "head": head},
+    ]
 
 
 def _loss(logits: Any, targets: Any) -> Any:
@@ -130,7 +145,10 @@ def main() -> None:
     ]
     for row in rows:
         print(
-            *(f"{name:36s} {value}" if name == "where" else f"{name:36s} {value:8.2f}" for name, value in row.items()),
+            *(
+                f"{name:36s} {value}" if name == "where" else f"{name:36s} {value:8.2f}"
+                for name, value in row.items()
+            ),
             sep="\n",
         )
     save(rows, given.json)

@@ -1,8 +1,9 @@
 """The time of a step relative to its lower limit and to its prediction, with one process per rank.
 
-The limit is the simulated makespan with the times of the programs alone, run on all ranks at once in the order of the
-schedule, and the time of a message between two idle ranks. The prediction is the makespan by a profile
-(``fpipe.measure_costs``). Steps run in a row, as in training, and so do the programs alone. Rounds alternate.
+The limit is the simulated makespan with the times of the programs alone, run on all ranks at once
+in the order of the schedule, and the time of a message between two idle ranks. The prediction is
+the makespan by a profile (``fpipe.measure_costs``). Steps run in a row, as in training, and so do
+the programs alone. Rounds alternate.
 
     python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--borders] [--json FILE]
 
@@ -30,12 +31,15 @@ from fpipe.plans.value_graph import spec_of
 from fpipe.running.profile.profiling import Measuring
 
 MESSAGES = 20
-#: Steps in a row after one that does not count; the programs alone run as often, in the order of a step.
+#: Steps in a row after one that does not count; the programs alone run as often, in the order of a
+#: step.
 STEPS = {"small": 10, "medium": 2}
 
 
 def one_way(group: Any, rank: int, pair: tuple[int, int], spec: Any) -> float | None:
-    """Half the time there and back of a message between two ranks, the median; on the first of them."""
+    """Half the time there and back of a message between two ranks, the median; on the first of
+    them.
+    """
     a, b = pair
     tensor, times = torch.zeros(spec.shape, dtype=spec.dtype), []
     group.barrier()
@@ -66,7 +70,9 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
     rank = group.rank
     params = make(count, width, blocks)
     x, t = torch.randn(microbatches, tokens, width), torch.randn(microbatches, tokens, width)
-    pipe = fpipe.pipeline([stage] * count, name, loss=square, microbatches=microbatches, group=group)
+    pipe = fpipe.pipeline(
+        [stage] * count, name, loss=square, microbatches=microbatches, group=group
+    )
     placed = pipe.place(params)
     step = fpipe.value_and_grad(pipe)
     step(placed, x, t)
@@ -76,7 +82,8 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
     spec = spec_of(prepared.interfaces[0][0].y.tensors[0])
     walls, totals, ways = [], [], []
     gc.collect()
-    gc.freeze()  # one collection of all objects takes as long as a hundred small steps, and costs are means
+    # one collection of all objects takes as long as a hundred small steps, and costs are means
+    gc.freeze()
     for _ in range(rounds):
         begin(group)
         for number in range(steps + 1):
@@ -103,9 +110,17 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
 
 
 def rows(
-    name: str, size: str, pipe: Any, group: Any, walls: list[float], totals: list[float], ways: list[float],
-    alone: Alone, measuring: Measuring, profiled: Any,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    size: str,
+    pipe: Any,
+    group: Any,
+    walls: list[float],
+    totals: list[float],
+    ways: list[float],
+    alone: Alone,
+    measuring: Measuring,
+    profiled: Any,
+) -> dict[str, Any]:
     """The figures of one schedule, by all ranks' times."""
     every = group.gather_objects((walls, ways))
     by_op = programs(pipe, alone)
@@ -115,29 +130,49 @@ def rows(
     limit, predicted = profiled.simulate(bare).total, profiled.simulate(price).total
     total = statistics.median(totals)
     return {
-        "schedule": name, "size": size, "ranks": group.size, "limit ms": 1e3 * limit, "step ms": 1e3 * wall,
-        "actions ms": 1e3 * total, "predicted ms": 1e3 * predicted, "step / limit": wall / limit,
-        "predicted / step": predicted / wall, "predicted / actions": predicted / total,
-        "message us": 1e6 * bare.comm, "costs": json.loads(price.to_json()), "programs": by_op,
-    }  # fmt: skip
+        "schedule": name,
+        "size": size,
+        "ranks": group.size,
+        "limit ms": 1e3 * limit,
+        "step ms": 1e3 * wall,
+        "actions ms": 1e3 * total,
+        "predicted ms": 1e3 * predicted,
+        "step / limit": wall / limit,
+        "predicted / step": predicted / wall,
+        "predicted / actions": predicted / total,
+        "message us": 1e6 * bare.comm,
+        "costs": json.loads(price.to_json()),
+        "programs": by_op,
+    }
 
 
 def main() -> None:
     """Print the table."""
     parser = asking(__doc__)
-    parser.add_argument("--borders", action="store_true", help="print where the time of a step goes")
+    parser.add_argument(
+        "--borders", action="store_true", help="print where the time of a step goes"
+    )
     args = parser.parse_args()
     found = []
-    print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'predicted':>9} {'/ step':>7}"
-          f" {'/ actions':>9}")  # fmt: skip
+    print(
+        f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'predicted':>9} "
+        f"{'/ step':>7}"
+        f" {'/ actions':>9}"
+    )
     for size in args.sizes:
         for name in args.schedules:
-            (row, *_) = fpipe.launch(rank_main, [name], size, args.microbatches, args.rounds, ranks=args.ranks)
+            (row, *_) = fpipe.launch(
+                rank_main, [name], size, args.microbatches, args.rounds, ranks=args.ranks
+            )
             (r,) = row
             found.append(r)
-            print(f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} {r['step / limit']:6.2f}"
-                  f" {r['predicted ms']:9.2f} {r['predicted / step']:7.1%} {r['predicted / actions']:9.1%}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} "
+                f"{r['step / limit']:6.2f}"
+                f" {r['predicted ms']:9.2f} {r['predicted / step']:7.1%} "
+                f"{r['predicted / actions']:9.1%}",
+                flush=True,
+            )
             for part, what in PARTS.items() if args.borders else ():
                 print(f"{r['borders us'][part]:18.0f} us  {what}")
     save(found, args.json)

@@ -1,11 +1,13 @@
-"""The cost of the optimizer's barrier: spans of several steps, with a barrier after each and without.
+"""The cost of the optimizer's barrier: spans of several steps, with a barrier after each and
+without.
 
-First in the simulator, with actions of one unit of time and free messages. Then on processes whose actions sleep for
-that unit, so that the number of cores is irrelevant: all clip by a global norm that is never reached, alternating
-between the plain and the optimistic step. Last, from a recorded run: how long before the end of the last W of a step
-the first F of the next step begins on rank 0.
+First in the simulator, with actions of one unit of time and free messages. Then on processes whose
+actions sleep for that unit, so that the number of cores is irrelevant: all clip by a global norm
+that is never reached, alternating between the plain and the optimistic step. Last, from a recorded
+run: how long before the end of the last W of a step the first F of the next step begins on rank 0.
 
-    python -m benchmarks.bench_optimistic [--ranks 4] [--microbatches 8] [--steps 8] [--rounds 7] [--json FILE]
+    python -m benchmarks.bench_optimistic [--ranks 4] [--microbatches 8] [--steps 8] [--rounds 7]
+    [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ SIMULATED = ("1F1B", "ZB1P", "ZBH2", "ZBVZeroBubble")
 MEASURED = ("ZBH2", "ZBVZeroBubble")
 
 
-# ---- in the simulator -----------------------------------------------------------------------------------------------
+# ---- in the simulator ----
 def chained(schedule: Schedule, steps: int) -> float:
-    """The span of steps of which each begins on a rank as soon as that rank is done with the one before."""
+    """The span of steps of which each begins on a rank as soon as that rank is done with the one
+    before.
+    """
     m = schedule.microbatches
     rows = tuple(
-        tuple(Action(a.stage, a.op, a.microbatch + m * step) for step in range(steps) for a in row if type(a) is Action)
+        tuple(
+            Action(a.stage, a.op, a.microbatch + m * step)
+            for step in range(steps)
+            for a in row
+            if type(a) is Action
+        )
         for row in schedule
     )
     return simulate_rows(rows, schedule.placement, m * steps, Costs()).total
@@ -48,7 +57,7 @@ def spans(name: str, ranks: int, microbatches: int, steps: int) -> tuple[float, 
     return schedule.simulate(Costs()).total * steps, chained(schedule, steps)
 
 
-# ---- on processes ---------------------------------------------------------------------------------------------------
+# ---- on processes ----
 @torch.library.custom_op("bench_optimistic::nap", mutates_args=())
 def nap(x: Tensor, seconds: float) -> Tensor:
     """The same values, later."""
@@ -85,7 +94,10 @@ class Training:
         schedule = make_schedule(name, group.size, microbatches)
         stages = [lambda p, x: Asleep.apply(x, p, unit)] * schedule.stages
         self.pipe = fpipe.pipeline(stages, schedule, loss=lambda y: y.sum(), group=group)
-        self.params, self.x = self.pipe.place([torch.ones(())] * schedule.stages), torch.ones(microbatches)
+        self.params, self.x = (
+            self.pipe.place([torch.ones(())] * schedule.stages),
+            torch.ones(microbatches),
+        )
         self.tx = fpipe.chain(fpipe.clip_by_global_norm(1e9, over=self.pipe), fpipe.sgd(1e-9))
         self.steps = steps
 
@@ -119,7 +131,9 @@ class Training:
         return time.perf_counter() - start
 
     def ahead(self, run: Any) -> float:
-        """Seconds by which rank 0 begins a step before the last W of the one before has ended: the least of all."""
+        """Seconds by which rank 0 begins a step before the last W of the one before has ended: the
+        least of all.
+        """
         with Profile() as profile:
             run()
         pairs = zip(profile.runs, profile.runs[1:], strict=False)
@@ -131,7 +145,9 @@ class Training:
 
 
 def on_a_rank(microbatches: int, steps: int, rounds: int, unit: float) -> list[dict[str, Any]]:
-    """Rounds in which both ways take turns, for each schedule; and what a recorded run of each shows."""
+    """Rounds in which both ways take turns, for each schedule; and what a recorded run of each
+    shows.
+    """
     torch.set_num_threads(1)
     group, rows = fpipe.init(device="cpu", timeout=60), []
     for name in MEASURED:
@@ -143,12 +159,18 @@ def on_a_rank(microbatches: int, steps: int, rounds: int, unit: float) -> list[d
                 took = made.clocked(way)
                 kept.extend([took] if number else [])  # the first round traces
         predicted = spans(name, group.size, microbatches, steps)
-        rows.append({
-            "schedule": name, "rounds": rounds,
-            "wait ms": 1e3 * statistics.median(times[0]), "guess ms": 1e3 * statistics.median(times[1]),
-            "ratio": ratio(times[1], times[0]), "simulated": predicted[1] / predicted[0],
-            "ahead, waiting": made.ahead(made.waiting) / unit, "ahead, guessing": made.ahead(made.guessing) / unit,
-        })  # fmt: skip
+        rows.append(
+            {
+                "schedule": name,
+                "rounds": rounds,
+                "wait ms": 1e3 * statistics.median(times[0]),
+                "guess ms": 1e3 * statistics.median(times[1]),
+                "ratio": ratio(times[1], times[0]),
+                "simulated": predicted[1] / predicted[0],
+                "ahead, waiting": made.ahead(made.waiting) / unit,
+                "ahead, guessing": made.ahead(made.guessing) / unit,
+            }
+        )
     return rows
 
 
@@ -156,7 +178,9 @@ def main() -> None:
     """Print both tables."""
     parser = options(__doc__, ranks=4, microbatches=8, steps=8)
     parser.add_argument("--rounds", type=int, default=7, help="0: in the simulator alone")
-    parser.add_argument("--unit", type=float, default=0.005, help="seconds of an action on processes")
+    parser.add_argument(
+        "--unit", type=float, default=0.005, help="seconds of an action on processes"
+    )
     args = parser.parse_args()
     ranks, microbatches, steps = args.ranks, args.microbatches, args.steps
     print(f"{ranks} ranks, {microbatches} microbatches, {steps} steps, in the simulator (units)")
@@ -168,7 +192,10 @@ def main() -> None:
         return
     rows = fpipe.launch(on_a_rank, microbatches, steps, args.rounds, args.unit, ranks=ranks)[0]
     print(f"\non processes, {1e3 * args.unit:g} ms a unit, medians of {args.rounds} rounds")
-    print("schedule     barrier ms  guess ms   ratio  simulated   rank 0 ahead, waiting and guessing (units)")
+    print(
+        "schedule     barrier ms  guess ms   ratio  simulated   rank 0 ahead, waiting and "
+        "guessing (units)"
+    )
     for row in rows:
         print(
             f"{row['schedule']:14s}{row['wait ms']:9.1f}{row['guess ms']:10.1f}{row['ratio']:8.3f}"

@@ -1,8 +1,10 @@
-"""The cost of an optimizer step: fpipe's transforms and torch's optimizers, in one process on one thread.
+"""The cost of an optimizer step: fpipe's transforms and torch's optimizers, in one process on one
+thread.
 
-All step 200 parameters (100 matrices, each with a vector) in 8 stages. Each family of rows has a reference of torch.
-The rounds alternate, and medians of the time of the processor are compared, which other processes change less. Muon
-steps the matrices alone. Lion is compared with the foreach version of the package lion-pytorch where that is installed.
+All step 200 parameters (100 matrices, each with a vector) in 8 stages. Each family of rows has a
+reference of torch. The rounds alternate, and medians of the time of the processor are compared,
+which other processes change less. Muon steps the matrices alone. Lion is compared with the foreach
+version of the package lion-pytorch where that is installed.
 
     python -m benchmarks.bench_optimizer [--rounds 21] [--sides 32,128,512] [--json FILE]
 """
@@ -31,7 +33,10 @@ def model(side: int) -> list[dict[str, torch.Tensor]]:
     """Stages of named matrices and vectors."""
     stages: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGES)]
     for layer in range(LAYERS):
-        stages[layer % STAGES] |= {f"w{layer}": torch.randn(side, side), f"b{layer}": torch.randn(side)}
+        stages[layer % STAGES] |= {
+            f"w{layer}": torch.randn(side, side),
+            f"b{layer}": torch.randn(side),
+        }
     return stages
 
 
@@ -79,7 +84,9 @@ def torch_step(
 
 
 def copying(params: Any, grads: Any, steps_too: bool) -> Callable[[], object]:
-    """The least that new parameters and state cost with torch's kernels: three lists are copied, then stepped."""
+    """The least that new parameters and state cost with torch's kernels: three lists are copied,
+    then stepped.
+    """
     kept = [[leaf.clone() for leaf in flat(params)] for _ in range(3)]
     gs, one, steps = flat(grads), torch.ones(()), [torch.ones(())] * (2 * LAYERS)
 
@@ -89,20 +96,41 @@ def copying(params: Any, grads: Any, steps_too: bool) -> Callable[[], object]:
             return
         ps, ms, vs = kept
         torch._fused_adamw_(
-            ps, gs, ms, vs, [], steps,
-            lr=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            ps,
+            gs,
+            ms,
+            vs,
+            [],
+            steps,
+            lr=3e-4,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=1e-2,
+            amsgrad=False,
+            maximize=False,
+        )
 
     return step
 
 
 def families(side: int) -> dict[str, dict[str, tuple[Callable[[], object], float | None]]]:
-    """By the name of a reference, which is the first of its rows: functions, each with the bound of its ratio."""
-    params, grads = model(side), [{name: 0.01 * leaf for name, leaf in stage.items()} for stage in model(side)]
-    matrices, their = ([{n: x for n, x in stage.items() if x.ndim == 2} for stage in tree] for tree in (params, grads))
+    """By the name of a reference, which is the first of its rows: functions, each with the bound of
+    its ratio.
+    """
+    params, grads = (
+        model(side),
+        [{name: 0.01 * leaf for name, leaf in stage.items()} for stage in model(side)],
+    )
+    matrices, their = (
+        [{n: x for n, x in stage.items() if x.ndim == 2} for stage in tree]
+        for tree in (params, grads)
+    )
     copied = lambda tree: [{name: leaf.clone() for name, leaf in stage.items()} for stage in tree]
     torchs = partial(torch_step, params, grads)
-    given = lambda make, tree=params, gs=grads: stepper(make(donate=True), copied(tree), gs, donate=True)
+    given = lambda make, tree=params, gs=grads: stepper(
+        make(donate=True), copied(tree), gs, donate=True
+    )
     kept = lambda make, tree=params, gs=grads: stepper(make(), copied(tree), gs, donate=False)
     adam, clip = partial(adamw, 3e-4), clip_by_global_norm
     clipped = lambda donate=False: chain(clip(1.0), adamw(3e-4, donate=donate))
@@ -142,7 +170,9 @@ def families(side: int) -> dict[str, dict[str, tuple[Callable[[], object], float
 
 
 def measure(side: int, rounds: int) -> dict[str, tuple[float, float, float | None]]:
-    """Median milliseconds of each row, the median ratio to the reference of its family in the same round, its bound."""
+    """Median milliseconds of each row, the median ratio to the reference of its family in the same
+    round, its bound.
+    """
     measured = {}
     for rows in families(side).values():
         times = alternate([run for run, _ in rows.values()], rounds, warmup=3, clock=thread_time)
@@ -161,9 +191,15 @@ def main() -> None:
     tables = {}
     for side in map(int, args.sides.split(",")):
         tables[side] = measure(side, args.rounds)
-        print(f"200 parameters, matrices {side} x {side}, {args.rounds} rounds, torch {torch.__version__}")
+        print(
+            f"200 parameters, matrices {side} x {side}, {args.rounds} rounds, torch "
+            f"{torch.__version__}"
+        )
         for name, (took, times, bound) in tables[side].items():
-            print(f"    {name:<26} {took:8.3f} ms  {times:5.2f}" + (f"  at most {bound}" if bound else ""))
+            print(
+                f"    {name:<26} {took:8.3f} ms  {times:5.2f}"
+                + (f"  at most {bound}" if bound else "")
+            )
     save(tables, args.json)
 
 

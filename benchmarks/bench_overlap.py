@@ -1,17 +1,19 @@
-"""Woven against sequential fused actions, with all_to_all inside the stages; torch.distributed.pipelining beside them.
+"""Woven against sequential fused actions, with all_to_all inside the stages;
+torch.distributed.pipelining beside them.
 
-Two processes hold the experts of each other's tokens. A first run determines how many layers an expert needs for
-communication alone to take ``--share`` of compute alone; then woven, sequential, compute alone, communication alone
-and, with ``--torch``, torch's DualPipeV alternate. All figures are medians over the rounds; ratios are medians of
-the ratios of neighbouring runs.
+Two processes hold the experts of each other's tokens. A first run determines how many layers an
+expert needs for communication alone to take ``--share`` of compute alone; then woven, sequential,
+compute alone, communication alone and, with ``--torch``, torch's DualPipeV alternate. All figures
+are medians over the rounds; ratios are medians of the ratios of neighbouring runs.
 
-Between two processes of one small host the cores that compute also move the bytes, and there is little to hide. The
-plain check says how much: one exchange beside products of matrices, without a library. ``narrow_link.sh`` puts a link
-between them that takes its time without a core.
+Between two processes of one small host the cores that compute also move the bytes, and there is
+little to hide. The plain check says how much: one exchange beside products of matrices, without a
+library. ``narrow_link.sh`` puts a link between them that takes its time without a core.
 
     python benchmarks/bench_overlap.py [--torch] [--schedule Overlapped1F1B] [--mb 8] [--share 0.75]
     python benchmarks/bench_overlap.py --narrow 200mbit --mb 1 --microbatches 24 --rounds 3
-    torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --link     # over a link that is set up by hand
+    torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --link     # over a link that is set up
+    by hand
 """
 
 from __future__ import annotations
@@ -80,9 +82,13 @@ class Bench:
     def step(self, members: Any, layers: int, overlap: str) -> Callable[[], Any]:
         """A training step."""
         pipe = fpipe.pipeline(
-            [stage_of(members, layers)] * self.stages, self.given.schedule, loss=mean_square,
-            microbatches=self.given.microbatches, group=self.group, overlap=overlap,
-        )  # fmt: skip
+            [stage_of(members, layers)] * self.stages,
+            self.given.schedule,
+            loss=mean_square,
+            microbatches=self.given.microbatches,
+            group=self.group,
+            overlap=overlap,
+        )
         run = fpipe.value_and_grad(pipe)
         self.plan = pipe.plan(self.params, self.x, self.t)
         return lambda: run(self.params, self.x, self.t)
@@ -94,8 +100,10 @@ class Bench:
             ops.all_to_all(part, self.world)
 
     def plain(self) -> tuple[float, float]:
-        """How far the machine overlaps at all: an exchange beside products of matrices of the same length, over the
-        longer of the two; and how much of a core an exchange alone keeps busy, in this process."""
+        """How far the machine overlaps at all: an exchange beside products of matrices of the same
+        length, over the longer of the two; and how much of a core an exchange alone keeps busy, in
+        this process.
+        """
         part, side = self.x[: self.rows], torch.randn(256, 256)
         taken = torch.empty_like(part)
         start_exchange = lambda: dist.all_to_all_single(taken, part, async_op=True)
@@ -103,7 +111,12 @@ class Bench:
         busy, start = time.process_time(), time.perf_counter()
         long = statistics.median(timed(exchange) for _ in range(9))
         busy = (time.process_time() - busy) / (time.perf_counter() - start)
-        one = statistics.median(timed(lambda: [torch.mm(side, side) for _ in range(20)]) for _ in range(5)) / 20
+        one = (
+            statistics.median(
+                timed(lambda: [torch.mm(side, side) for _ in range(20)]) for _ in range(5)
+            )
+            / 20
+        )
         count = max(1, round(agreed(long / one)))
         products = lambda: [torch.mm(side, side) for _ in range(count)]
 
@@ -123,7 +136,9 @@ class Bench:
         class Module(torch.nn.Module):
             def __init__(self, p: dict[str, torch.Tensor], fn: Callable[..., torch.Tensor]):
                 super().__init__()
-                self.p = torch.nn.ParameterDict({k: torch.nn.Parameter(v.clone()) for k, v in p.items()})
+                self.p = torch.nn.ParameterDict(
+                    {k: torch.nn.Parameter(v.clone()) for k, v in p.items()}
+                )
                 self.fn = fn
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,14 +203,19 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
     longer = [max(x, y) for x, y in zip(times["compute"], times["communication"], strict=True)]
     found = {
-        "schedule": given.schedule, "microbatches": given.microbatches, "layers": layers, "MB": given.mb,
+        "schedule": given.schedule,
+        "microbatches": given.microbatches,
+        "layers": layers,
+        "MB": given.mb,
         "load": f"{before:.1f} to {os.getloadavg()[0]:.1f}",
         "same bits": bool(torch.equal(first["woven"][0], first["sequential"][0])),
         **{f"{name} ms": round(1e3 * statistics.median(each), 1) for name, each in times.items()},
         "communication/compute": round(ratio("communication", "compute"), 3),
         "woven/sequential": round(ratio("woven", "sequential"), 3),
-        "woven/longer": round(statistics.median(x / y for x, y in zip(times["woven"], longer, strict=True)), 3),
-    }  # fmt: skip
+        "woven/longer": round(
+            statistics.median(x / y for x, y in zip(times["woven"], longer, strict=True)), 3
+        ),
+    }
     both, busy = bench.plain()
     found |= {"plain check: both/longer": round(both, 3), "plain check: core busy": round(busy, 2)}
     if given.torch:
@@ -207,7 +227,8 @@ def _layers(bench: Bench, share: float) -> int:
     """How many layers make communication that share of compute."""
     carry = statistics.median(timed(bench.carry) for _ in range(3))
     one, five = (
-        statistics.median(timed(bench.step(None, layers, "sequential")) for _ in range(2)) for layers in (1, 5)
+        statistics.median(timed(bench.step(None, layers, "sequential")) for _ in range(2))
+        for layers in (1, 5)
     )
     return max(1, round(agreed(1 + (carry / share - one) / max((five - one) / 4, 1e-6))))
 
@@ -216,23 +237,46 @@ def narrowed(rate: str) -> int:
     """The same by ``narrow_link.sh``; its exit status."""
     at = sys.argv.index("--narrow")
     script = Path(__file__).with_name("narrow_link.sh")
-    command = ["sh", str(script), rate, sys.executable, __file__, "--link", *sys.argv[1:at], *sys.argv[at + 2 :]]
+    command = [
+        "sh",
+        str(script),
+        rate,
+        sys.executable,
+        __file__,
+        "--link",
+        *sys.argv[1:at],
+        *sys.argv[at + 2 :],
+    ]
     return subprocess.run(command, check=False).returncode
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", default="DualPipeV")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--mb", type=float, default=4, help="of what each process exchanges at once")
+    parser.add_argument(
+        "--mb", type=float, default=4, help="of what each process exchanges at once"
+    )
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=0, help="of an expert; 0: find out by --share")
-    parser.add_argument("--share", type=float, default=0.75, help="communication alone over compute alone")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of an expert; 0: find out by --share"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.75, help="communication alone over compute alone"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining's DualPipeV too")
+    parser.add_argument(
+        "--torch", action="store_true", help="torch.distributed.pipelining's DualPipeV too"
+    )
     parser.add_argument("--link", action="store_true", help="this is one of two processes already")
-    parser.add_argument("--narrow", metavar="RATE", help="between two network namespaces, such as 200mbit (needs root)")
+    parser.add_argument(
+        "--narrow",
+        metavar="RATE",
+        help="between two network namespaces, such as 200mbit (needs root)",
+    )
     parser.add_argument("--json", help="write the results into this file too")
     given = parser.parse_args()
     if given.narrow:

@@ -1,8 +1,9 @@
-"""fpipe.interop.pipelining against torch.distributed.pipelining: the same script with one import changed.
+"""fpipe.interop.pipelining against torch.distributed.pipelining: the same script with one import
+changed.
 
-Both get the same modules, batches and processes; steps alternate, and each clears ``.grad`` first. Prints the median
-step of both for every schedule, the median of their ratios, and that of the ratios of CPU time over both processes.
-``--json`` writes the rows.
+Both get the same modules, batches and processes; steps alternate, and each clears ``.grad`` first.
+Prints the median step of both for every schedule, the median of their ratios, and that of the
+ratios of CPU time over both processes. ``--json`` writes the rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from fpipe.interop.pipelining.stage import group_of
 _AHEAD = 5e-3
 
 
-def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: Path):
+def run(
+    rank: int,
+    ranks: int,
+    store: str,
+    names: list[str],
+    size: str,
+    microbatches: int,
+    rounds: int,
+    out: Path,
+):
     """One process: every schedule, both libraries in turn."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -46,7 +56,9 @@ def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbat
     dist.destroy_process_group()
 
 
-def _one(name: str, rank: int, ranks: int, size: str, microbatches: int, rounds: int) -> dict[str, Any]:
+def _one(
+    name: str, rank: int, ranks: int, size: str, microbatches: int, rounds: int
+) -> dict[str, Any]:
     width, tokens, blocks = SIZES[size]
     count = ranks * SCHEDULES[name][1]
     params = make(count, width, blocks)
@@ -70,15 +82,25 @@ def _one(name: str, rank: int, ranks: int, size: str, microbatches: int, rounds:
                 times[who].append(took)
                 busy[who].append(used)
     ratio, cpu = (
-        statistics.median(a / b for a, b in zip(rows["fpipe"], rows["torch"], strict=True)) for rows in (times, busy)
+        statistics.median(a / b for a, b in zip(rows["fpipe"], rows["torch"], strict=True))
+        for rows in (times, busy)
     )
-    return {"schedule": name, "size": size, "ranks": ranks, "microbatches": microbatches,
-            "fpipe ms": 1e3 * statistics.median(times["fpipe"]), "torch ms": 1e3 * statistics.median(times["torch"]),
-            "ratio": ratio, "cpu ratio": cpu}  # fmt: skip
+    return {
+        "schedule": name,
+        "size": size,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "fpipe ms": 1e3 * statistics.median(times["fpipe"]),
+        "torch ms": 1e3 * statistics.median(times["torch"]),
+        "ratio": ratio,
+        "cpu ratio": cpu,
+    }
 
 
 def _both(step: Callable[[], object], group: Any) -> tuple[float, float]:
-    """Seconds of a step on the slowest process, and the CPU seconds of all, which other programs disturb less."""
+    """Seconds of a step on the slowest process, and the CPU seconds of all, which other programs
+    disturb less.
+    """
     before = time.process_time()
     took = torch.tensor([_timed(step, group)])
     used = torch.tensor([time.process_time() - before - _AHEAD])
@@ -88,7 +110,13 @@ def _both(step: Callable[[], object], group: Any) -> tuple[float, float]:
 
 
 def _script(
-    library: Any, name: str, params: Any, count: int, microbatches: int, x: torch.Tensor, t: torch.Tensor
+    library: Any,
+    name: str,
+    params: Any,
+    count: int,
+    microbatches: int,
+    x: torch.Tensor,
+    t: torch.Tensor,
 ) -> tuple[Callable[[], object], list[torch.nn.Module]]:
     """What a user writes: stages, a schedule, a step. Only ``library`` differs."""
     cls_name, per_rank = SCHEDULES[name]
@@ -96,8 +124,13 @@ def _script(
     v = name in ("ZBVZeroBubble", "DualPipeV")
     mine = [rank, 2 * ranks - 1 - rank] if v else list(range(rank, count, ranks))
     modules: list[torch.nn.Module] = [Peer(copy.deepcopy(params[s])) for s in mine]
-    stages = [library.PipelineStage(m, s, count, torch.device("cpu")) for s, m in zip(mine, modules, strict=True)]
-    schedule = getattr(library, cls_name)(stages if per_rank > 1 else stages[0], microbatches, loss_fn=square)
+    stages = [
+        library.PipelineStage(m, s, count, torch.device("cpu"))
+        for s, m in zip(mine, modules, strict=True)
+    ]
+    schedule = getattr(library, cls_name)(
+        stages if per_rank > 1 else stages[0], microbatches, loss_fn=square
+    )
     args = (x,) if 0 in mine else ()
     keywords: dict[str, Any] = {"target": t, "losses": []} if count - 1 in mine else {}
 
@@ -110,8 +143,11 @@ def _script(
 
 
 def _line(r: dict[str, Any]) -> str:
-    return (f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} {r['torch ms']:9.2f}"
-            f" {r['ratio']:7.3f} {r['cpu ratio']:9.3f}")  # fmt: skip
+    return (
+        f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} "
+        f"{r['torch ms']:9.2f}"
+        f" {r['ratio']:7.3f} {r['cpu ratio']:9.3f}"
+    )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""The cost of the runner per instruction: (step - its programs) / instructions, in a local group with small stages."""
+"""The cost of the runner per instruction: (step - its programs) / instructions, in a local group
+with small stages.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from benchmarks.command import options, save
 from benchmarks.stages import square
 from fpipe.running import steps as runner
 
-NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+NAMES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBV",
+    "DualPipeV",
+)
 
 
 def block(p, x):
@@ -30,7 +40,9 @@ def measure(
     weight = lambda: (torch.randn(16, 16) * 0.1).to(device)
     params = [{"w1": weight(), "w2": weight()} for _ in range(count)]
     x, group = torch.randn(4 * microbatches, 16).to(device), fpipe.local(devices=[device] * ranks)
-    pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=group)
+    pipe = fpipe.pipeline(
+        [block] * count, name, loss=square, microbatches=microbatches, group=group
+    )
     step = fpipe.value_and_grad(pipe)
     step(params, x, x)
     instructions = sum(len(plan.instructions) for plan in pipe.plan(params, x, x).by_rank.values())
@@ -48,7 +60,9 @@ def measure(
         return call
 
     # A second pipeline whose programs are timed: its steps are not.
-    timed_pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=group)
+    timed_pipe = fpipe.pipeline(
+        [block] * count, name, loss=square, microbatches=microbatches, group=group
+    )
     original = runner._program
     runner._program = lambda ins, *rest: original(_with(ins, timed(ins.program.run)), *rest)
     timed_step = fpipe.value_and_grad(timed_pipe)
@@ -63,8 +77,12 @@ def measure(
         timed_step(params, x, x)
         programs.append(inside[0])
     cost = statistics.median(w - p for w, p in zip(whole, programs, strict=True))
-    return {"step ms": 1e3 * statistics.median(whole), "programs ms": 1e3 * statistics.median(programs),
-            "instructions": instructions, "us each": 1e6 * cost / instructions}  # fmt: skip
+    return {
+        "step ms": 1e3 * statistics.median(whole),
+        "programs ms": 1e3 * statistics.median(programs),
+        "instructions": instructions,
+        "us each": 1e6 * cost / instructions,
+    }
 
 
 def _with(ins, run):
@@ -82,7 +100,10 @@ def main() -> None:
     for name in NAMES:
         r = measure(name, rounds=args.rounds)
         rows.append({"schedule": name, **r})
-        print(f"{name:24} {r['step ms']:8.2f} {r['programs ms']:12.2f} {r['instructions']:13d} {r['us each']:8.2f}")
+        print(
+            f"{name:24} {r['step ms']:8.2f} {r['programs ms']:12.2f} {r['instructions']:13d} "
+            f"{r['us each']:8.2f}"
+        )
     save(rows, args.json)
 
 

@@ -1,7 +1,9 @@
-"""Lowering at scale: one rank's plan of 256 ranks and 2,048 microbatches; check and simulation of the whole schedule.
+"""Lowering at scale: one rank's plan of 256 ranks and 2,048 microbatches; check and simulation of
+the whole schedule.
 
-No group of 256 is needed: lowering takes the programs of the rank's stages and the interfaces of all, and every stage
-is the same function. Medians. The whole schedule runs in its own process, with its peak memory.
+No group of 256 is needed: lowering takes the programs of the rank's stages and the interfaces of
+all, and every stage is the same function. Medians. The whole schedule runs in its own process, with
+its peak memory.
 
     python -m benchmarks.bench_scale [--schedules 1F1B ZBVZeroBubble] [--rounds 3] [--json FILE]
 """
@@ -39,7 +41,9 @@ WIDTH, TOKENS, BLOCKS = 16, 4, 2
 
 def programs(fn: Stage, params: Any, x: AbstractTree) -> Programs:
     """The programs of a function."""
-    signature = Signature(AbstractTree.of(params, True), x, AbstractTree.of({}), AbstractTree.of(None))
+    signature = Signature(
+        AbstractTree.of(params, True), x, AbstractTree.of({}), AbstractTree.of(None)
+    )
     return programs_of(fn, signature)
 
 
@@ -52,7 +56,9 @@ class Model:
         self.x, made = AbstractTree.of(x), AbstractTree.of(x, True)
         self.first = programs(as_stage(stage), params, self.x)
         self.other = programs(as_stage(stage), params, made)
-        both = AbstractTree(optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves))
+        both = AbstractTree(
+            optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves)
+        )
         self.loss = programs(loss_stage(square, False), {}, both)
 
     def job(self, schedule: Schedule, rank: int) -> LoweringInput:
@@ -61,11 +67,18 @@ class Model:
         faces = (Interface.of(self.first), *[Interface.of(self.other)] * (schedule.stages - 1))
         wires = ValueGraph(faces, sink.dxs, sink.takes_x, self.x.leaves)
         held = {s: self.other if s else self.first for s in schedule.placement.stages_of(rank)}
-        return LoweringInput(schedule, (ProgramSet(wires, held, self.loss),), (0,) * schedule.microbatches, wired=True)
+        return LoweringInput(
+            schedule,
+            (ProgramSet(wires, held, self.loss),),
+            (0,) * schedule.microbatches,
+            wired=True,
+        )
 
 
 def measure(model: Model, name: str, rounds: int) -> dict[str, Any]:
-    """The slowest of the first, a middle and the last rank: median seconds of lowering, and the plan's length."""
+    """The slowest of the first, a middle and the last rank: median seconds of lowering, and the
+    plan's length.
+    """
     schedule = fpipe.make_schedule(name, RANKS, MICROBATCHES)
     found = []
     for rank in (0, RANKS // 2, RANKS - 1):
@@ -77,10 +90,14 @@ def measure(model: Model, name: str, rounds: int) -> dict[str, Any]:
             plan = lower(job, rank)
             times.append(time.perf_counter() - start)
             worked.append(time.process_time() - busy)
-        found.append({
-            "rank": rank, "instructions": len(plan.instructions), "lowering s": statistics.median(times),
-            "lowering cpu s": statistics.median(worked),
-        })  # fmt: skip
+        found.append(
+            {
+                "rank": rank,
+                "instructions": len(plan.instructions),
+                "lowering s": statistics.median(times),
+                "lowering cpu s": statistics.median(worked),
+            }
+        )
     return {"schedule": name, **max(found, key=lambda row: row["lowering cpu s"]), **whole(name)}
 
 
@@ -92,7 +109,8 @@ start, busy = time.perf_counter(), time.process_time()
 made.check().simulate().total
 took, worked = time.perf_counter() - start, time.process_time() - busy
 unit = 1 if sys.platform == "darwin" else 1024
-print(json.dumps({"actions": sum(map(len, made)), "check + simulate s": took, "check + simulate cpu s": worked,
+print(json.dumps({"actions": sum(map(len, made)), "check + simulate s": took,
+                  "check + simulate cpu s": worked,
                   "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}))
 """
 
@@ -106,20 +124,32 @@ def whole(name: str) -> dict[str, Any]:
 def main() -> None:
     """Print the table."""
     parser = options(__doc__, rounds=3)
-    parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+    parser.add_argument(
+        "--schedules", nargs="*", default=["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, rows = Model(), []
     print(f"{RANKS} ranks, {MICROBATCHES} microbatches\n")
-    print(f"{'':18} {'':>5} {'instruc-':>9} {'lowering':>9} {'':>7} {'':>10} {'check and':>9} {'':>7} {'most':>5}")
-    print(f"{'schedule':18} {'rank':>5} {'tions':>9} {'s':>9} {'CPU s':>7} {'actions':>10} {'simulate':>9} {'CPU s':>7}"
-          f" {'GiB':>5}")  # fmt: skip
+    print(
+        f"{'':18} {'':>5} {'instruc-':>9} {'lowering':>9} {'':>7} {'':>10} {'check and':>9} "
+        f"{'':>7} {'most':>5}"
+    )
+    print(
+        f"{'schedule':18} {'rank':>5} {'tions':>9} {'s':>9} {'CPU s':>7} {'actions':>10} "
+        f"{'simulate':>9} {'CPU s':>7}"
+        f" {'GiB':>5}"
+    )
     for name in args.schedules:
         r = measure(model, name, args.rounds)
         rows.append(r)
-        print(f"{name:18} {r['rank']:5d} {r['instructions']:9,} {r['lowering s']:9.2f} {r['lowering cpu s']:7.2f}"
-              f" {r['actions']:10,} {r['check + simulate s']:9.2f} {r['check + simulate cpu s']:7.2f} {r['GiB']:5.2f}",
-              flush=True)  # fmt: skip
+        print(
+            f"{name:18} {r['rank']:5d} {r['instructions']:9,} {r['lowering s']:9.2f} "
+            f"{r['lowering cpu s']:7.2f}"
+            f" {r['actions']:10,} {r['check + simulate s']:9.2f} "
+            f"{r['check + simulate cpu s']:7.2f} {r['GiB']:5.2f}",
+            flush=True,
+        )
     save(rows, args.json)
 
 

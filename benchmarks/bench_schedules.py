@@ -2,7 +2,8 @@
 
 Also one large case in its own process, with its peak memory. Torch is never imported.
 
-    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json FILE]
+    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json
+    FILE]
 """
 
 from __future__ import annotations
@@ -35,15 +36,23 @@ def figures(timeline: Timeline) -> object:
     return timeline.total, timeline.bubble, timeline.peak
 
 
-def measure(names: list[str], ranks: int, microbatches: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Name -> median seconds of each step, how many actions there are, and the sum of the first three steps."""
-    times: dict[str, dict[str, list[float]]] = {name: {step: [] for step in STEPS} for name in names}
+def measure(
+    names: list[str], ranks: int, microbatches: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Name -> median seconds of each step, how many actions there are, and the sum of the first
+    three steps.
+    """
+    times: dict[str, dict[str, list[float]]] = {
+        name: {step: [] for step in STEPS} for name in names
+    }
     actions: dict[str, int] = {}
     for _ in range(rounds):
         for name in names:
             gc.collect()
             try:
-                made = clocked(times[name]["make"], lambda name=name: make_schedule(name, ranks, microbatches))
+                made = clocked(
+                    times[name]["make"], lambda name=name: make_schedule(name, ranks, microbatches)
+                )
             except ScheduleError:
                 continue  # not for these counts
             clocked(times[name]["check"], made.check)  # type: ignore[attr-defined]
@@ -70,9 +79,13 @@ print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sum(map(len, 
 
 
 def large(name: str, ranks: int, microbatches: int) -> dict[str, float]:
-    """Seconds of check and simulate, the most bytes held, and the count of actions; in a fresh process."""
+    """Seconds of check and simulate, the most bytes held, and the count of actions; in a fresh
+    process.
+    """
     script = LARGE.format(name=name, ranks=ranks, microbatches=microbatches)
-    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.split()
     unit = 1 if sys.platform == "darwin" else 1024
     return {"check + simulate": float(out[0]), "bytes": int(out[1]) * unit, "actions": int(out[2])}
 
@@ -82,7 +95,10 @@ def start_up() -> float:
     empty, full = [], []
     for _ in range(9):
         for script, times in (("pass", empty), ("import fpipe.schedule", full)):
-            clocked(times, lambda script=script: subprocess.run([sys.executable, "-c", script], check=True))
+            clocked(
+                times,
+                lambda script=script: subprocess.run([sys.executable, "-c", script], check=True),
+            )
     return statistics.median(full) - statistics.median(empty)
 
 
@@ -90,13 +106,20 @@ def main() -> None:
     """Print the table, or JSON."""
     parser = options(__doc__, ranks=64, microbatches=512, rounds=5)
     parser.add_argument("names", nargs="*", help="schedules; all by default")
-    parser.add_argument("--large", default="256x2048", help="ranks x microbatches of the large 1F1B; empty for none")
+    parser.add_argument(
+        "--large", default="256x2048", help="ranks x microbatches of the large 1F1B; empty for none"
+    )
     given = parser.parse_args()
-    table = measure(given.names or list(schedule_names()), given.ranks, given.microbatches, given.rounds)
+    table = measure(
+        given.names or list(schedule_names()), given.ranks, given.microbatches, given.rounds
+    )
     found: dict[str, object] = {"schedules": table, "import": start_up()}
     if given.large:
         found["large"] = large("1F1B", *map(int, given.large.split("x")))
-    print(f"{given.ranks} ranks, {given.microbatches} microbatches, seconds (median of {given.rounds})\n")
+    print(
+        f"{given.ranks} ranks, {given.microbatches} microbatches, seconds (median of "
+        f"{given.rounds})\n"
+    )
     columns = ("actions", *STEPS, "all")
     print(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + "   (all: without figures)")
     for name, row in table.items():
@@ -106,7 +129,8 @@ def main() -> None:
     if given.large:
         big: dict[str, float] = found["large"]  # type: ignore[assignment]
         print(
-            f"1F1B {given.large}: {big['actions']:.0f} actions, check + simulate {big['check + simulate']:.2f} s, "
+            f"1F1B {given.large}: {big['actions']:.0f} actions, check + simulate "
+            f"{big['check + simulate']:.2f} s, "
             f"at most {big['bytes'] / 2**30:.2f} GiB"
         )
     save(found, given.json)

@@ -1,7 +1,8 @@
-"""What ``fpipe.solve`` reaches, beside published figures and targets, with the bound that no schedule exceeds.
+"""What ``fpipe.solve`` reaches, beside published figures and targets, with the bound that no
+schedule exceeds.
 
-Then a step of two processes with sequences of log-normal lengths: 1F1B with microbatches in input order against packed
-ones in the solver's order.
+Then a step of two processes with sequences of log-normal lengths: 1F1B with microbatches in input
+order against packed ones in the solver's order.
 
     python -m benchmarks.bench_solver [--seconds 10] [--cases 20] [--rounds 20] [--json FILE]
 """
@@ -18,7 +19,8 @@ from benchmarks.command import options, save
 from fpipe import Costs, Schedule, ScheduleError, make_schedule, pack, schedule_names, solve
 from fpipe.generators.solver import exact
 
-#: Zero-bubble paper, tables 5 and 6, and a larger case: p, m, F, I, W, link, hidden size, heads, rates of 1p and 2p
+#: Zero-bubble paper, tables 5 and 6, and a larger case: p, m, F, I, W, link, hidden size, heads,
+#: rates of 1p and 2p
 PAPER = (
     (8, 24, 18.522, 18.086, 9.337, 0.601, 2304, 24, 0.1585, 0.0433),
     (8, 32, 18.513, 18.086, 9.331, 0.626, 2304, 24, 0.1242, 0.0039),
@@ -35,7 +37,9 @@ HEAVY = Costs(*([time] * 15 + [1.3 * time] for time in (4.959, 5.217, 3.519)), c
 
 
 class Row(NamedTuple):
-    """A figure: what it should be at most (or at least), what it is, and the least that it can be."""
+    """A figure: what it should be at most (or at least), what it is, and the least that it can
+    be.
+    """
 
     what: str
     target: float
@@ -51,7 +55,9 @@ class Row(NamedTuple):
         return reached >= target if self.least else reached <= target
 
 
-def bubbles(what: str, target: float, costs: Costs, *counts: Any, memory: float, seconds: float) -> Row:
+def bubbles(
+    what: str, target: float, costs: Costs, *counts: Any, memory: float, seconds: float
+) -> Row:
     """The bubble of a solved schedule."""
     begin = time.perf_counter()
     s = solve(costs, *counts, memory=memory, time_limit=seconds, progress=False)
@@ -67,11 +73,22 @@ def published(seconds: float) -> Iterator[Row]:
             limit = copies * p * costs.memory(1)["F"][0]
             what = f"{p} ranks, {m} microbatches, memory of {copies}p"
             yield bubbles(what, rate, costs, p, m, "one", memory=limit, seconds=min(seconds, 2))
-    yield bubbles("64 ranks, 512 microbatches, V", 0.0170, LARGE, 64, 512, "V", memory=128, seconds=min(seconds, 2))
+    yield bubbles(
+        "64 ranks, 512 microbatches, V",
+        0.0170,
+        LARGE,
+        64,
+        512,
+        "V",
+        memory=128,
+        seconds=min(seconds, 2),
+    )
 
 
 def frontier(seconds: float) -> Iterator[Row]:
-    """For how many limits of memory a V has the idle time of the formula of Controllable Memory; prints all limits."""
+    """For how many limits of memory a V has the idle time of the formula of Controllable Memory;
+    prints all limits.
+    """
     for p in (4, 8, 16):
         limits, begin, idle = range(2 * ((p + 4) // 3), 2 * p + 1), time.perf_counter(), []
         formula = [3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2))) for k in limits]
@@ -82,7 +99,9 @@ def frontier(seconds: float) -> Iterator[Row]:
             print(f"  V of {p} ranks, {what:11}", *(f"{number:3}" for number in row), flush=True)
         met = sum(one <= least for one, least in zip(idle, formula, strict=True))
         took = time.perf_counter() - begin
-        yield Row(f"frontier of V, {p} ranks: limits at the formula", len(limits), met, None, took, True)
+        yield Row(
+            f"frontier of V, {p} ranks: limits at the formula", len(limits), met, None, took, True
+        )
 
 
 def uneven(seconds: float) -> Iterator[Row]:
@@ -124,7 +143,11 @@ def small(cases: int) -> Iterator[Row]:
     if not exact.available():
         return
     for _ in range(cases):
-        p, m, placement = draw.choice((2, 3, 4)), draw.choice((3, 4, 5, 6)), draw.choice(("one", "V"))
+        p, m, placement = (
+            draw.choice((2, 3, 4)),
+            draw.choice((3, 4, 5, 6)),
+            draw.choice(("one", "V")),
+        )
         stages = p * (1 if placement == "one" else 2)
         numbers = lambda low, high, stages=stages: [draw.randint(low, high) for _ in range(stages)]
         costs = Costs(numbers(5, 20), numbers(5, 20), numbers(3, 15), comm=draw.choice((0, 1, 2)))
@@ -135,11 +158,15 @@ def small(cases: int) -> Iterator[Row]:
         proved += best.gap == 0
         near += fast.timeline.span <= 1.02 * best.timeline.span
     seconds = time.perf_counter() - begin
-    yield Row(f"small cases of {cases} that are proved to be the best", cases, proved, None, seconds, True)
-    yield Row(f"small cases of {cases} whose fast search is within 2 %", cases, near, None, seconds, True)
+    yield Row(
+        f"small cases of {cases} that are proved to be the best", cases, proved, None, seconds, True
+    )
+    yield Row(
+        f"small cases of {cases} whose fast search is within 2 %", cases, near, None, seconds, True
+    )
 
 
-# ---- a measured step ------------------------------------------------------------------------------------------------
+# ---- a measured step ----
 WIDTH, MICROBATCHES = 192, 8
 
 
@@ -149,16 +176,22 @@ GIVEN = [list(range(8 * k, 8 * k + 8)) for k in range(MICROBATCHES)]
 
 
 def packed() -> tuple[list[list[int]], Schedule, float]:
-    """Sequences of microbatches that cost alike, their schedule, and its simulated span beside 1F1B in input order."""
+    """Sequences of microbatches that cost alike, their schedule, and its simulated span beside 1F1B
+    in input order.
+    """
     load = lambda parts: [sum(LENGTHS[i] for i in part) / 1000 for part in parts]
     parts = pack(LENGTHS, microbatches=MICROBATCHES, cost=float)
-    solved = solve(Costs(B=2.0, load=load(parts)), 2, MICROBATCHES, "one", time_limit=2, progress=False)
+    solved = solve(
+        Costs(B=2.0, load=load(parts)), 2, MICROBATCHES, "one", time_limit=2, progress=False
+    )
     before = make_schedule("1F1B", 2, MICROBATCHES).simulate(Costs(load=load(GIVEN)))
     return parts, Schedule.parse(str(solved)), solved.timeline.span / before.span
 
 
 def measure(rounds: int, parts: list[list[int]], schedule: Schedule) -> dict[str, float]:
-    """The fastest step with microbatches in input order, and packed, in the solver's order; of one of two processes."""
+    """The fastest step with microbatches in input order, and packed, in the solver's order; of one
+    of two processes.
+    """
     import torch
 
     import fpipe
@@ -174,10 +207,16 @@ def measure(rounds: int, parts: list[list[int]], schedule: Schedule) -> dict[str
         return x
 
     def steps(schedule: Any, parts: list[list[int]]) -> Callable[[], object]:
-        options: Any = {"loss": lambda y: y.square().mean(), "microbatches": MICROBATCHES, "group": group}
+        options: Any = {
+            "loss": lambda y: y.square().mean(),
+            "microbatches": MICROBATCHES,
+            "group": group,
+        }
         pipe = fpipe.pipeline([stage, stage], schedule, **options)
         params, vag = pipe.place(matrices), fpipe.value_and_grad(pipe)
-        batch = fpipe.Microbatches([torch.randn(sum(LENGTHS[i] for i in part), WIDTH) for part in parts])
+        batch = fpipe.Microbatches(
+            [torch.randn(sum(LENGTHS[i] for i in part), WIDTH) for part in parts]
+        )
         return lambda: vag(params, batch)
 
     calls = {"input order": steps("1F1B", GIVEN), "packed and solved": steps(schedule, parts)}
@@ -198,10 +237,13 @@ def measured(rounds: int) -> Iterator[Row]:
     found = fpipe.launch(measure, rounds, parts, schedule, ranks=2)
     before, after = (max(one[name] for one in found) for name in found[0])
     print(
-        f"a step of 2 processes: {1e3 * before:.1f} ms in input order, {1e3 * after:.1f} ms packed and solved; "
+        f"a step of 2 processes: {1e3 * before:.1f} ms in input order, {1e3 * after:.1f} ms "
+        "packed and solved; "
         f"simulated: {simulated:.0%} of it"
     )
-    yield Row("step of 2 processes, packed and solved, of that in input order", 0.95, after / before)
+    yield Row(
+        "step of 2 processes, packed and solved, of that in input order", 0.95, after / before
+    )
 
 
 def main() -> None:
@@ -221,7 +263,8 @@ def main() -> None:
             rows.append(row)
             cells = (row.target, row.reached, row.bound, row.seconds)
             shown = " ".join(
-                f"{'' if x is None else f'{x:.4f}' if at < 3 else f'{x:.1f}':>8}" for at, x in enumerate(cells)
+                f"{'' if x is None else f'{x:.4f}' if at < 3 else f'{x:.1f}':>8}"
+                for at, x in enumerate(cells)
             )
             print(f"{row.what:66} {shown}{'' if row.kept else '  missed'}", flush=True)
     save([{**row._asdict(), "kept": row.kept} for row in rows], given.json)

@@ -1,4 +1,5 @@
-"""The cost of a split backward pass: (F, I, W) against (F, B), and against torch's split of autograd.
+"""The cost of a split backward pass: (F, I, W) against (F, B), and against torch's split of
+autograd.
 
 Four transformer blocks as one stage; prints medians of alternating runs on one thread.
 """
@@ -23,8 +24,14 @@ def block(p, x):
     """A pre-norm transformer block."""
     batch, tokens, width = x.shape
     h = layer_norm(x, (width,), p["n1"], p["b1"])
-    q, k, v = linear(h, p["qkv"]).view(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-    a = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width)
+    q, k, v = (
+        linear(h, p["qkv"]).view(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+    )
+    a = (
+        scaled_dot_product_attention(q, k, v, is_causal=True)
+        .transpose(1, 2)
+        .reshape(batch, tokens, width)
+    )
     x = x + linear(a, p["out"])
     h = layer_norm(x, (width,), p["n2"], p["b2"])
     return x + linear(gelu(linear(h, p["up"], p["bu"])), p["down"], p["bd"])
@@ -36,9 +43,18 @@ def make(width: int) -> dict[str, torch.Tensor]:
     def weight(*shape):
         return torch.randn(*shape) * width**-0.5
 
-    return {"n1": torch.ones(width), "b1": torch.zeros(width), "n2": torch.ones(width), "b2": torch.zeros(width),
-            "qkv": weight(3 * width, width), "out": weight(width, width), "up": weight(4 * width, width),
-            "bu": torch.zeros(4 * width), "down": weight(width, 4 * width), "bd": torch.zeros(width)}  # fmt: skip
+    return {
+        "n1": torch.ones(width),
+        "b1": torch.zeros(width),
+        "n2": torch.ones(width),
+        "b2": torch.zeros(width),
+        "qkv": weight(3 * width, width),
+        "out": weight(width, width),
+        "up": weight(4 * width, width),
+        "bu": torch.zeros(4 * width),
+        "down": weight(width, 4 * width),
+        "bd": torch.zeros(width),
+    }
 
 
 def stage(params, x):
@@ -71,7 +87,9 @@ def measure(width: int, tokens: int, rounds: int) -> dict[str, float]:
     flat = {f"p{i}": t for i, t in enumerate(t for p in params for t in (p[k] for k in sorted(p)))}
 
     def run(program, values):
-        values.update(zip(program.outputs, program([values[n] for n in program.inputs]), strict=True))
+        values.update(
+            zip(program.outputs, program([values[n] for n in program.inputs]), strict=True)
+        )
 
     def whole():
         with torch.no_grad():
@@ -97,9 +115,14 @@ def measure(width: int, tokens: int, rounds: int) -> dict[str, float]:
             p.grad = None
 
     whole_t, split_t, peer_t = alternate([whole, split, peer], rounds)
-    return {"width": width, "split/whole": ratio(split_t, whole_t), "split/torch": ratio(split_t, peer_t),
-            "whole ms": 1e3 * statistics.median(whole_t), "split ms": 1e3 * statistics.median(split_t),
-            "torch ms": 1e3 * statistics.median(peer_t)}  # fmt: skip
+    return {
+        "width": width,
+        "split/whole": ratio(split_t, whole_t),
+        "split/torch": ratio(split_t, peer_t),
+        "whole ms": 1e3 * statistics.median(whole_t),
+        "split ms": 1e3 * statistics.median(split_t),
+        "torch ms": 1e3 * statistics.median(peer_t),
+    }
 
 
 def main() -> None:
@@ -107,10 +130,15 @@ def main() -> None:
     args = options(__doc__, rounds=30, tokens=32).parse_args()
     fpipe.init()  # under torchrun it sets what glibc does with freed memory, as for every rank
     rows = [measure(width, args.tokens, args.rounds) for width in (64, 256, 512)]
-    print(f"{'width':>6} {'F+I+W / F+B':>12} {'F+I+W / torch':>14} {'F+B ms':>8} {'F+I+W ms':>9} {'torch ms':>9}")
+    print(
+        f"{'width':>6} {'F+I+W / F+B':>12} {'F+I+W / torch':>14} {'F+B ms':>8} {'F+I+W ms':>9} "
+        f"{'torch ms':>9}"
+    )
     for r in rows:
-        print(f"{r['width']:6} {r['split/whole']:12.3f} {r['split/torch']:14.3f} {r['whole ms']:8.2f}"
-              f" {r['split ms']:9.2f} {r['torch ms']:9.2f}")  # fmt: skip
+        print(
+            f"{r['width']:6} {r['split/whole']:12.3f} {r['split/torch']:14.3f} {r['whole ms']:8.2f}"
+            f" {r['split ms']:9.2f} {r['torch ms']:9.2f}"
+        )
     save(rows, args.json)
 
 

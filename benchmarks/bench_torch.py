@@ -1,7 +1,8 @@
-"""fpipe against torch.distributed.pipelining: same model, microbatches and processes, alternating steps.
+"""fpipe against torch.distributed.pipelining: same model, microbatches and processes, alternating
+steps.
 
-Prints the median step of both for every schedule, their ratio, and the peak bytes in tensors of each, by the same
-counter. ``--json`` writes the rows.
+Prints the median step of both for every schedule, their ratio, and the peak bytes in tensors of
+each, by the same counter. ``--json`` writes the rows.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ def make(stages: int, width: int, blocks: int) -> list[list[dict[str, torch.Tens
     torch.manual_seed(0)
 
     def one():
-        return {"norm": torch.ones(width), "bias": torch.zeros(width), "up": torch.randn(4 * width, width) * 0.02,
-                "bu": torch.zeros(4 * width), "down": torch.randn(width, 4 * width) * 0.02,
-                "bd": torch.zeros(width)}  # fmt: skip
+        return {
+            "norm": torch.ones(width),
+            "bias": torch.zeros(width),
+            "up": torch.randn(4 * width, width) * 0.02,
+            "bu": torch.zeros(4 * width),
+            "down": torch.randn(width, 4 * width) * 0.02,
+            "bd": torch.zeros(width),
+        }
 
     return [[one() for _ in range(blocks)] for _ in range(stages)]
 
@@ -120,16 +126,29 @@ class Bytes(TorchDispatchMode):
 
 
 def _tensors(tree):
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _peer_schedule(name: str, modules, count: int, microbatches: int):
     cls_name, per_rank = SCHEDULES[name]
     stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
-    return getattr(peers, cls_name)(stages if per_rank > 1 else stages[0], microbatches, loss_fn=square)
+    return getattr(peers, cls_name)(
+        stages if per_rank > 1 else stages[0], microbatches, loss_fn=square
+    )
 
 
-def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: Path):
+def run(
+    rank: int,
+    ranks: int,
+    store: str,
+    names: list[str],
+    size: str,
+    microbatches: int,
+    rounds: int,
+    out: Path,
+):
     """One process: every schedule, both libraries in turn."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -153,7 +172,9 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
     count = ranks * SCHEDULES[name][1]
     params = make(count, width, blocks)
     x, t = torch.randn(microbatches, tokens, width), torch.randn(microbatches, tokens, width)
-    pipe = fpipe.pipeline([stage] * count, name, loss=square, microbatches=microbatches, group=group)
+    pipe = fpipe.pipeline(
+        [stage] * count, name, loss=square, microbatches=microbatches, group=group
+    )
     modules = {s: Peer(params[s]) for s in pipe.here}
     peer = _peer_schedule(name, modules, count, microbatches)
     placed = pipe.place(params)
@@ -180,7 +201,10 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
                 times[who].append(took.item())
     bare = _bare(pipe, placed, x, t, rounds) if os.environ.get(SWITCH) == "0" else None
     peaks = {}
-    for who in ("fpipe", "torch"):  # the second step of a fresh start: whatever a library keeps is counted
+    for who in (
+        "fpipe",
+        "torch",
+    ):  # the second step of a fresh start: whatever a library keeps is counted
         with Bytes() as counter:
             if who == "torch":
                 peer = _peer_schedule(name, modules, count, microbatches)
@@ -194,14 +218,25 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
     plan = torch.tensor([pipe.plan(placed, x, t).peak[rank]])
     dist.all_reduce(plan, op=dist.ReduceOp.MAX)
     ratio = statistics.median(a / b for a, b in zip(times["fpipe"], times["torch"], strict=True))
-    return {"schedule": name, "size": size, "ranks": ranks, "microbatches": microbatches,
-            "fpipe ms": 1e3 * statistics.median(times["fpipe"]), "torch ms": 1e3 * statistics.median(times["torch"]),
-            "ratio": ratio, "fpipe bytes": peaks["fpipe"], "torch bytes": peaks["torch"],
-            "plan bytes": plan.item(), **({} if bare is None else {"programs ms": 1e3 * bare})}  # fmt: skip
+    return {
+        "schedule": name,
+        "size": size,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "fpipe ms": 1e3 * statistics.median(times["fpipe"]),
+        "torch ms": 1e3 * statistics.median(times["torch"]),
+        "ratio": ratio,
+        "fpipe bytes": peaks["fpipe"],
+        "torch bytes": peaks["torch"],
+        "plan bytes": plan.item(),
+        **({} if bare is None else {"programs ms": 1e3 * bare}),
+    }
 
 
 def _bare(pipe, placed, x, t, rounds) -> float:
-    """The seconds of a step whose messages take no time: the schedule, with the times of the programs alone."""
+    """The seconds of a step whose messages take no time: the schedule, with the times of the
+    programs alone.
+    """
     alone = Alone(pipe, placed, x, t)
     with torch.no_grad():
         for _ in range(rounds):
@@ -225,8 +260,11 @@ def _agree(grads, modules):
 
 
 def _line(r) -> str:
-    return (f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} {r['torch ms']:9.2f}"
-            f" {r['ratio']:7.3f} {r['fpipe bytes']:12,} {r['torch bytes']:12,} {r['plan bytes']:12,}")  # fmt: skip
+    return (
+        f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} "
+        f"{r['torch ms']:9.2f}"
+        f" {r['ratio']:7.3f} {r['fpipe bytes']:12,} {r['torch bytes']:12,} {r['plan bytes']:12,}"
+    )
 
 
 def asking(doc: str | None) -> argparse.ArgumentParser:
@@ -241,21 +279,38 @@ def spawned(run: Callable[..., None], args: argparse.Namespace, size: str) -> li
     """The rows that ``run``, in one process a rank, writes for a size."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
-                       args.rounds, out), nprocs=args.ranks)  # fmt: skip
+        mp.spawn(
+            run,
+            (
+                args.ranks,
+                os.path.join(folder, "store"),
+                args.schedules,
+                size,
+                args.microbatches,
+                args.rounds,
+                out,
+            ),
+            nprocs=args.ranks,
+        )
         return json.loads(out.read_text(encoding="utf-8"))
 
 
 def main() -> None:
     """Print the tables."""
     parser = asking(__doc__)
-    parser.add_argument("--sockets", action="store_true", help="messages of fpipe through sockets, none through memory")
+    parser.add_argument(
+        "--sockets",
+        action="store_true",
+        help="messages of fpipe through sockets, none through memory",
+    )
     args = parser.parse_args()
     if args.sockets:
         os.environ[SWITCH] = "0"  # processes are started with it
     rows = []
-    print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'fpipe peak':>12}"
-          f" {'torch peak':>12} {'plan peak':>12}")  # fmt: skip
+    print(
+        f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'fpipe peak':>12}"
+        f" {'torch peak':>12} {'plan peak':>12}"
+    )
     for size in args.sizes:
         rows += spawned(run, args, size)
     save(rows, args.json)

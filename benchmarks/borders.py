@@ -14,15 +14,22 @@ from fpipe.running.loop import WATCH
 
 #: Parts of a step, in microseconds: what the table says of each.
 PARTS = {
-    "begin": "the call, until its first instruction", "programs": "the programs, alone",
+    "begin": "the call, until its first instruction",
+    "programs": "the programs, alone",
     "around": "what they take longer in a step: registers, freed values, caches",
-    "send": "sends", "receive": "receives of messages that have arrived", "wait": "waiting for messages",
-    "loss": "the total of the losses", "other": "other instructions", "end": "after the last instruction",
-}  # fmt: skip
+    "send": "sends",
+    "receive": "receives of messages that have arrived",
+    "wait": "waiting for messages",
+    "loss": "the total of the losses",
+    "other": "other instructions",
+    "end": "after the last instruction",
+}
 
 
 class Borders:
-    """Runs steps with a clock at the borders of instructions; the clock adds a tenth of a microsecond to each."""
+    """Runs steps with a clock at the borders of instructions; the clock adds a tenth of a
+    microsecond to each.
+    """
 
     def __init__(self, step: Callable[[], object], alone: float):
         self._step, self._alone = step, 1e6 * alone
@@ -63,17 +70,28 @@ class Borders:
 
     def _parts(self, begin: float, end: float) -> Mapping[str, float]:
         starts, ends = self._times[::2], self._times[1::2]
-        took: dict[str, list[float]] = {"program": [0.0], "SEND": [0.0], "WAIT": [0.0], "LOSS": [0.0]}
+        took: dict[str, list[float]] = {
+            "program": [0.0],
+            "SEND": [0.0],
+            "WAIT": [0.0],
+            "LOSS": [0.0],
+        }
         for ins, start, stop in zip(self._instructions, starts, ends, strict=True):
-            took.setdefault("program" if ins.program is not None else ins.kind, []).append(1e6 * (stop - start))
+            took.setdefault("program" if ins.program is not None else ins.kind, []).append(
+                1e6 * (stop - start)
+            )
         programs, waits = sum(took["program"]), took["WAIT"][1:]
         arrived = statistics.quantiles(waits)[0] if len(waits) > 1 else 0.0
         parts = {
-            "begin": 1e6 * (starts[0] - begin), "programs": self._alone, "around": programs - self._alone,
-            "send": sum(took["SEND"]), "receive": sum(min(each, arrived) for each in waits),
-            "wait": sum(max(each - arrived, 0.0) for each in waits), "loss": sum(took["LOSS"]),
+            "begin": 1e6 * (starts[0] - begin),
+            "programs": self._alone,
+            "around": programs - self._alone,
+            "send": sum(took["SEND"]),
+            "receive": sum(min(each, arrived) for each in waits),
+            "wait": sum(max(each - arrived, 0.0) for each in waits),
+            "loss": sum(took["LOSS"]),
             "end": 1e6 * (end - ends[-1]),
-        }  # fmt: skip
+        }
         return parts | {"other": 1e6 * (end - begin) - sum(parts.values())}
 
     def medians(self) -> dict[str, float]:

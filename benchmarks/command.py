@@ -1,4 +1,5 @@
-"""Shared by the command lines of the benchmarks: options for counts, and a JSON file for the results.
+"""Shared by the command lines of the benchmarks: options for counts, and a JSON file for the
+results.
 
 Imports neither torch nor fpipe, because some benchmarks measure their absence.
 """
@@ -12,7 +13,9 @@ from pathlib import Path
 
 def options(doc: str | None, **counts: int) -> argparse.ArgumentParser:
     """A parser with an option per count, with its default, and ``--json``."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, count in counts.items():
         parser.add_argument(f"--{name}", type=int, default=count, help="%(default)s by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")

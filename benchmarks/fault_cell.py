@@ -1,4 +1,6 @@
-"""One rank of a job in which a fault happens at a named moment, for the matrix of ``trial_faults.py``."""
+"""One rank of a job in which a fault happens at a named moment, for the matrix of
+``trial_faults.py``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _NEWNET = 0x40000000
 
 
 class Cell(NamedTuple):
-    """Who fails, what happens, when, and how the job was started: its launcher, and what carries messages."""
+    """Who fails, what happens, when, and how the job was started: its launcher, and what carries
+    messages.
+    """
 
     who: str
     what: str
@@ -159,14 +163,22 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     if cell.when == "weighted":
         more["reduction"] = fpipe.weighted(count)
     pipe = fpipe.pipeline([stage] * pp, "1F1B", loss=loss, microbatches=4, group=group, **more)
-    params = pipe.shard([torch.eye(4) * 0.5] * pp) if cell.when == "ZeRO" else pipe.place([torch.eye(4) * 0.5] * pp)
+    params = (
+        pipe.shard([torch.eye(4) * 0.5] * pp)
+        if cell.when == "ZeRO"
+        else pipe.place([torch.eye(4) * 0.5] * pp)
+    )
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.sgd(0.1))
     state, x = tx.init(params), torch.ones(8, 4)
     share = random.Random(repr(cell)).random()
     for number in range(STEP + 1 + MORE):
         if number == STEP and cell.when not in ("handshake", "trace"):
             shorten(group, timeout)
-        if fate.at("mid step", number) or fate.at("ZeRO", number) or fate.at("tensor parallel", number):
+        if (
+            fate.at("mid step", number)
+            or fate.at("ZeRO", number)
+            or fate.at("tensor parallel", number)
+        ):
             WATCH.set(fate.within(share))
         if fate.at("loss", number):
             fate.before(Results, "pipeline_loss")
@@ -193,7 +205,9 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
 
 
 def shorten(group: Any, timeout: float) -> None:
-    """The time-out of the trial, from when all ranks have met: to start may take long on a busy machine."""
+    """The time-out of the trial, from when all ranks have met: to start may take long on a busy
+    machine.
+    """
     meet(group)
     for each in (group, group.dp, group.tp):
         each.timeout = each._monitor.timeout = each._rendezvous._store.seconds = timeout
@@ -207,7 +221,9 @@ def meet(group: Any) -> None:
         each.barrier()
 
 
-def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str) -> None:
+def rank_main(
+    folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str
+) -> None:
     """In the process of a rank: the work, and a report of how it ended."""
     enter(namespace)
     os.environ.update(env)
@@ -220,15 +236,23 @@ def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: 
     try:
         work(cell, rank, Fate(cell, rank, Path(folder)), timeout)
     except Exception as error:
-        report = {"kind": type(error).__name__, "text": str(error), "ours": isinstance(error, fpipe.FpipeError)}
+        report = {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "ours": isinstance(error, fpipe.FpipeError),
+        }
     write(Path(folder, f"report{rank}"), json.dumps({"when": time.time(), **report}))
     os._exit(0 if report["kind"] == "none" else 1)
 
 
 def host_main(folder: str, address: str, own: bool, namespace: str) -> None:
-    """In the process of a launcher: the store of the job. ``own``: as ``fpipe.launch`` starts it."""
+    """In the process of a launcher: the store of the job. ``own``: as ``fpipe.launch`` starts
+    it.
+    """
     enter(namespace)
-    server: Any = store(address) if own else dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    server: Any = (
+        store(address) if own else dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    )
     write(Path(folder, "port"), str(server.port))
     time.sleep(_LONG)
 

@@ -1,8 +1,10 @@
-"""The matrix of faults: who fails x what happens x when x how the job was started. See ``trial_faults.py --matrix``.
+"""The matrix of faults: who fails x what happens x when x how the job was started. See
+``trial_faults.py --matrix``.
 
-Each cell is a job of three or four small processes in network namespaces, without a resolver of names. It is right if
-every survivor ended with an error of fpipe within the time-out + 5 seconds, and named if each error names the global
-rank that failed (or the launcher, where that failed). Needs root and iproute2.
+Each cell is a job of three or four small processes in network namespaces, without a resolver of
+names. It is right if every survivor ended with an error of fpipe within the time-out + 5 seconds,
+and named if each error names the global rank that failed (or the launcher, where that failed).
+Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -36,9 +38,19 @@ from fpipe.collectives.sockets import SWITCH as SOCKETS
 
 WHAT = ("kill", "stop", "raise", "cut", "slow")
 WHEN = (
-    "init", "handshake", "trace", "mid step", "loss", "pullback", "optimizer", "ZeRO", "tensor parallel", "exit",
-    "weighted", "each",
-)  # fmt: skip
+    "init",
+    "handshake",
+    "trace",
+    "mid step",
+    "loss",
+    "pullback",
+    "optimizer",
+    "ZeRO",
+    "tensor parallel",
+    "exit",
+    "weighted",
+    "each",
+)
 HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets", "gloo")
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
 _START = 60.0  #: seconds for the fault to happen
@@ -84,7 +96,20 @@ class Network:
         _ip("-n", self.hub, "link", "set", "bridge", "up")
         for i, name in enumerate(self.names):
             _ip("netns", "add", name)
-            _ip("-n", self.hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "fp0", "netns", name)
+            _ip(
+                "-n",
+                self.hub,
+                "link",
+                "add",
+                f"port{i}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "fp0",
+                "netns",
+                name,
+            )
             _ip("-n", self.hub, "link", "set", f"port{i}", "master", "bridge")
             _ip("-n", self.hub, "link", "set", f"port{i}", "up")
             _ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "fp0")
@@ -102,10 +127,17 @@ class Network:
     def slow(self, i: int) -> None:
         """Let through a packet, and then ten bytes per second, in both directions."""
         for name, device in ((self.hub, f"port{i}"), (self.names[i], "fp0")):
-            _ip("netns", "exec", name, *f"tc qdisc add dev {device} root tbf rate 80bit burst 1600 limit 3000".split())
+            _ip(
+                "netns",
+                "exec",
+                name,
+                *f"tc qdisc add dev {device} root tbf rate 80bit burst 1600 limit 3000".split(),
+            )
 
     def restore(self) -> None:
-        """Undo faults. To delete and create namespaces for each cell would delay all sockets of this machine."""
+        """Undo faults. To delete and create namespaces for each cell would delay all sockets of
+        this machine.
+        """
         for i, name in enumerate(self.names):
             _ip("-n", self.hub, "link", "set", f"port{i}", "up")
             for where, device in ((self.hub, f"port{i}"), (name, "fp0")):
@@ -119,7 +151,9 @@ class Network:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run([*(() if words[0] == "tc" else ("ip",)), *words], capture_output=True, check=True)
+    subprocess.run(
+        [*(() if words[0] == "tc" else ("ip",)), *words], capture_output=True, check=True
+    )
 
 
 class Job:
@@ -130,7 +164,9 @@ class Job:
         self.context = mp.get_context("forkserver")
         self.ended: dict[int, float] = {}
         self.host = (
-            None if cell.how == "env" else self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
+            None
+            if cell.how == "env"
+            else self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
         )
         if self.host is not None:
             _until(lambda: (folder / "port").exists(), 20)
@@ -159,10 +195,13 @@ class Job:
         env = {
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(cell.ranks)),
-            "MASTER_ADDR": self._at(0), "MASTER_PORT": str(port),
-            MEMORY: str(int(cell.over == "memory")), SOCKETS: str(int(cell.over == "sockets")),
-            "GLOO_SOCKET_IFNAME": "fp0", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "MASTER_ADDR": self._at(0),
+            "MASTER_PORT": str(port),
+            MEMORY: str(int(cell.over == "memory")),
+            SOCKETS: str(int(cell.over == "sockets")),
+            "GLOO_SOCKET_IFNAME": "fp0",
+            "OMP_NUM_THREADS": "1",
+        }
         if cell.how != "env":
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         if cell.how == "torchrun":
@@ -192,7 +231,11 @@ class Job:
         """Wait until all survivors have ended or the time is up; when the fault happened."""
         fault, end = None, time.time() + _START
         while time.time() < end and len(self.ended) < len(self.survivors()):
-            if fault is None and not (self.folder / "fault").exists() and (self.folder / "asked").exists():
+            if (
+                fault is None
+                and not (self.folder / "fault").exists()
+                and (self.folder / "asked").exists()
+            ):
                 self.strike()
             if fault is None and (self.folder / "fault").exists():
                 fault = float((self.folder / "fault").read_text())
@@ -205,7 +248,9 @@ class Job:
 
     def survivors(self) -> list[int]:
         """The ranks that must end with an error: those that run on, also where they are cut off."""
-        runs_on = self.cell.what == "cut" or (self.cell.what == "slow" and self.cell.who in (FIRST, SECOND))
+        runs_on = self.cell.what == "cut" or (
+            self.cell.what == "slow" and self.cell.who in (FIRST, SECOND)
+        )
         return [rank for rank in range(self.cell.ranks) if runs_on or rank not in self.cell.victims]
 
     def stop(self) -> None:
@@ -240,12 +285,21 @@ class Job:
 
     def _named(self, rank: int, text: str) -> bool:
         if self.cell.who == HOST:
-            return re.search(r"[Ll]ook at (rank \d+( \(.*?\))? and at )?the launcher at", text) is not None
+            return (
+                re.search(r"[Ll]ook at (rank \d+( \(.*?\))? and at )?the launcher at", text)
+                is not None
+            )
         inside = rank in self.cell.victims
-        if self.host is not None and self._cut_off(0) != self._cut_off(rank) and "the launcher at" in text:
+        if (
+            self.host is not None
+            and self._cut_off(0) != self._cut_off(rank)
+            and "the launcher at" in text
+        ):
             return True  # the store is on the other side
         culprits = [r for r in range(self.cell.ranks) if (r in self.cell.victims) != inside]
-        return any(re.search(rf"[Ll]ook at rank {r}\b|rank {r} could not prepare", text) for r in culprits)
+        return any(
+            re.search(rf"[Ll]ook at rank {r}\b|rank {r} could not prepare", text) for r in culprits
+        )
 
     def _cut_off(self, rank: int) -> bool:
         """Whether the namespace of a rank is the one that fails."""
@@ -258,7 +312,8 @@ class Job:
         dump = (self.folder / f"log{rank}").read_text(errors="replace").split("hread 0x")[1:]
         threads = [re.findall(r'([^/]+)", line (\d+) in (\w+)', thread) for thread in dump]
         return " || ".join(
-            " < ".join(f"{file}:{line} {name}" for file, line, name in thread[:12]) for thread in threads
+            " < ".join(f"{file}:{line} {name}" for file, line, name in thread[:12])
+            for thread in threads
         )
 
 
@@ -277,7 +332,9 @@ def _until(ready: Any, seconds: float) -> None:
 
 
 def run_cell(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outcome | str:
-    """One cell; what the ranks reported where the fault did not happen, as on a busy machine, in three attempts."""
+    """One cell; what the ranks reported where the fault did not happen, as on a busy machine, in
+    three attempts.
+    """
     problem = ""
     for _ in range(3):
         network = networks.get()  # returns at once: there are as many as cells side by side
@@ -288,7 +345,9 @@ def run_cell(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outc
                     fault = job.watch()
                     if fault is not None:
                         return job.judge(fault)
-                    problem = " | ".join(path.read_text()[:500] for path in Path(folder).glob("report*"))
+                    problem = " | ".join(
+                        path.read_text()[:500] for path in Path(folder).glob("report*")
+                    )
                 finally:
                     job.stop()
         finally:
@@ -297,7 +356,9 @@ def run_cell(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outc
     return problem
 
 
-def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None, verbose: bool) -> int:
+def run(
+    chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None, verbose: bool
+) -> int:
     """All cells, a table, and JSON; the number of cells in which a survivor did not end in time."""
     os.environ["FPIPE_FAULT_CELL_WARM"] = "1"
     mp.get_context("forkserver").set_forkserver_preload(["benchmarks.fault_cell"])
@@ -317,7 +378,12 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
             progress.advance(bar)
             if isinstance(outcome, str):
                 missing.append(cell)
-                console.print(f"{' | '.join(cell)}: NO FAULT: {outcome}", highlight=False, markup=False, soft_wrap=True)
+                console.print(
+                    f"{' | '.join(cell)}: NO FAULT: {outcome}",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
                 continue
             outcomes.append(outcome)
             if verbose or not (outcome.in_time and outcome.named):
@@ -326,19 +392,30 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
                 _save(file, outcomes, missing, timeout)
     console.print(_table(outcomes))
     good, named = sum(o.in_time for o in outcomes), sum(o.in_time and o.named for o in outcomes)
-    console.print(f"{len(outcomes)} cells; in time: {good}; culprit named: {named}; without a fault: {len(missing)}")
+    console.print(
+        f"{len(outcomes)} cells; in time: {good}; culprit named: {named}; without a fault: "
+        f"{len(missing)}"
+    )
     return len(outcomes) - good
 
 
 def _line(outcome: Outcome) -> str:
-    verdict = ("in time" if outcome.in_time else "LATE") + (", named" if outcome.named else ", NOT NAMED")
+    verdict = ("in time" if outcome.in_time else "LATE") + (
+        ", named" if outcome.named else ", NOT NAMED"
+    )
     lines = [f"    rank {rank}: {text}" for rank, text in outcome.texts.items()]
     return "\n".join([f"{' | '.join(outcome.cell)}: {verdict}, {outcome.seconds:.1f} s", *lines])
 
 
 def _save(file: Path, outcomes: Sequence[Outcome], missing: Sequence[Cell], timeout: float) -> None:
-    rows = [{**o.cell._asdict(), **{k: v for k, v in vars(o).items() if k != "cell"}} for o in outcomes]
-    content = {"timeout": timeout, "cells": rows, "without a fault": [cell._asdict() for cell in missing]}
+    rows = [
+        {**o.cell._asdict(), **{k: v for k, v in vars(o).items() if k != "cell"}} for o in outcomes
+    ]
+    content = {
+        "timeout": timeout,
+        "cells": rows,
+        "without a fault": [cell._asdict() for cell in missing],
+    }
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -350,7 +427,10 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     table = Table("in time / named / cells", *WHAT, title="Faults")
     for when in WHEN:
         parts = [by[when, what] for what in WHAT]
-        counts = [f"{sum(o.in_time for o in p)} / {sum(o.named for o in p)} / {len(p)}" if p else "" for p in parts]
+        counts = [
+            f"{sum(o.in_time for o in p)} / {sum(o.named for o in p)} / {len(p)}" if p else ""
+            for p in parts
+        ]
         table.add_row(when, *counts)
     return table
 

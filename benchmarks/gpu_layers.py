@@ -1,7 +1,9 @@
-"""Parts of ``bench_gpu``: a layer of the shape of Llama 8B, its split backward, memory, host time and offload.
+"""Parts of ``bench_gpu``: a layer of the shape of Llama 8B, its split backward, memory, host time
+and offload.
 
-``weave`` has a copy stream in place of a network: ``CopyStream`` is a process group of two members, of which there is
-one, and its all_to_all carries the bytes to the host and back beside the kernels. All work on a CPU too, for a check.
+``weave`` has a copy stream in place of a network: ``CopyStream`` is a process group of two members,
+of which there is one, and its all_to_all carries the bytes to the host and back beside the kernels.
+All work on a CPU too, for a check.
 """
 
 from __future__ import annotations
@@ -50,11 +52,20 @@ def layer(p: dict[str, Tensor], x: Tensor, shape: Shape) -> Tensor:
 def parameters(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Of one layer."""
     hidden, narrow = shape.hidden, shape.hidden * shape.kv_heads // shape.heads
-    sizes = {"q": (hidden, hidden), "k": (narrow, hidden), "v": (narrow, hidden), "o": (hidden, hidden),
-             "gate": (shape.feed_forward, hidden), "up": (shape.feed_forward, hidden),
-             "down": (hidden, shape.feed_forward)}  # fmt: skip
+    sizes = {
+        "q": (hidden, hidden),
+        "k": (narrow, hidden),
+        "v": (narrow, hidden),
+        "o": (hidden, hidden),
+        "gate": (shape.feed_forward, hidden),
+        "up": (shape.feed_forward, hidden),
+        "down": (hidden, shape.feed_forward),
+    }
     torch.manual_seed(0)
-    weights = {name: torch.randn(size, dtype=dtype, device=device) * size[1] ** -0.5 for name, size in sizes.items()}
+    weights = {
+        name: torch.randn(size, dtype=dtype, device=device) * size[1] ** -0.5
+        for name, size in sizes.items()
+    }
     return weights | {name: torch.ones(hidden, dtype=dtype, device=device) for name in ("n1", "n2")}
 
 
@@ -63,23 +74,32 @@ class Layer(nn.Module):
 
     def __init__(self, params: dict[str, Tensor], shape: Shape):
         super().__init__()
-        self.p, self.shape = nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in params.items()}), shape
+        self.p, self.shape = (
+            nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in params.items()}),
+            shape,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return layer(self.p, x, self.shape)  # pyright: ignore[reportArgumentType]
 
 
 class Split:
-    """One microbatch through a layer: forward and backward, whole or split, by fpipe's programs, torch and autograd."""
+    """One microbatch through a layer: forward and backward, whole or split, by fpipe's programs,
+    torch and autograd.
+    """
 
     def __init__(self, device: torch.device, shape: Shape, tokens: int):
         self.device, dtype = device, torch.float32 if device.type == "cpu" else torch.bfloat16
         self.params = parameters(shape, dtype, device)
-        self.x, self.dy = (torch.randn(1, tokens, shape.hidden, dtype=dtype, device=device) for _ in "xy")
+        self.x, self.dy = (
+            torch.randn(1, tokens, shape.hidden, dtype=dtype, device=device) for _ in "xy"
+        )
         self.programs = fpipe.trace(lambda p, x: layer(p, x, shape), self.params, self.x)
         self.module = Layer(self.params, shape)
         names = sorted(self.params)
-        self.given = {"x0": self.x, "dy0": self.dy} | {f"p{i}": self.params[name] for i, name in enumerate(names)}
+        self.given = {"x0": self.x, "dy0": self.dy} | {
+            f"p{i}": self.params[name] for i, name in enumerate(names)
+        }
 
     def run(self, letters: str) -> dict[str, Tensor]:
         """Programs in turn, on values by name."""
@@ -87,7 +107,9 @@ class Split:
         with torch.no_grad():
             for letter in letters:
                 program = getattr(self.programs, letter.lower())
-                values.update(zip(program.outputs, program([values[n] for n in program.inputs]), strict=True))
+                values.update(
+                    zip(program.outputs, program([values[n] for n in program.inputs]), strict=True)
+                )
         self.wait()
         return values
 
@@ -115,13 +137,21 @@ class Split:
     def rows(self, rounds: int) -> list[Row]:
         """Ratios, and the parts."""
         letters = ("FB", "FIW", "FI", "F")
-        runs = [self.plain, self.torchs, *(lambda letters=letters: self.run(letters) for letters in letters)]
+        runs = [
+            self.plain,
+            self.torchs,
+            *(lambda letters=letters: self.run(letters) for letters in letters),
+        ]
         plain, torchs, whole, split, without_w, forward = alternate(runs, rounds)
         ms = lambda times: 1e3 * statistics.median(times)
         row = lambda what, ours, theirs, limit: {
-            "what": what, "fpipe": ms(ours), "peer": ms(theirs), "ratio": ratio(ours, theirs), "limit": limit,
+            "what": what,
+            "fpipe": ms(ours),
+            "peer": ms(theirs),
+            "ratio": ratio(ours, theirs),
+            "limit": limit,
             "unit": "ms",
-        }  # fmt: skip
+        }
         part = lambda what, time: {
             "what": what,
             "fpipe": time,
@@ -131,14 +161,19 @@ class Split:
             "unit": "ms",
         }
         return [
-            row("layer F B, autograd", whole, plain, 1.03), row("layer F I W, autograd F B", split, plain, 1.03),
-            row("layer F I W, torch's split", split, torchs, 1.0), part("layer F", ms(forward)),
-            part("layer I", ms(without_w) - ms(forward)), part("layer W", ms(split) - ms(without_w)),
-        ]  # fmt: skip
+            row("layer F B, autograd", whole, plain, 1.03),
+            row("layer F I W, autograd F B", split, plain, 1.03),
+            row("layer F I W, torch's split", split, torchs, 1.0),
+            part("layer F", ms(forward)),
+            part("layer I", ms(without_w) - ms(forward)),
+            part("layer W", ms(split) - ms(without_w)),
+        ]
 
 
 def offload(split: Split, tokens: int, rounds: int = 5) -> Row:
-    """k of PipeOffload: how long activations take to the host and back, relative to a forward and backward."""
+    """k of PipeOffload: how long activations take to the host and back, relative to a forward and
+    backward.
+    """
     held = torch.empty(split.programs.saved_bytes, dtype=torch.uint8, device=split.device)
     host = torch.empty(held.shape, dtype=torch.uint8, pin_memory=split.device.type == "cuda")
 
@@ -148,16 +183,23 @@ def offload(split: Split, tokens: int, rounds: int = 5) -> Row:
         split.wait()
 
     carried, computed = alternate([there_and_back, lambda: split.run("FIW")], rounds)
-    return {"what": f"offload k, {tokens} tokens", "fpipe": 1e3 * statistics.median(carried),
-            "peer": 1e3 * statistics.median(computed), "ratio": ratio(carried, computed), "limit": None,
-            "unit": "ms"}  # fmt: skip
+    return {
+        "what": f"offload k, {tokens} tokens",
+        "fpipe": 1e3 * statistics.median(carried),
+        "peer": 1e3 * statistics.median(computed),
+        "ratio": ratio(carried, computed),
+        "limit": None,
+        "unit": "ms",
+    }
 
 
 def of_a_step(split: Split, shape: Shape, microbatches: int = 4) -> list[Row]:
     """Memory of a step against its plan, and the time of the host against that of the device."""
     group = fpipe.local(devices=[str(split.device)])
     fn = lambda p, x: layer(p, x, shape)
-    pipe = fpipe.pipeline([fn, fn], "Interleaved1F1B", loss=mean_square, microbatches=microbatches, group=group)
+    pipe = fpipe.pipeline(
+        [fn, fn], "Interleaved1F1B", loss=mean_square, microbatches=microbatches, group=group
+    )
     params, x = [split.params, split.params], split.x.expand(microbatches, -1, -1).contiguous()
     step, plan = fpipe.value_and_grad(pipe), pipe.plan([split.params] * 2, x, x)
     for _ in range(2):
@@ -174,16 +216,34 @@ def of_a_step(split: Split, shape: Shape, microbatches: int = 4) -> list[Row]:
     host, whole = statistics.median(hosts), statistics.median(wholes)
     most, actions = peak(lambda: step(params, x, x), split.device), 4 * microbatches
     return [
-        {"what": "memory of a step, its plan", "fpipe": most / 2**20, "peer": plan.peak[0] / 2**20,
-         "ratio": most / plan.peak[0], "limit": 1.02, "unit": "MiB"},
-        {"what": "host, the device", "fpipe": 1e3 * host, "peer": 1e3 * whole, "ratio": host / whole, "limit": 1.0,
-         "unit": "ms"},
-        {"what": "host work per action", "fpipe": 1e6 * host / actions, "peer": None, "ratio": None, "limit": None,
-         "unit": "us"},
-    ]  # fmt: skip
+        {
+            "what": "memory of a step, its plan",
+            "fpipe": most / 2**20,
+            "peer": plan.peak[0] / 2**20,
+            "ratio": most / plan.peak[0],
+            "limit": 1.02,
+            "unit": "MiB",
+        },
+        {
+            "what": "host, the device",
+            "fpipe": 1e3 * host,
+            "peer": 1e3 * whole,
+            "ratio": host / whole,
+            "limit": 1.0,
+            "unit": "ms",
+        },
+        {
+            "what": "host work per action",
+            "fpipe": 1e6 * host / actions,
+            "peer": None,
+            "ratio": None,
+            "limit": None,
+            "unit": "us",
+        },
+    ]
 
 
-# ---- weaving --------------------------------------------------------------------------------------------------------
+# ---- weaving ----
 class Copied(dist.Work):
     """A copy on a stream of its own; the current stream waits for it."""
 
@@ -201,7 +261,9 @@ class Copied(dist.Work):
 
 
 class CopyStream(dist.ProcessGroup):
-    """Two members, of which there is one: all_to_all takes every byte to pinned memory of the host and back."""
+    """Two members, of which there is one: all_to_all takes every byte to pinned memory of the host
+    and back.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__(0, 2)
@@ -221,7 +283,12 @@ class CopyStream(dist.ProcessGroup):
         return self.name
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
+        self,
+        output: Tensor,
+        input: Tensor,
+        sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any,
     ) -> Copied:
         """Start the copies."""
         if self.module is None or self.stream is None:
@@ -240,7 +307,9 @@ class CopyStream(dist.ProcessGroup):
 
 
 def _members(device: torch.device) -> CopyStream:
-    """The process group of all processes, registered as torch's fake one is, whose members need no process."""
+    """The process group of all processes, registered as torch's fake one is, whose members need no
+    process.
+    """
     groups: list[CopyStream] = []
 
     def create(*_: Any) -> CopyStream:
@@ -258,15 +327,21 @@ def weave(device: torch.device, width: int, rows: int, rounds: int, microbatches
     count = 2
     generator = torch.Generator().manual_seed(0)
     normal = lambda *size: torch.randn(*size, generator=generator).to(device)
-    params = [{k: normal(width, width) / width**0.5 for k in ("dense", "expert")} for _ in range(count)]
+    params = [
+        {k: normal(width, width) / width**0.5 for k in ("dense", "expert")} for _ in range(count)
+    ]
     x = normal(rows * microbatches, width)
     wait = lambda: None if device.type == "cpu" else torch.accelerator.synchronize(device)
 
     def step(members: Any, layers: int, overlap: str) -> Callable[[], None]:
         pipe = fpipe.pipeline(
-            [stage_of(members, layers)] * count, "DualPipeV", loss=mean_square, microbatches=microbatches,
-            group=fpipe.local(devices=[str(device)]), overlap=overlap,
-        )  # fmt: skip
+            [stage_of(members, layers)] * count,
+            "DualPipeV",
+            loss=mean_square,
+            microbatches=microbatches,
+            group=fpipe.local(devices=[str(device)]),
+            overlap=overlap,
+        )
         run = fpipe.value_and_grad(pipe)
         return lambda: (run(params, x, x), wait())[1]
 
@@ -286,12 +361,21 @@ def weave(device: torch.device, width: int, rows: int, rounds: int, microbatches
     ]
     times = dict(zip(names, alternate(runs, rounds, warmup=2), strict=True))
     longer = [max(pair) for pair in zip(times["compute"], times["copies"], strict=True)]
-    return {"what": f"woven, the longer part ({layers} layers)", "fpipe": 1e3 * statistics.median(times["woven"]),
-            "peer": 1e3 * statistics.median(longer), "ratio": ratio(times["woven"], longer), "limit": 1.1,
-            "unit": "ms"} | {f"{name} ms": 1e3 * statistics.median(times[name]) for name in names}  # fmt: skip
+    return {
+        "what": f"woven, the longer part ({layers} layers)",
+        "fpipe": 1e3 * statistics.median(times["woven"]),
+        "peer": 1e3 * statistics.median(longer),
+        "ratio": ratio(times["woven"], longer),
+        "limit": 1.1,
+        "unit": "ms",
+    } | {f"{name} ms": 1e3 * statistics.median(times[name]) for name in names}
 
 
-def _layers(step: Callable[[int], Callable[[], None]], copies: Callable[[], None], share: float = 0.75) -> int:
+def _layers(
+    step: Callable[[int], Callable[[], None]], copies: Callable[[], None], share: float = 0.75
+) -> int:
     """How many layers make the copies that share of the computation."""
-    one, five, carried = (statistics.median(times) for times in alternate([step(1), step(5), copies], 3, warmup=2))
+    one, five, carried = (
+        statistics.median(times) for times in alternate([step(1), step(5), copies], 3, warmup=2)
+    )
     return max(1, round(1 + (carried / share - one) / max((five - one) / 4, 1e-6)))

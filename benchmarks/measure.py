@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: alternating runs, medians, one thread, and a description of the machine."""
+"""Shared by all benchmarks: alternating runs, medians, one thread, and a description of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ import torch
 
 
 def alternate(
-    runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: int = 5, clock: Callable[[], float] = perf_counter
+    runs: Sequence[Callable[[], object]],
+    rounds: int = 30,
+    warmup: int = 5,
+    clock: Callable[[], float] = perf_counter,
 ) -> list[list[float]]:
     """Seconds of each function in each round; the functions alternate."""
     torch.set_num_threads(1)
@@ -38,18 +43,24 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def begin(group: Any, ahead: float = 5e-3) -> float:
-    """Wait, without sleeping, for a common start time of all processes of a group on one host, and return it.
+    """Wait, without sleeping, for a common start time of all processes of a group on one host, and
+    return it.
 
-    After a barrier alone they start up to half a millisecond apart, which is the length of a small stage.
+    After a barrier alone they start up to half a millisecond apart, which is the length of a small
+    stage.
     """
-    start_time = max(group.gather_objects(time.perf_counter())) + ahead  # one clock for all processes of a host
+    start_time = (
+        max(group.gather_objects(time.perf_counter())) + ahead
+    )  # one clock for all processes of a host
     while time.perf_counter() < start_time:
         pass
     return start_time
 
 
 def peak(step: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a step allocates on a device, beyond what was there before it; 0 on a CPU."""
+    """The most bytes that a step allocates on a device, beyond what was there before it; 0 on a
+    CPU.
+    """
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
@@ -71,15 +82,25 @@ def load() -> float:
 def about(before: float) -> dict[str, object]:
     """The machine and its load before and after a benchmark."""
     return {
-        "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(), "torch": torch.__version__,
-        "python": platform.python_version(), "load": [before, load()], "real time": _real_time(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": [before, load()],
+        "real time": _real_time(),
         "day": datetime.now(UTC).date().isoformat(),
-    }  # fmt: skip
+    }
 
 
 def _real_time() -> bool:
-    """Whether this process, and those that it starts, run before ordinary ones, as under ``chrt -r 5``."""
-    return hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
+    """Whether this process, and those that it starts, run before ordinary ones, as under
+    ``chrt -r 5``.
+    """
+    return hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (
+        os.SCHED_RR,
+        os.SCHED_FIFO,
+    )
 
 
 def _processor() -> str:

@@ -1,12 +1,15 @@
-"""All families of causal models of transformers, tiny, in stages under 1F1B and ZBV: right, or refused with a reason.
+"""All families of causal models of transformers, tiny, in stages under 1F1B and ZBV: right, or
+refused with a reason.
 
 python benchmarks/trial_families.py                    # all of them, some minutes
 python benchmarks/trial_families.py llama bloom
-python benchmarks/trial_families.py --write            # and their list on the page docs/howto/huggingface.md
+python benchmarks/trial_families.py --write            # and their list on the page
+docs/howto/huggingface.md
 
-Each family trains one step with rows padded on the left, traced, on two ranks in this process; loss and gradients are
-compared with autograd on the unsplit model. A line for each family, then the counts. Exit code 1 where a family is
-wrong, or fails without an error of fpipe that says why. Needs fpipe[hf].
+Each family trains one step with rows padded on the left, traced, on two ranks in this process; loss
+and gradients are compared with autograd on the unsplit model. A line for each family, then the
+counts. Exit code 1 where a family is wrong, or fails without an error of fpipe that says why. Needs
+fpipe[hf].
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ from huggingface_survey import FAMILIES, Row, examine  # pyright: ignore[reportM
 
 SECONDS = 240
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "huggingface.md"
-BEGIN, END = "<!-- families: written by benchmarks/trial_families.py -->", "<!-- end of families -->"
+BEGIN, END = (
+    "<!-- families: written by benchmarks/trial_families.py -->",
+    "<!-- end of families -->",
+)
 
 
 def survey(names: Sequence[str]) -> Iterator[Row]:
@@ -49,15 +55,36 @@ def survey(names: Sequence[str]) -> Iterator[Row]:
 
 
 def listed(rows: Sequence[Row]) -> str:
-    """The families as Markdown: those that are right by name, those that are refused with the reason."""
-    names = {end: [f"`{row.family}`" for row in rows if row.end == end] for end in ("right", "untraced", "unknown")}
-    lines = [f"{len(names['right'])} families of transformers {transformers.__version__} are right: "
-             + ", ".join(names["right"]) + "."]  # fmt: skip
-    lines += ["", f"Right with experts on autograd: {', '.join(names['untraced'])}."] if names["untraced"] else []
-    lines += ["", f"The trial builds no small model of {', '.join(names['unknown'])}."] if names["unknown"] else []
+    """The families as Markdown: those that are right by name, those that are refused with the
+    reason.
+    """
+    names = {
+        end: [f"`{row.family}`" for row in rows if row.end == end]
+        for end in ("right", "untraced", "unknown")
+    }
+    lines = [
+        f"{len(names['right'])} families of transformers {transformers.__version__} are right: "
+        + ", ".join(names["right"])
+        + "."
+    ]
+    lines += (
+        ["", f"Right with experts on autograd: {', '.join(names['untraced'])}."]
+        if names["untraced"]
+        else []
+    )
+    lines += (
+        ["", f"The trial builds no small model of {', '.join(names['unknown'])}."]
+        if names["unknown"]
+        else []
+    )
     lines += ["", "| refused | why |", "|---|---|"]
     other = [row for row in rows if row.end not in names]
-    return "\n".join([*lines, *(f"| `{row.family}` | {row.text.replace('|', ' ')} |" for row in other)]) + "\n"
+    return (
+        "\n".join(
+            [*lines, *(f"| `{row.family}` | {row.text.replace('|', ' ')} |" for row in other)]
+        )
+        + "\n"
+    )
 
 
 def write(rows: Sequence[Row]) -> None:
@@ -70,9 +97,13 @@ def write(rows: Sequence[Row]) -> None:
 
 def main() -> int:
     """Print the survey."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("families", nargs="*", metavar="FAMILY", help="all by default")
-    options.add_argument("--write", action="store_true", help="also write the list on the page of the docs")
+    options.add_argument(
+        "--write", action="store_true", help="also write the list on the page of the docs"
+    )
     given = options.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

@@ -1,13 +1,15 @@
-"""A rank killed, stopped or raising at random instructions of a step, with 4 processes: the errors of the survivors.
+"""A rank killed, stopped or raising at random instructions of a step, with 4 processes: the errors
+of the survivors.
 
-python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
-python benchmarks/trial_faults.py --how stop --points 3
-python benchmarks/trial_faults.py --sockets        # the same with messages through sockets, none through shared memory
-python benchmarks/trial_faults.py --matrix         # who x what x when x how: see fault_matrix.py
-python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with when=init --json faults.json
+python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code
+1 where one failed python benchmarks/trial_faults.py --how stop --points 3
+python benchmarks/trial_faults.py --sockets        # the same with messages through sockets, none
+through shared memory python benchmarks/trial_faults.py --matrix         # who x what x when x how:
+see fault_matrix.py python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with
+when=init --json faults.json
 
-Every survivor must raise within the time-out + 5 seconds of the fault, with an error that names what it waited
-for, the rank that failed, how it failed, and its last action.
+Every survivor must raise within the time-out + 5 seconds of the fault, with an error that names
+what it waited for, the rank that failed, how it failed, and its last action.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ EXPECTED = {
 
 
 class Point(NamedTuple):
-    """Where a fault is to happen: of which rank, after which share of its instructions, in the third step."""
+    """Where a fault is to happen: of which rank, after which share of its instructions, in the
+    third step.
+    """
 
     how: str
     number: int
@@ -58,7 +62,9 @@ class Point(NamedTuple):
 
 
 def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) -> None:
-    """In one process: two steps, and one in which the victim fails; a survivor writes the error that it raises."""
+    """In one process: two steps, and one in which the victim fails; a survivor writes the error
+    that it raises.
+    """
     os.environ.update(env)
     torch.set_num_threads(1)
     group = fpipe.init(timeout=120)  # to start and to trace may take long where there are few cores
@@ -78,7 +84,12 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
             step(params, x, x)
             time.sleep(0.15)  # the journals are written
     except Exception as error:
-        report = {"when": time.time(), "kind": type(error).__name__, "text": str(error), "of": str(error.__cause__)}
+        report = {
+            "when": time.time(),
+            "kind": type(error).__name__,
+            "text": str(error),
+            "of": str(error.__cause__),
+        }
         Path(folder, f"report{rank}.new").write_text(json.dumps(report))
         Path(folder, f"report{rank}.new").rename(Path(folder, f"report{rank}"))
 
@@ -110,12 +121,16 @@ def trial(point: Point, timeout: float) -> tuple[bool, str]:
         children = []
         for rank in range(RANKS):
             env = environment(rank, RANKS, tcp_store)
-            children.append(context.Process(target=rank_main, args=(folder, point, timeout, env), daemon=True))
+            children.append(
+                context.Process(target=rank_main, args=(folder, point, timeout, env), daemon=True)
+            )
             children[-1].start()
         survivors = [rank for rank in range(RANKS) if rank != point.victim]
         end = time.monotonic() + 120 + 2 * timeout
         begun = None
-        while time.monotonic() < end and not all(Path(folder, f"report{rank}").exists() for rank in survivors):
+        while time.monotonic() < end and not all(
+            Path(folder, f"report{rank}").exists() for rank in survivors
+        ):
             if begun is None and Path(folder, "fault").exists():
                 begun = time.monotonic()
                 end = begun + timeout + 10
@@ -143,7 +158,9 @@ def _judge(point: Point, timeout: float, folder: Path, survivors: list[int]) -> 
         report = json.loads(path.read_text())
         latest = max(latest, report["when"] - when)
         if report["when"] - when > timeout + 5:
-            wrong.append(f"rank {rank} LATE by {report['when'] - when - timeout - 5:.1f} s: {report['text']}")
+            wrong.append(
+                f"rank {rank} LATE by {report['when'] - when - timeout - 5:.1f} s: {report['text']}"
+            )
         right = (
             report["kind"] in ("PeerError", "StalledError")
             and re.match(rf"rank {rank} \(.+\) waited ", report["text"])
@@ -158,36 +175,59 @@ def _judge(point: Point, timeout: float, folder: Path, survivors: list[int]) -> 
 
 def main() -> int:
     """All trials; how many failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--how", choices=list(EXPECTED), nargs="*", default=list(EXPECTED))
     parser.add_argument("--points", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
-    parser.add_argument("--sockets", action="store_true", help="messages through sockets, none through memory")
+    parser.add_argument(
+        "--sockets", action="store_true", help="messages through sockets, none through memory"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
     parser.add_argument("--matrix", action="store_true", help="the matrix of faults")
     parser.add_argument("--cells", type=int, help="of the matrix: so many cells, at random")
-    parser.add_argument("--with", dest="values", action="append", default=[], metavar="KEY=VALUE", help="of the matrix")
+    parser.add_argument(
+        "--with",
+        dest="values",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the matrix",
+    )
     parser.add_argument("--verbose", action="store_true", help="of the matrix: print every cell")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="of the matrix: write the results to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="of the matrix: write the results to this file"
+    )
     options = parser.parse_args()
     if options.matrix:
         chosen = fault_matrix.choose(options.cells, options.values, options.seed)
-        return fault_matrix.run(chosen, options.timeout, options.at_once, options.json, options.verbose)
+        return fault_matrix.run(
+            chosen, options.timeout, options.at_once, options.json, options.verbose
+        )
     if options.sockets:
         os.environ[SWITCH] = "0"  # the children are started with it
-    mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
+    mp.get_context("forkserver").set_forkserver_preload(
+        ["torch", "torch.distributed", "fpipe.collectives.setup"]
+    )
     draw = random.Random(options.seed)
     points = [
         Point(how, number, draw.choice(SCHEDULES), draw.randrange(RANKS), draw.random())
         for how in EXPECTED
         for number in range(options.points)
     ]
-    points = [p for p in points if p.how in options.how and (options.only is None or p.number in options.only)]
+    points = [
+        p
+        for p in points
+        if p.how in options.how and (options.only is None or p.number in options.only)
+    ]
     right = dict.fromkeys(options.how, 0)
     with ThreadPoolExecutor(options.at_once) as pool:
-        for point, (well, line) in zip(points, pool.map(lambda p: trial(p, options.timeout), points), strict=True):
+        for point, (well, line) in zip(
+            points, pool.map(lambda p: trial(p, options.timeout), points), strict=True
+        ):
             right[point.how] += well
             print(line, flush=True)
     for how, count in right.items():

@@ -1,9 +1,10 @@
 """examples/train.py, launched in four ways: the same loss to the last digit at each step.
 
-python benchmarks/trial_launch.py                    # python, torchrun, two hosts (network namespaces), a local Ray
-python benchmarks/trial_launch.py --ways python ray --steps 5
+python benchmarks/trial_launch.py                    # python, torchrun, two hosts (network
+namespaces), a local Ray python benchmarks/trial_launch.py --ways python ray --steps 5
 
-Two hosts need root and iproute2, Ray needs fpipe[ray]. Exit code 1 where a loss differs or a way did not run.
+Two hosts need root and iproute2, Ray needs fpipe[ray]. Exit code 1 where a loss differs or a way
+did not run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ def by_python(options: list[str]) -> str:
 def by_torchrun(options: list[str]) -> str:
     """Four processes."""
     return _output(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", SCRIPT, *options]
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            SCRIPT,
+            *options,
+        ]
     )
 
 
@@ -50,18 +60,35 @@ def by_two_hosts(options: list[str]) -> str:
 
 
 def _torchrun(
-    script: Sequence[str], sides: Sequence[tuple[str, str, str]], nproc: int = 2, timeout: float = 400
+    script: Sequence[str],
+    sides: Sequence[tuple[str, str, str]],
+    nproc: int = 2,
+    timeout: float = 400,
 ) -> list[tuple[int, str, str]]:
     """Run a script under torchrun on both hosts; return exit code, output and errors of each."""
     nodes = []
     for name, end, address in sides:
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+        ]
         command += ["--nproc-per-node", str(nproc), "--rdzv-backend", "c10d", "--rdzv-id", "fpipe"]
         command += ["--rdzv-endpoint", f"{sides[0][2]}:29500", "--local-addr", address]
         # Both namespaces have the same host name.
         command += ["--rdzv-conf", f"is_host={int(address == sides[0][2])}", *script]
         more = {**os.environ, "GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1", **ENV}
-        nodes.append(subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        nodes.append(
+            subprocess.Popen(
+                command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
     try:
         return [_ended(node, timeout) for node in nodes]
     finally:
@@ -87,7 +114,9 @@ def by_ray(options: list[str]) -> str:
 
     import fpipe
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False
+    )
     try:
         return fpipe.launch(as_script, options, ranks=4, on="ray:CPU", timeout=400, env=ENV)[0]
     finally:
@@ -103,7 +132,9 @@ def as_script(options: list[str]) -> str:
 
 
 def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **ENV})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **ENV}
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     return done.stdout
@@ -119,7 +150,9 @@ WAYS: dict[str, Callable[[list[str]], str]] = {
 
 def main() -> int:
     """Each way, and what it printed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
@@ -129,7 +162,9 @@ def main() -> int:
         begin = time.monotonic()
         try:
             losses = [
-                line for line in WAYS[way](["--steps", str(given.steps)]).splitlines() if line.startswith("step ")
+                line
+                for line in WAYS[way](["--steps", str(given.steps)]).splitlines()
+                if line.startswith("step ")
             ]
         except Exception as error:
             failed += 1
@@ -144,7 +179,8 @@ def main() -> int:
             else "nothing"
         )
         print(
-            f"{way:10} {time.monotonic() - begin:6.1f} s  {losses}  {'the same' if same else 'NOT THE SAME'}",
+            f"{way:10} {time.monotonic() - begin:6.1f} s  {losses}  "
+            f"{'the same' if same else 'NOT THE SAME'}",
             flush=True,
         )
     return int(failed > 0)

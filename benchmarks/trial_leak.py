@@ -1,10 +1,11 @@
 """Whether steps leak: resident memory, threads and file descriptors of 2 processes, step by step.
 
 python benchmarks/trial_leak.py                      # 2,000 steps; exit code 1 where something grew
-python benchmarks/trial_leak.py --recorder           # with torch's flight recorder, which first fills a ring
+python benchmarks/trial_leak.py --recorder           # with torch's flight recorder, which first
+fills a ring
 
-torch keeps a record of its last 2,000 messages (TORCH_FR_BUFFER_SIZE) to analyse hangs; until that ring is
-full it grows by about a kilobyte per message. It is off here, so that growth is fpipe's.
+torch keeps a record of its last 2,000 messages (TORCH_FR_BUFFER_SIZE) to analyse hangs; until that
+ring is full it grows by about a kilobyte per message. It is off here, so that growth is fpipe's.
 """
 
 from __future__ import annotations
@@ -58,17 +59,24 @@ def rank_main(steps: int, schedule: str) -> list[tuple[int, float, int, int]]:
 
 def main() -> int:
     """A line every few hundred steps; whether anything grew after the first 100."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--schedule", default="ZBV")
     options.add_argument("--recorder", action="store_true", help="leave torch's flight recorder on")
     given = options.parse_args()
     env = {} if given.recorder else {"TORCH_FR_BUFFER_SIZE": "0"}
     grew = False
-    for rank, found in enumerate(fpipe.launch(rank_main, given.steps, given.schedule, ranks=2, env=env)):
+    for rank, found in enumerate(
+        fpipe.launch(rank_main, given.steps, given.schedule, ranks=2, env=env)
+    ):
         for number, memory, threads, files in found:
             if number in (EVERY, given.steps) or number % 500 == 0:
-                print(f"rank {rank} step {number:5}  {memory:7.2f} MiB  {threads} threads  {files} file descriptors")
+                print(
+                    f"rank {rank} step {number:5}  {memory:7.2f} MiB  {threads} threads  {files} "
+                    "file descriptors"
+                )
         first, last = found[0], found[-1]
         print(f"rank {rank} grew by {last[1] - first[1]:+.2f} MiB in {last[0] - first[0]} steps")
         grew |= last[1] - first[1] > SLACK or last[2] > first[2] or last[3] > first[3]

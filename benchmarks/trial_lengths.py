@@ -1,13 +1,14 @@
-"""Sequences of many lengths: programs of one trace for all lengths against a trace of each length, and pipelines
-against autograd on the unsplit model.
+"""Sequences of many lengths: programs of one trace for all lengths against a trace of each length,
+and pipelines against autograd on the unsplit model.
 
-python benchmarks/trial_lengths.py                            # 13 families of decoders, 50 lengths, all schedules
-python benchmarks/trial_lengths.py --families llama gpt2 --lengths 5
+python benchmarks/trial_lengths.py                            # 13 families of decoders, 50 lengths,
+all schedules python benchmarks/trial_lengths.py --families llama gpt2 --lengths 5
 
-For each family, two stages run at random lengths with the programs of one symbolic trace and with those of a trace of
-that length alone: outputs and gradients must have equal bits, and the same bytes must be held. Then pipelines of four
-or eight stages run under every schedule, with microbatches of different lengths: loss and gradients must be those of
-autograd on the unsplit model to float32's accuracy. Exit code 1 where something differs. Needs fpipe[hf].
+For each family, two stages run at random lengths with the programs of one symbolic trace and with
+those of a trace of that length alone: outputs and gradients must have equal bits, and the same
+bytes must be held. Then pipelines of four or eight stages run under every schedule, with
+microbatches of different lengths: loss and gradients must be those of autograd on the unsplit model
+to float32's accuracy. Exit code 1 where something differs. Needs fpipe[hf].
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ LONGEST, MICROBATCHES = 60, 8
 
 def flat(*values: Any) -> list[torch.Tensor]:
     """The tensors in values."""
-    return [leaf for leaf in optree.tree_leaves(values, namespace="fpipe") if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf
+        for leaf in optree.tree_leaves(values, namespace="fpipe")
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
-# ---- programs -------------------------------------------------------------------------------------------------------
+# ---- programs ----
 def programs(family: str, lengths: list[int]) -> tuple[int, int]:
     """How many pairs of stage and length have equal bits, and how many were tried."""
     stages, params = huggingface.stages(decoder(family, layers=2), 2)
@@ -75,7 +80,7 @@ def _cotangent(leaf: Any) -> Any:
     return torch.randn_like(leaf) if leaf.is_floating_point() else leaf
 
 
-# ---- pipelines ------------------------------------------------------------------------------------------------------
+# ---- pipelines ----
 def cases() -> Iterator[Case]:
     """Every schedule, on 4 ranks."""
     for entry in TABLE:
@@ -90,21 +95,33 @@ def pipelines(family: str, draw: random.Random) -> list[str]:
     for case in cases():
         stages, params = cuts[case.stages]
         pipe = fpipe.pipeline(
-            stages, case.make(), loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(4)
+            stages,
+            case.make(),
+            loss=huggingface.causal_loss,
+            microbatches=MICROBATCHES,
+            group=fpipe.local(4),
         )
-        parts = [tokens(2, draw.randint(2, LONGEST), seed=draw.randint(0, 999)) for _ in range(MICROBATCHES)]
+        parts = [
+            tokens(2, draw.randint(2, LONGEST), seed=draw.randint(0, 999))
+            for _ in range(MICROBATCHES)
+        ]
         ids = fpipe.Microbatches(parts)
         loss, grads = fpipe.value_and_grad(pipe)(params, ids, ids)
         total, wanted = _unsplit(model, parts)
         error = distance(grads, wanted)
         if not (abs(float(loss / total) - 1) < 1e-6 and error < 1e-6):
-            wrong.append(f"{case.name} (loss {float(loss)}, wanted {float(total)}, gradients off by {error:.1e})")
+            wrong.append(
+                f"{case.name} (loss {float(loss)}, wanted {float(total)}, gradients off by "
+                f"{error:.1e})"
+            )
     return wrong
 
 
 def _unsplit(model: Any, parts: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the unsplit model, whose microbatches count alike."""
-    total = sum((model(input_ids=ids, labels=ids, use_cache=False).loss for ids in parts), torch.zeros(())) / len(parts)
+    total = sum(
+        (model(input_ids=ids, labels=ids, use_cache=False).loss for ids in parts), torch.zeros(())
+    ) / len(parts)
     leaves = dict(model.named_parameters(remove_duplicate=False))
     unique = list(dict.fromkeys(leaves.values()))
     grads = dict(zip(unique, torch.autograd.grad(total, unique), strict=True))
@@ -125,7 +142,11 @@ def main() -> None:
         right, tried = programs(family, lengths)
         wrong = pipelines(family, draw)
         found[family] = {"right": right, "tried": tried, "wrong": wrong}
-        print(f"{family:10s} programs {right} of {tried}, schedules {len(TABLE) - len(wrong)} of {len(TABLE)}", *wrong)
+        print(
+            f"{family:10s} programs {right} of {tried}, schedules {len(TABLE) - len(wrong)} of "
+            f"{len(TABLE)}",
+            *wrong,
+        )
         sys.stdout.flush()
     save(found, given.json)
     raise SystemExit(any(each["wrong"] or each["right"] < each["tried"] for each in found.values()))

@@ -1,12 +1,14 @@
-"""Tiny decoders in 4 and 8 stages under every schedule: loss and gradients against autograd on the unsplit model.
+"""Tiny decoders in 4 and 8 stages under every schedule: loss and gradients against autograd on the
+unsplit model.
 
-python benchmarks/trial_models.py                   # in this process, over 4 processes, and those without shared memory
-python benchmarks/trial_models.py --where sockets --families gpt2 mixtral
+python benchmarks/trial_models.py                   # in this process, over 4 processes, and those
+without shared memory python benchmarks/trial_models.py --where sockets --families gpt2 mixtral
 
-Every family has frozen parameters, and some tie their head. A line for each family, cut and way: the schedules that
-were right, and the largest relative error of a loss, of all gradients together and of a single parameter's. Exit code 1
-where a loss or the gradients are off by 1e-6 or more, a single one by 1e-5, or the wrong parameters have gradients.
-Four processes leave out, in 8 stages, the three schedules with one stage a rank. Needs fpipe[hf].
+Every family has frozen parameters, and some tie their head. A line for each family, cut and way:
+the schedules that were right, and the largest relative error of a loss, of all gradients together
+and of a single parameter's. Exit code 1 where a loss or the gradients are off by 1e-6 or more, a
+single one by 1e-5, or the wrong parameters have gradients. Four processes leave out, in 8 stages,
+the three schedules with one stage a rank. Needs fpipe[hf].
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Row(NamedTuple):
 
 
 def cases(stages: int, most: int) -> Iterator[Case]:
-    """Every schedule with so many stages, on 4 ranks or, where it cannot, on 2 (in a V) or 8 (one each)."""
+    """Every schedule with so many stages, on 4 ranks or, where it cannot, on 2 (in a V) or 8 (one
+    each).
+    """
     for entry in TABLE:
         ranks = next(ranks for ranks in (4, 2, 8) if stages // ranks in entry.per_rank)
         if ranks <= most:
@@ -51,14 +55,24 @@ def worst(reports: Sequence[Verdict]) -> Verdict:
     return next((one for one in reports if not one.right), reports[0])
 
 
-def rows(way: str, families: Sequence[str], cuts: Sequence[int], group_of: Callable[[int], Any], all_of: Any) -> Row:
-    """All cases of one way; the first process prints. ``group_of`` gives the pipeline's group of so many ranks."""
+def rows(
+    way: str,
+    families: Sequence[str],
+    cuts: Sequence[int],
+    group_of: Callable[[int], Any],
+    all_of: Any,
+) -> Row:
+    """All cases of one way; the first process prints. ``group_of`` gives the pipeline's group of so
+    many ranks.
+    """
     right = tried = 0
     for family, stages in ((family, stages) for family in families for stages in cuts):
         begin, reports = time.monotonic(), dict[str, Verdict]()
         for case in cases(stages, 8 if way == "here" else 4):
             group = group_of(case.ranks)
-            mine = verdict(group.gather_objects(against_unsplit(family, case, group)), family, stages)
+            mine = verdict(
+                group.gather_objects(against_unsplit(family, case, group)), family, stages
+            )
             reports[str(case)] = worst(all_of.gather_objects(mine))
         faults = {name: one for name, one in reports.items() if not one.right}
         right, tried = right + len(reports) - len(faults), tried + len(reports)
@@ -74,11 +88,15 @@ def rows(way: str, families: Sequence[str], cuts: Sequence[int], group_of: Calla
 
 
 def in_a_process(way: str, families: Sequence[str], cuts: Sequence[int]) -> Row:
-    """In one of four processes: a pipeline of four or, for those that need two, the same on either half of them."""
+    """In one of four processes: a pipeline of four or, for those that need two, the same on either
+    half of them.
+    """
     torch.set_num_threads(1)
     groups = {4: fpipe.init(timeout=120), 2: fpipe.init(pp=2, dp=2, timeout=120)}
     if any(group.at_once != (way == "memory") for group in groups.values()):
-        raise fpipe.GroupError(f"messages do not go through {way} here: shared memory needs Linux on x86-64 and gloo")
+        raise fpipe.GroupError(
+            f"messages do not go through {way} here: shared memory needs Linux on x86-64 and gloo"
+        )
     return rows(way, families, cuts, groups.__getitem__, groups[4])
 
 
@@ -92,7 +110,9 @@ def trial(way: str, families: Sequence[str], cuts: Sequence[int]) -> Row:
 
 def main() -> int:
     """All ways, and how many cases were right."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--where", choices=WAYS, nargs="*", default=WAYS)
     options.add_argument("--families", choices=ACCEPTANCE, nargs="*", default=ACCEPTANCE)
     options.add_argument("--stages", type=int, choices=(4, 8), nargs="*", default=(4, 8))

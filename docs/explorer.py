@@ -1,8 +1,9 @@
-"""The interactive page of all schedules, ``fpipe.html``: sliders for ranks, microbatches, stages and costs.
+"""The interactive page of all schedules, ``fpipe.html``: sliders for ranks, microbatches, stages
+and costs.
 
-The orders of actions are computed here, by the generators of the package, for many counts; the page simulates them
-with the costs that its reader chooses (``explorer.js``), and draws them as ``fpipe view`` does. A test compares its
-times with those of the package.
+The orders of actions are computed here, by the generators of the package, for many counts; the page
+simulates them with the costs that its reader chooses (``explorer.js``), and draws them as
+``fpipe view`` does. A test compares its times with those of the package.
 """
 
 from __future__ import annotations
@@ -31,19 +32,30 @@ CONTROLS = (Path(__file__).parent / "explorer.html").read_text(encoding="utf-8")
 def page() -> str:
     """The page."""
     scripts = [name for name in html.SCRIPTS if name != "view.js"] + ["view.js", "explorer.js"]
-    extra = {"explorer.js": (Path(__file__).parent / "explorer.js").read_text(encoding="utf-8"), "controls": CONTROLS}
-    return html.join("Schedules of pipelines", contents(), look=Look(), scripts=scripts, extra=extra)
+    extra = {
+        "explorer.js": (Path(__file__).parent / "explorer.js").read_text(encoding="utf-8"),
+        "controls": CONTROLS,
+    }
+    return html.join(
+        "Schedules of pipelines", contents(), look=Look(), scripts=scripts, extra=extra
+    )
 
 
 def contents() -> dict[str, Any]:
     """Orders of all schedules as lists of small numbers, and what the viewer needs to draw them."""
     names = [name for name in schedule_names() if name in {entry.name for entry in catalogue.TABLE}]
     return {
-        "words": NAMES, "idle": CAUSES, "show": {"memory": True, "critical": False, "messages": False},
-        "ranks": RANKS, "microbatches": MICROBATCHES,
+        "words": NAMES,
+        "idle": CAUSES,
+        "show": {"memory": True, "critical": False, "messages": False},
+        "ranks": RANKS,
+        "microbatches": MICROBATCHES,
         "palettes": [html.palette(("F", "B", "I", "W"), shades) for shades in (1, *PER_RANK)],
-        "schedules": {name: {"about": about_schedule(name).replace("``", ""), **dict(_orders(name))} for name in names},
-    }  # fmt: skip
+        "schedules": {
+            name: {"about": about_schedule(name).replace("``", ""), **dict(_orders(name))}
+            for name in names
+        },
+    }
 
 
 def built(name: str, ranks: int, microbatches: int, per_rank: int) -> Schedule:
@@ -65,7 +77,9 @@ def _orders(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _order(schedule: Schedule) -> list[Any]:
-    """Paths, the path of each unit of work, slices, codes, and for each rank (codes, steps, parts)."""
+    """Paths, the path of each unit of work, slices, codes, and for each rank (codes, steps,
+    parts).
+    """
     placement = schedule.placement
     route = [placement.path_index(unit) for unit in range(schedule.microbatches)]
     codes: dict[tuple[int, str], int] = {}
@@ -80,4 +94,10 @@ def _order(schedule: Schedule) -> list[Any]:
             at[code] = int(part.microbatch)
         fused = [len(action.parts) for action in row]
         rows.append([known, steps, fused if max(fused, default=1) > 1 else 0])
-    return [list(placement.paths), route if len(placement.paths) > 1 else 0, schedule.slices, list(codes), rows]
+    return [
+        list(placement.paths),
+        route if len(placement.paths) > 1 else 0,
+        schedule.slices,
+        list(codes),
+        rows,
+    ]

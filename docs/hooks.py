@@ -1,4 +1,5 @@
-"""Generates pages of the docs: the list of schedules and the reference from the code, others from files of the root.
+"""Generates pages of the docs: the list of schedules and the reference from the code, others from
+files of the root.
 
 mkdocs calls the hooks during a build; the tests generate and check the same pages.
 """
@@ -25,9 +26,13 @@ import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue  # noqa: E402
 from fpipe.generators.comparison import per_share  # noqa: E402
 
-# ---- pages of files outside of docs/ ---------------------------------------------------------------------------------
+# ---- pages of files outside of docs/ ----
 #: page -> the file that it shows
-COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+COPIED = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 
 
 def copied(name: str) -> str:
@@ -36,7 +41,9 @@ def copied(name: str) -> str:
     for page, file in COPIED.items():
         text = text.replace(f"]({file}", f"]({page}")
     text = re.sub(r"\]\(docs/", "](", text)
-    text = re.sub(r"\]\(examples/(\w+)\.\w+\)", r"](examples.md#\1)", text).replace("](examples)", "](examples.md)")
+    text = re.sub(r"\]\(examples/(\w+)\.\w+\)", r"](examples.md#\1)", text).replace(
+        "](examples)", "](examples.md)"
+    )
     return re.sub(r"\[([^\]]*)\]\((?:tests|LICENSE|SECURITY)[^)]*\)", r"\1", text)
 
 
@@ -65,9 +72,11 @@ def _cells(path: Path) -> Iterator[tuple[str, str]]:
         yield cell["cell_type"], source
 
 
-# ---- the schedules --------------------------------------------------------------------------------------------------
+# ---- the schedules ----
 class Facts(NamedTuple):
-    """Published facts about a schedule; a test compares the formula of the total with the simulator."""
+    """Published facts about a schedule; a test compares the formula of the total with the
+    simulator.
+    """
 
     paper: str
     arxiv: str
@@ -78,64 +87,173 @@ class Facts(NamedTuple):
 
 
 FACTS = {
-    "GPipe": Facts("Huang et al. 2019", "1811.06965", "(m + p - 1)(F + B)", "m", lambda p, m: 3 * (m + p - 1)),
-    "1F1B": Facts("Narayanan et al. 2021; Fan et al. 2021", "2006.09503", "(m + p - 1)(F + B)", "p - r",
-                  lambda p, m: 3 * (m + p - 1)),
-    "Interleaved1F1B": Facts("Narayanan et al. 2021", "2104.04473", "m(F + B) + (p - 1)(F + B)/v", "p + (p - 1)/v",
-                             lambda p, m: 3 * m + 3 * (p - 1) / 2),
-    "LoopedBFS": Facts("Lamy-Poirier 2023", "2211.05953", "m(F + B) + (p - 1)(F + B)/v", "m",
-                       lambda p, m: 3 * m + 3 * (p - 1) / 2),
-    "InterleavedZeroBubble": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)(F + I - W)/v", "p",
-                                   lambda p, m: 3 * m + (p - 1) / 2),
-    "ZBVZeroBubble": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)/2; span m(F + B)", "p",
-                           lambda p, m: 3 * m + (p - 1) / 2),
-    "DualPipeV": Facts("DeepSeek-AI 2024", "2412.19437", "m(F + B) + (p - 1)(F&B + B - 3W)/2, F&B = F + B", "p + 1/2",
-                       lambda p, m: 3 * m + (p - 1), "m >= 2p for its full form"),
-    "Eager1F1B": Facts("Zhuang et al. 2022", "2211.05322", "(m + p - 1)(F + B)", "2(p - r) - 1",
-                       lambda p, m: 3 * (m + p - 1)),
-    "Overlapped1F1B": Facts("Zhuang et al. 2022, its warm-up", "2211.05322", "(m + p - 1)(F + B), F&B = F + B",
-                            "2(p - r)", lambda p, m: 3 * (m + p - 1)),
-    "ZBH1": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)(F + I - W)", "p", lambda p, m: 3 * m + p - 1),
-    "ZBH2": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)F; span m(F + B)", "2p - 1",
-                  lambda p, m: 3 * m + p - 1),
-    "ZB1P": Facts("Qi et al. 2024, section 3", "2401.10241", "by search, at most p activations", "p"),
-    "ZB2P": Facts("Qi et al. 2024, section 3", "2401.10241", "by search, at most 2p activations", "2p"),
-    "InterleavedZB1P": Facts("Qi et al. 2024; Narayanan et al. 2021", "2401.10241", "by search, at most p activations",
-                             "p"),
-    "InterleavedZB2P": Facts("Qi et al. 2024; Narayanan et al. 2021", "2401.10241", "by search, at most 2p activations",
-                             "2p"),
+    "GPipe": Facts(
+        "Huang et al. 2019", "1811.06965", "(m + p - 1)(F + B)", "m", lambda p, m: 3 * (m + p - 1)
+    ),
+    "1F1B": Facts(
+        "Narayanan et al. 2021; Fan et al. 2021",
+        "2006.09503",
+        "(m + p - 1)(F + B)",
+        "p - r",
+        lambda p, m: 3 * (m + p - 1),
+    ),
+    "Interleaved1F1B": Facts(
+        "Narayanan et al. 2021",
+        "2104.04473",
+        "m(F + B) + (p - 1)(F + B)/v",
+        "p + (p - 1)/v",
+        lambda p, m: 3 * m + 3 * (p - 1) / 2,
+    ),
+    "LoopedBFS": Facts(
+        "Lamy-Poirier 2023",
+        "2211.05953",
+        "m(F + B) + (p - 1)(F + B)/v",
+        "m",
+        lambda p, m: 3 * m + 3 * (p - 1) / 2,
+    ),
+    "InterleavedZeroBubble": Facts(
+        "Qi et al. 2024",
+        "2401.10241",
+        "m(F + B) + (p - 1)(F + I - W)/v",
+        "p",
+        lambda p, m: 3 * m + (p - 1) / 2,
+    ),
+    "ZBVZeroBubble": Facts(
+        "Qi et al. 2024",
+        "2401.10241",
+        "m(F + B) + (p - 1)/2; span m(F + B)",
+        "p",
+        lambda p, m: 3 * m + (p - 1) / 2,
+    ),
+    "DualPipeV": Facts(
+        "DeepSeek-AI 2024",
+        "2412.19437",
+        "m(F + B) + (p - 1)(F&B + B - 3W)/2, F&B = F + B",
+        "p + 1/2",
+        lambda p, m: 3 * m + (p - 1),
+        "m >= 2p for its full form",
+    ),
+    "Eager1F1B": Facts(
+        "Zhuang et al. 2022",
+        "2211.05322",
+        "(m + p - 1)(F + B)",
+        "2(p - r) - 1",
+        lambda p, m: 3 * (m + p - 1),
+    ),
+    "Overlapped1F1B": Facts(
+        "Zhuang et al. 2022, its warm-up",
+        "2211.05322",
+        "(m + p - 1)(F + B), F&B = F + B",
+        "2(p - r)",
+        lambda p, m: 3 * (m + p - 1),
+    ),
+    "ZBH1": Facts(
+        "Qi et al. 2024",
+        "2401.10241",
+        "m(F + B) + (p - 1)(F + I - W)",
+        "p",
+        lambda p, m: 3 * m + p - 1,
+    ),
+    "ZBH2": Facts(
+        "Qi et al. 2024",
+        "2401.10241",
+        "m(F + B) + (p - 1)F; span m(F + B)",
+        "2p - 1",
+        lambda p, m: 3 * m + p - 1,
+    ),
+    "ZB1P": Facts(
+        "Qi et al. 2024, section 3", "2401.10241", "by search, at most p activations", "p"
+    ),
+    "ZB2P": Facts(
+        "Qi et al. 2024, section 3", "2401.10241", "by search, at most 2p activations", "2p"
+    ),
+    "InterleavedZB1P": Facts(
+        "Qi et al. 2024; Narayanan et al. 2021",
+        "2401.10241",
+        "by search, at most p activations",
+        "p",
+    ),
+    "InterleavedZB2P": Facts(
+        "Qi et al. 2024; Narayanan et al. 2021",
+        "2401.10241",
+        "by search, at most 2p activations",
+        "2p",
+    ),
     "VHalf": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 2) // 2"),
     "VMin": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 4) // 3"),
-    "V": Facts("Qi et al. 2024", "2405.15362", "as ZBV with memory=1, else by search on blocks", "p times memory="),
-    "DualPipe": Facts("DeepSeek-AI 2024", "2412.19437", "m(F + B) + (p/2 - 1)(F&B + B - 3W)", "p + 1", None,
-                      "p even; each stage is on two ranks"),
-    "Chimera": Facts("Li and Hoefler 2021", "2107.06925", "idle p - 2 passes at F = B", "p/2 + 1 to p", None,
-                     "p even; each stage is on two ranks"),
-    "BitPipe": Facts("Wu et al. 2024", "2410.19367", "idle (p - 2)/v passes at F = B", "p - (p/2 - 1)/v to p", None,
-                     "p even; each stage is on two ranks"),
+    "V": Facts(
+        "Qi et al. 2024",
+        "2405.15362",
+        "as ZBV with memory=1, else by search on blocks",
+        "p times memory=",
+    ),
+    "DualPipe": Facts(
+        "DeepSeek-AI 2024",
+        "2412.19437",
+        "m(F + B) + (p/2 - 1)(F&B + B - 3W)",
+        "p + 1",
+        None,
+        "p even; each stage is on two ranks",
+    ),
+    "Chimera": Facts(
+        "Li and Hoefler 2021",
+        "2107.06925",
+        "idle p - 2 passes at F = B",
+        "p/2 + 1 to p",
+        None,
+        "p even; each stage is on two ranks",
+    ),
+    "BitPipe": Facts(
+        "Wu et al. 2024",
+        "2410.19367",
+        "idle (p - 2)/v passes at F = B",
+        "p - (p/2 - 1)/v to p",
+        None,
+        "p even; each stage is on two ranks",
+    ),
     "Hanayo": Facts("Liu et al. 2023", "2308.15762", "m(F + B) + (p - 1)(F + B)/2w at F = B", "p"),
-    "Seq1F1B": Facts("Sun et al. 2024", "2406.03488", "m(F + B) + (p - 1)(F + B)/k for k slices", "(p - r + k - 1)/k",
-                     lambda p, m: 3 * m + 3 * (p - 1) / K, "stages that pass a carry from slice to slice"),
-    "SeqZBH1": Facts("Sun et al. 2024; Qi et al. 2024", "2406.03488", "m(F + B) + (p - 1)(F + I - W)/k for k slices",
-                     "(p - r + k - 1)/k", lambda p, m: 3 * m + (p - 1) / K,
-                     "stages that pass a carry from slice to slice"),
-}  # fmt: skip
+    "Seq1F1B": Facts(
+        "Sun et al. 2024",
+        "2406.03488",
+        "m(F + B) + (p - 1)(F + B)/k for k slices",
+        "(p - r + k - 1)/k",
+        lambda p, m: 3 * m + 3 * (p - 1) / K,
+        "stages that pass a carry from slice to slice",
+    ),
+    "SeqZBH1": Facts(
+        "Sun et al. 2024; Qi et al. 2024",
+        "2406.03488",
+        "m(F + B) + (p - 1)(F + I - W)/k for k slices",
+        "(p - r + k - 1)/k",
+        lambda p, m: 3 * m + (p - 1) / K,
+        "stages that pass a carry from slice to slice",
+    ),
+}
 P, M, K = 4, 8, 2
 
 
 def zoo() -> tuple[str, dict[str, bytes]]:
     """The page of all schedules, and its pictures by path."""
     lines = [
-        "# Schedules", "",
-        f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W of all stages of a",
-        "rank together cost 1 each, and B = I + W. *Total* is the makespan of all ranks. *Span* is the longest time",
-        "from the first start to the last end of a rank. The bubble is 1 - work/span. Activations are counted in units",
-        "of one microbatch on all stages of a rank. p is the number of ranks, m the number of microbatches, r a rank,",
-        "v the number of stages per rank, w the number of waves, k the number of slices of a microbatch,",
-        f"which is {K} in the pictures.", "",
-        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · `fpipe compare` compares",
-        "all of them for other counts and costs", "",
-    ]  # fmt: skip
+        "# Schedules",
+        "",
+        f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W "
+        "of all stages of a",
+        "rank together cost 1 each, and B = I + W. *Total* is the makespan of all ranks. *Span* "
+        "is the longest time",
+        "from the first start to the last end of a rank. The bubble is 1 - work/span. "
+        "Activations are counted in units",
+        "of one microbatch on all stages of a rank. p is the number of ranks, m the number of "
+        "microbatches, r a rank,",
+        "v the number of stages per rank, w the number of waves, k the number of slices of a "
+        "microbatch,",
+        f"which is {K} in the pictures.",
+        "",
+        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · "
+        "`fpipe compare` compares",
+        "all of them for other counts and costs",
+        "",
+    ]
     pictures: dict[str, bytes] = {}
     for name in fpipe.schedule_names():
         if name not in FACTS:
@@ -146,21 +264,34 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         pictures[f"zoo/{name}.svg"] = svg(timeline)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
-            f"## {name}", "", about_schedule(name).replace("``", "`"), "",
-            f"![{name}, {P} ranks, {M} microbatches](zoo/{name}.svg)", "",
-            "| | |", "|---|---|",
-            f"| paper | {facts.paper}, [arXiv:{facts.arxiv}](https://arxiv.org/abs/{facts.arxiv}) |",
+            f"## {name}",
+            "",
+            about_schedule(name).replace("``", "`"),
+            "",
+            f"![{name}, {P} ranks, {M} microbatches](zoo/{name}.svg)",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| paper | {facts.paper}, [arXiv:{facts.arxiv}]"
+            f"(https://arxiv.org/abs/{facts.arxiv}) |",
             f"| total | {facts.total} |",
-            f"| in the picture | total {timeline.total:g}, span {timeline.span:g}, bubble {timeline.bubble:.1%} |",
+            f"| in the picture | total {timeline.total:g}, span {timeline.span:g}, bubble "
+            f"{timeline.bubble:.1%} |",
             f"| activations held | {facts.peak}; in the picture, by rank: {peak} |",
-            *([f"| needs | {facts.needs} |"] if facts.needs else []), "",
-            "```text", inspect.cleandoc(_module_of(name).__doc__ or ""), "```", "",
-        ]  # fmt: skip
+            *([f"| needs | {facts.needs} |"] if facts.needs else []),
+            "",
+            "```text",
+            inspect.cleandoc(_module_of(name).__doc__ or ""),
+            "```",
+            "",
+        ]
     return "\n".join(lines), pictures
 
 
 def _module_of(name: str) -> Any:
-    return sys.modules[next(entry.make for entry in catalogue.TABLE if entry.name == name).__module__]
+    return sys.modules[
+        next(entry.make for entry in catalogue.TABLE if entry.name == name).__module__
+    ]
 
 
 def svg(timeline: fpipe.Timeline) -> bytes:
@@ -171,10 +302,17 @@ def svg(timeline: fpipe.Timeline) -> bytes:
         return path.read_bytes()
 
 
-# ---- the reference --------------------------------------------------------------------------------------------------
+# ---- the reference ----
 def reference() -> str:
-    """Every public name with its signature and docstring; a name without a docstring raises ValueError."""
-    lines = ["# Reference", "", "Generated from the docstrings, whose examples are run by the test suite.", ""]
+    """Every public name with its signature and docstring; a name without a docstring raises
+    ValueError.
+    """
+    lines = [
+        "# Reference",
+        "",
+        "Generated from the docstrings, whose examples are run by the test suite.",
+        "",
+    ]
     modules = {name: module for module, names in fpipe._TABLE.items() for name in names.split()}
     for title, package in SECTIONS.items():
         lines += [f"## {title}", ""]
@@ -182,7 +320,9 @@ def reference() -> str:
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
             del modules[name]
     if modules:
-        raise ValueError(f"no section of the reference has {sorted(modules)}; add their modules to SECTIONS")
+        raise ValueError(
+            f"no section of the reference has {sorted(modules)}; add their modules to SECTIONS"
+        )
     for name in fpipe._MODULES:
         if name == "errors":
             continue  # each error has an entry above
@@ -196,7 +336,11 @@ def reference() -> str:
 #: title -> the beginning of the names of its modules; the first section that fits has a name
 SECTIONS: dict[str, str | tuple[str, ...]] = {
     "Pipelines and their gradients": (
-        "running.building", "running.gradients", "running.pipeline", "running.reduction"),
+        "running.building",
+        "running.gradients",
+        "running.pipeline",
+        "running.reduction",
+    ),
     "Stages": "stage",
     "Modules": "interop.modules",
     "Batches": ("running.microbatches", "running.padding", "running.absent"),
@@ -208,10 +352,16 @@ SECTIONS: dict[str, str | tuple[str, ...]] = {
     "Gradient transforms": "transforms",
     "Checkpoints and runs": ("saving", "command.loop"),
     "Errors": "errors",
-}  # fmt: skip
+}
 #: Classes that only the library creates: they have no signature in the reference.
-RETURNED = ("fpipe.Pipeline", "fpipe.Programs", "fpipe.Timeline", "fpipe.Solved", "fpipe.interop.Bound",
-            "fpipe.testing.Outcome")  # fmt: skip
+RETURNED = (
+    "fpipe.Pipeline",
+    "fpipe.Programs",
+    "fpipe.Timeline",
+    "fpipe.Solved",
+    "fpipe.interop.Bound",
+    "fpipe.testing.Outcome",
+)
 #: Members without an underscore that other packages of fpipe use, and users do not.
 HIDDEN = {
     "fpipe.Pipeline": "call parts",
@@ -224,7 +374,9 @@ HIDDEN = {
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Every public name with its value: those of ``fpipe``, then the members of its classes and modules."""
+    """Every public name with its value: those of ``fpipe``, then the members of its classes and
+    modules.
+    """
     for name in [*fpipe._NAMES, *fpipe._MODULES]:
         value = getattr(fpipe, name)
         yield f"fpipe.{name}", value
@@ -237,14 +389,23 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Public classes and functions of a module; public methods and properties of a class."""
     if inspect.ismodule(value):
         found = {member: getattr(value, member) for member in getattr(value, "__all__", ())}
-        found = {key: member for key, member in found.items() if inspect.isclass(member) or inspect.isfunction(member)}
+        found = {
+            key: member
+            for key, member in found.items()
+            if inspect.isclass(member) or inspect.isfunction(member)
+        }
     elif inspect.isclass(value) and not issubclass(value, BaseException):
-        found = {member: getattr(value, member) for member, kept in vars(value).items()
-                 if callable(kept) or isinstance(kept, (property, classmethod, staticmethod))}  # fmt: skip
+        found = {
+            member: getattr(value, member)
+            for member, kept in vars(value).items()
+            if callable(kept) or isinstance(kept, (property, classmethod, staticmethod))
+        }
     else:
         found = {}
     for member, inner in found.items():
-        shown = not member.startswith("_") or (member == "__call__" and inner.__doc__ and inspect.isclass(value))
+        shown = not member.startswith("_") or (
+            member == "__call__" and inner.__doc__ and inspect.isclass(value)
+        )
         if shown and member not in HIDDEN.get(name, "").split():
             yield f"{name}.{member}", inner
 
@@ -267,18 +428,25 @@ class _Text(str):
 
 
 def signature(name: str, value: Any) -> list[str]:
-    """The call of a callable as lines: in one, or with a line for each parameter; without modules of types."""
+    """The call of a callable as lines: in one, or with a line for each parameter; without modules
+    of types.
+    """
     try:
         sign = inspect.signature(value)
     except (TypeError, ValueError):
         return [f"{name}(...)"]
-    shown = [each.replace(annotation=_annotation(each.annotation)) for key, each in sign.parameters.items() if
-             key != "self"]  # fmt: skip
+    shown = [
+        each.replace(annotation=_annotation(each.annotation))
+        for key, each in sign.parameters.items()
+        if key != "self"
+    ]
     sign = sign.replace(parameters=shown, return_annotation=_annotation(sign.return_annotation))
     text = re.sub(r"<(?:function|class|object)[^>]*>", "...", f"{name}{sign}")
     if len(text) <= 96:
         return [text]
-    lines = re.sub(r"<(?:function|class|object)[^>]*>", "...", "\n".join(map(str, shown))).splitlines()
+    lines = re.sub(
+        r"<(?:function|class|object)[^>]*>", "...", "\n".join(map(str, shown))
+    ).splitlines()
     kinds = [each.kind for each in shown]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
@@ -288,7 +456,11 @@ def signature(name: str, value: Any) -> list[str]:
 
 def _annotation(annotation: Any) -> Any:
     text = getattr(annotation, "__forward_arg__", annotation)
-    return _Text(re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text)) if isinstance(text, str) else annotation
+    return (
+        _Text(re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text))
+        if isinstance(text, str)
+        else annotation
+    )
 
 
 def text_of(value: Any, name: str) -> str:
@@ -327,11 +499,17 @@ def sections(doc: str) -> dict[str, list[str]]:
 
 
 def markdown(doc: str) -> str:
-    """reStructuredText of docstrings as markdown: doctests in fences, sections as lists, single backquotes."""
+    """reStructuredText of docstrings as markdown: doctests in fences, sections as lists, single
+    backquotes.
+    """
     out: list[str] = []
     found = sections(doc)
     fenced = open_before = False
-    for line in doc.splitlines() if len(found) == 1 else [*_without_tail(found), *_lists(found), *_tail(found)]:
+    for line in (
+        doc.splitlines()
+        if len(found) == 1
+        else [*_without_tail(found), *_lists(found), *_tail(found)]
+    ):
         if "```" in line:
             open_before = not open_before
         if not fenced and not open_before and line.lstrip().startswith(">>>"):
@@ -342,7 +520,9 @@ def markdown(doc: str) -> str:
             fenced = False
         line = line.replace("  # doctest: +SKIP", "")
         if not fenced and not open_before:
-            line = re.sub(r":(?:func|class|meth|mod):`([^`]*)`", r"`\1`", line.replace("``", "`")).replace("::", ":")
+            line = re.sub(
+                r":(?:func|class|meth|mod):`([^`]*)`", r"`\1`", line.replace("``", "`")
+            ).replace("::", ":")
         out.append(line)
     return "\n".join([*out, *(["```"] if fenced else [])])
 
@@ -372,13 +552,19 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
             continue
         for item in items:
             names, _, text = item.partition(": ")
-            yield f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}" if text else f"* {item}"
+            yield (
+                f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}"
+                if text
+                else f"* {item}"
+            )
 
 
-# ---- mkdocs ---------------------------------------------------------------------------------------------------------
+# ---- mkdocs ----
 def on_config(config: Any) -> Any:
     """Remove missing pages from the navigation, and append pages that it omits."""
-    there = {path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md")}
+    there = {
+        path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md")
+    }
     pages = there | {*COPIED, "examples.md", "zoo.md", "reference.md"}
     listed: set[str] = set()
 
@@ -394,7 +580,9 @@ def on_config(config: Any) -> Any:
         return out
 
     config.nav = existing(config.nav)
-    config.nav += [{Path(name).stem.replace("_", " ").capitalize(): name} for name in sorted(pages - listed)]
+    config.nav += [
+        {Path(name).stem.replace("_", " ").capitalize(): name} for name in sorted(pages - listed)
+    ]
     return config
 
 
@@ -403,7 +591,11 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     page, pictures = zoo()
-    generated: dict[str, str | bytes] = {"examples.md": examples(), "zoo.md": page, "reference.md": reference()}
+    generated: dict[str, str | bytes] = {
+        "examples.md": examples(),
+        "zoo.md": page,
+        "reference.md": reference(),
+    }
     generated["fpipe.html"] = explorer.page()
     generated |= pictures | {page: copied(name) for page, name in COPIED.items()}
     for path, content in generated.items():
@@ -421,7 +613,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """Raise ValueError if a page loads a file from a network: the docs must be readable offline."""
-    remote = re.search(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", output)
+    remote = re.search(
+        r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", output
+    )
     if remote:
         raise ValueError(f"{page.file.src_path} loads {remote[0]}; keep a copy of it in docs/")
     return output

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fpipe: pipeline parallelism as a function, and its gradient as a transform of it.
 
-This module is a table of the public names. A name loads its module when it is first used: ``import fpipe`` takes
-milliseconds, and schedules can be built, checked and drawn without torch.
+This module is a table of the public names. A name loads its module when it is first used:
+``import fpipe`` takes milliseconds, and schedules can be built, checked and drawn without torch.
 
 >>> import fpipe
 >>> fpipe.Schedule.parse("[0F0, 0B0]").ranks
@@ -21,7 +21,8 @@ _TABLE = {
     "collectives.quorum": "quorum",
     "command.launch": "launch",
     "command.loop": "Loop",
-    "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError LaunchError MismatchError"
+    "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError "
+    "LaunchError MismatchError"
     " PeerError PlanError ScheduleError StageError StalledError TraceError TransformError"
     " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
@@ -52,7 +53,8 @@ _TABLE = {
     "schedules.timeline": "Timeline",
     "generators.solver.solve": "Solved solve",
     "stage": "Stage block remat",
-    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
+    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain "
+    "clip_by_global_norm"
     " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
     " master mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
     " sum_tied warmup_constant warmup_cosine warmup_linear warmup_stable_decay weight_decay",
@@ -127,13 +129,18 @@ else:
 
 def __getattr__(name: str) -> object:
     if name not in _NAMES and name not in _MODULES:
-        raise AttributeError(f"module 'fpipe' has no attribute {name!r}; dir(fpipe) lists what it has")
+        raise AttributeError(
+            f"module 'fpipe' has no attribute {name!r}; dir(fpipe) lists what it has"
+        )
     try:
         module = _import_module(f"{__name__}.{_NAMES.get(name) or _MODULES[name]}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "optree"):
             raise
-        needs = f"fpipe.{name} needs {error.name}, which is not installed: pip install {error.name}. Without it"
+        needs = (
+            f"fpipe.{name} needs {error.name}, which is not installed: pip install "
+            f"{error.name}. Without it"
+        )
         what = f"{needs} schedules can be generated, checked, simulated, solved and drawn"
         raise ModuleNotFoundError(what, name=error.name) from error
     value = getattr(module, name) if name in _NAMES else module

@@ -12,8 +12,8 @@
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     ├── PlanError            a model, a machine or a job for which no layout can be planned
     └── GroupError           the processes or their devices
-        ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or options, or versions
-        ├── PeerError        a peer that died or raised
+        ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or
+        options, or versions ├── PeerError        a peer that died or raised
         ├── StalledError     a peer that was waited for longer than the time-out
         ├── DeadlockError    every rank of a local group waits
         ├── UnsupportedError an operation that the backend cannot do and no adaptor can replace
@@ -34,14 +34,21 @@ class FpipeError(Exception):
 class ScheduleError(FpipeError, ValueError):
     """A schedule that is malformed, unknown or cannot run.
 
-    ``rank`` and ``position`` (index in the rank's row), where known, point at the place; ``rule`` names the
-    broken rule in one word.
+    ``rank`` and ``position`` (index in the rank's row), where known, point at the place; ``rule``
+    names the broken rule in one word.
 
     >>> ScheduleError("no such schedule").rank is None
     True
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, position: int | None = None, rule: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        position: int | None = None,
+        rule: str | None = None,
+    ):
         super().__init__(message)
         self.rank, self.position, self.rule = rank, position, rule
 
@@ -51,7 +58,9 @@ class StageError(FpipeError, ValueError):
 
 
 class TraceError(StageError):
-    """A function that cannot become straight-line programs; ``engine="eager"`` is the usual remedy."""
+    """A function that cannot become straight-line programs; ``engine="eager"`` is the usual
+    remedy.
+    """
 
 
 class ActionError(StageError, RuntimeError):
@@ -67,15 +76,21 @@ class WeaveError(FpipeError, ValueError):
 
 
 class CheckpointError(FpipeError, ValueError):
-    """Files of a checkpoint that are incomplete, damaged or for another model, or trees that cannot be saved."""
+    """Files of a checkpoint that are incomplete, damaged or for another model, or trees that cannot
+    be saved.
+    """
 
 
 class TransformError(FpipeError, ValueError):
-    """A gradient transform with arguments that make no sense, or with trees that do not fit together."""
+    """A gradient transform with arguments that make no sense, or with trees that do not fit
+    together.
+    """
 
 
 class PlanError(FpipeError, ValueError):
-    """A model, a kind of GPU or a job that is not known, does not fit, or for which no layout can be planned."""
+    """A model, a kind of GPU or a job that is not known, does not fit, or for which no layout can
+    be planned.
+    """
 
 
 class GroupError(FpipeError, RuntimeError):
@@ -83,7 +98,9 @@ class GroupError(FpipeError, RuntimeError):
 
 
 class MismatchError(GroupError):
-    """Ranks disagree about a call: its plan, shapes, functions or options, or the versions. All ranks raise it."""
+    """Ranks disagree about a call: its plan, shapes, functions or options, or the versions. All
+    ranks raise it.
+    """
 
 
 class PeerError(GroupError):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of torch.
+"""``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of
+torch.
 
-A schedule is only compute: lowering adds sends, receives, frees and reductions. This module holds the value and its
-properties; the modules of ``schedules`` do the work: ``text`` (parse, format), ``check`` (validity), ``simulation``
-(time and memory) and ``pictures``.
+A schedule is only compute: lowering adds sends, receives, frees and reductions. This module holds
+the value and its properties; the modules of ``schedules`` do the work: ``text`` (parse, format),
+``check`` (validity), ``simulation`` (time and memory) and ``pictures``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Schedule:
     def __post_init__(self) -> None:
         rows = tuple(tuple(row) for row in self.rows)
         if not rows:
-            raise ScheduleError("a schedule needs at least one rank; give one row of actions per rank", rule="ranks")
+            raise ScheduleError(
+                "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
+            )
         object.__setattr__(self, "rows", rows)
         if not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
             cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
@@ -78,22 +81,32 @@ class Schedule:
                 first = next((part for row in rows for part in plain(row)), None)
                 object.__setattr__(self, "slices", 1 if first is None else first.slices)
             if type(self.slices) is not int or self.slices < 1:
-                raise ScheduleError(f"slices={self.slices!r} must be a count of 1 or more", rule="slices")
+                raise ScheduleError(
+                    f"slices={self.slices!r} must be a count of 1 or more", rule="slices"
+                )
             if self.microbatches == -1:
                 last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)
         except (TypeError, AttributeError):
-            what = "the stages and microbatches of actions must be integers, and the parts of a Fused be actions"
+            what = (
+                "the stages and microbatches of actions must be integers, and the parts of a "
+                "Fused be actions"
+            )
             raise ScheduleError(what, rule="action") from None
         if type(self.microbatches) is not int or self.microbatches < 0:
-            raise ScheduleError(f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range")
+            raise ScheduleError(
+                f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range"
+            )
 
     def __repr__(self) -> str:
         name = f"{self.name}, " if self.name else ""
         slices = f", slices={self.slices}" if self.slices > 1 else ""
-        return f"Schedule({name}ranks={self.ranks}, microbatches={self.microbatches}, stages={self.stages}{slices})"
+        return (
+            f"Schedule({name}ranks={self.ranks}, microbatches={self.microbatches}, "
+            f"stages={self.stages}{slices})"
+        )
 
-    # ---- questions ----------------------------------------------------------------------------------------------
+    # ---- questions ----
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
@@ -106,12 +119,15 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """How many units of work each stage has: microbatches or, where these have slices, slices of all of them."""
+        """How many units of work each stage has: microbatches or, where these have slices, slices
+        of all of them.
+        """
         return self.microbatches * self.slices
 
     @property
     def output_rank(self) -> int:
-        """The rank of the last stage, or of its first replica: the loss and the outputs are computed there.
+        """The rank of the last stage, or of its first replica: the loss and the outputs are
+        computed there.
 
         >>> Schedule.parse("[0F0, 2F0]\\n[1F0]").output_rank
         0
@@ -136,7 +152,7 @@ class Schedule:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    # ---- text ---------------------------------------------------------------------------------------------------
+    # ---- text ----
     def __str__(self) -> str:
         return format_rows(self.rows)
 
@@ -178,11 +194,14 @@ class Schedule:
             write_bytes(path, format_csv(self.rows).encode())
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            raise ScheduleError(f"cannot write {str(path)!r}: {why}; give a path that can be written") from error
+            raise ScheduleError(
+                f"cannot write {str(path)!r}: {why}; give a path that can be written"
+            ) from error
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
-        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are dropped.
+        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are
+        dropped.
 
         Args:
             path: of the file.
@@ -201,9 +220,10 @@ class Schedule:
         """
         return cls(parse_csv(read_text(path)), name=Path(path).stem)
 
-    # ---- parts --------------------------------------------------------------------------------------------------
+    # ---- parts ----
     def only(self, ops: Iterable[str]) -> Schedule:
-        """The same schedule with only the actions of these ops, order kept; fused ones shrink or fall apart.
+        """The same schedule with only the actions of these ops, order kept; fused ones shrink or
+        fall apart.
 
         Args:
             ops: such as ``"F"`` or ``"BIW"``.
@@ -215,13 +235,16 @@ class Schedule:
         '[0F0]'
         """
         wanted = frozenset(ops)
-        parts = (([part for part in action.parts if part.op in wanted] for action in row) for row in self.rows)
+        parts = (
+            ([part for part in action.parts if part.op in wanted] for action in row)
+            for row in self.rows
+        )
         rows = tuple(tuple(map(joined, filter(None, row))) for row in parts)
         return Schedule(rows, self.placement, self.microbatches, self.name)
 
     def sliced(self, slices: int) -> Schedule:
-        """The same schedule for microbatches in slices of the sequence: each action becomes one for each slice, in
-        order for F and in reverse for B, I and W.
+        """The same schedule for microbatches in slices of the sequence: each action becomes one for
+        each slice, in order for F and in reverse for B, I and W.
 
         Args:
             slices: how many slices each microbatch gets.
@@ -236,14 +259,24 @@ class Schedule:
         [0F0.0, 0F0.1, 0B0.1, 0B0.0]
         """
         if type(slices) is not int or slices < 1 or self.slices > 1:
-            has = f"the schedule has {self.slices} slices already" if self.slices > 1 else f"slices={slices!r}"
-            raise ScheduleError(f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices")
+            has = (
+                f"the schedule has {self.slices} slices already"
+                if self.slices > 1
+                else f"slices={slices!r}"
+            )
+            raise ScheduleError(
+                f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
+            )
         if slices == 1:
             return self
-        rows = tuple(tuple(cell for action in row for cell in _sliced(action, slices)) for row in self.rows)
-        return Schedule(rows, self.placement.sliced(slices), self.microbatches, self.name, slices=slices)
+        rows = tuple(
+            tuple(cell for action in row for cell in _sliced(action, slices)) for row in self.rows
+        )
+        return Schedule(
+            rows, self.placement.sliced(slices), self.microbatches, self.name, slices=slices
+        )
 
-    # ---- work ---------------------------------------------------------------------------------------------------
+    # ---- work ----
     def check(self, *, training: bool = True) -> Schedule:
         """Check every rule of dependence, and that no rank waits for ever.
 
@@ -261,13 +294,20 @@ class Schedule:
         >>> Schedule.parse("[0B0, 0F0]").check()
         Traceback (most recent call last):
             ...
-        fpipe.errors.ScheduleError: rank 0, position 0 (0B0): it needs the output of 0F0, which stands later on this
-        rank, at position 1; move 0F0 before it
+        fpipe.errors.ScheduleError: rank 0, position 0 (0B0): it needs the output of 0F0, which
+        stands later on this rank, at position 1; move 0F0 before it
             rank 0 | 0B0 0F0
                      ^^^
         """
         inspected, slices = self._inspection, self.slices
-        check_rows(self.rows, self.placement, self.units, training=training, inspected=inspected, slices=slices)
+        check_rows(
+            self.rows,
+            self.placement,
+            self.units,
+            training=training,
+            inspected=inspected,
+            slices=slices,
+        )
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -287,11 +327,19 @@ class Schedule:
         """
         costs, walked = as_costs(costs), self._inspection.walk
         return simulate_rows(
-            self.rows, self.placement, self.units, costs, name=self.name, walked=walked, slices=self.slices
+            self.rows,
+            self.placement,
+            self.units,
+            costs,
+            name=self.name,
+            walked=walked,
+            slices=self.slices,
         )
 
     def _repr_html_(self) -> str:
-        """The picture that a notebook shows, for a rank's whole share of F = I = W = 1; text if this cannot run."""
+        """The picture that a notebook shows, for a rank's whole share of F = I = W = 1; text if
+        this cannot run.
+        """
         part = self.ranks / self.stages if self.stages else 1.0
         try:
             return pictures.figure(self.simulate(Costs(part, part, part, saved=part)))
@@ -305,10 +353,20 @@ class Schedule:
 
 
 def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
-    """An action as one for each slice; of a fused action, whose parts may go in different directions, too."""
+    """An action as one for each slice; of a fused action, whose parts may go in different
+    directions, too.
+    """
     for step in range(slices):
-        at = lambda part, step=step: step if part.op == "F" else slices - 1 - step
-        yield joined([part._replace(microbatch=Slice(part.microbatch, at(part), slices)) for part in action.parts])
+
+        def at(part, step=step):
+            return step if part.op == "F" else slices - 1 - step
+
+        yield joined(
+            [
+                part._replace(microbatch=Slice(part.microbatch, at(part), slices))
+                for part in action.parts
+            ]
+        )
 
 
 def read_text(path: str | PathLike[str]) -> str:
@@ -316,7 +374,11 @@ def read_text(path: str | PathLike[str]) -> str:
     try:
         return read_bytes(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
+        raise ScheduleError(
+            f"{path} is not text (byte {error.start}); give a CSV of actions"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: too large, or a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ScheduleError(f"cannot read {str(path)!r}: {reason}; give the path of a CSV file") from error
+        raise ScheduleError(
+            f"cannot read {str(path)!r}: {reason}; give the path of a CSV file"
+        ) from error

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Stage``: a stage function with what a pipeline should know about it, and ``remat``.
 
-A stage is a pure function of its parameters and its input. This module knows neither programs, schedules nor ranks.
+A stage is a pure function of its parameters and its input. This module knows neither programs,
+schedules nor ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast, get_args, runtime_checkable
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    runtime_checkable,
+)
 
 import torch
 from torch.fx.traceback import annotate
@@ -25,9 +36,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 Engine: TypeAlias = Literal["trace", "eager"]
 #: The end of the name of a stage in a mode.
 _MODES = {True: " in training", False: " in evaluation"}
-#: Which axes of inputs may have any size: those that differ (None), none, the first two, or those named.
+#: Which axes of inputs may have any size: those that differ (None), none, the first two, or those
+#: named.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
-#: The numbers of the blocks of a stage in the model, of its parameters or of lists in them by path; or names of parts.
+#: The numbers of the blocks of a stage in the model, of its parameters or of lists in them by path;
+#: or names of parts.
 Layers: TypeAlias = Sequence[int] | Mapping[str, Sequence[int] | str] | None
 
 
@@ -45,7 +58,9 @@ MISSING = _Missing()
 
 
 class Weight(NamedTuple):
-    """A parameter of a module: its name in the whole model, and a tensor of its shape and dtype without data."""
+    """A parameter of a module: its name in the whole model, and a tensor of its shape and dtype
+    without data.
+    """
 
     key: str
     like: torch.Tensor
@@ -53,7 +68,9 @@ class Weight(NamedTuple):
 
 @runtime_checkable
 class HasModes(Protocol):
-    """A function that computes something else in training than in evaluation, as a module with dropout does."""
+    """A function that computes something else in training than in evaluation, as a module with
+    dropout does.
+    """
 
     def in_mode(self, training: bool) -> Callable[..., Any]:
         """The function in one of the two modes."""
@@ -62,46 +79,54 @@ class HasModes(Protocol):
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The function of a stage of another process: how that process describes it, and the names of its side inputs."""
+    """The function of a stage of another process: how that process describes it, and the names of
+    its side inputs.
+    """
 
     text: str = ""
     sides: tuple[str, ...] = ()
     moded: str = ""  # its description in one of its modes, if it has modes
 
     def __call__(self, *args: Any, **side: Any) -> Any:
-        raise StageError("this stage is on another process and cannot run here; see fpipe.Stage.elsewhere")
+        raise StageError(
+            "this stage is on another process and cannot run here; see fpipe.Stage.elsewhere"
+        )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage function with what the pipeline should know about it. A function without options needs none.
+    """A stage function with what the pipeline should know about it. A function without options
+    needs none.
 
     Args:
         fn: ``fn(params, x, *, side)``; keyword-only arguments are side inputs.
         aux_loss: ``fn`` returns ``(y, scalar)``, and the scalar is added to the loss.
-        state: ``fn(params, state, x)`` returns ``(y, state)``. If a stage has replicas, each updates its state from the
-            microbatches that it runs, and the state of the first replica is returned.
+        state: ``fn(params, state, x)`` returns ``(y, state)``. If a stage has replicas, each
+            updates its state from the microbatches that it runs, and the state of the first replica
+            is returned.
         engine: overrides that of the pipeline.
         compile: overrides that of the pipeline.
-        frozen: patterns of leaves of this stage that get no gradient: dotted paths within the stage, such as
-            ``"attention.*"``.
-        ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one parameter.
+        frozen: patterns of leaves of this stage that get no gradient: dotted paths within the
+            stage, such as ``"attention.*"``.
+        ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one
+            parameter.
         name: of the stage, in messages and checkpoints.
         initial_state: the first state, where the caller passes none.
-        carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a sequence, see ``slices``
-            of ``fpipe.pipeline``. The carry of the last slice is dropped. With ``state``, ``fn(params, state, carry,
-            x)`` returns ``(y, carry, state)``.
-        initial_carry: what the first slice of each microbatch gets: a pytree of tensors and numbers, None, or a
-            function of x that returns one.
-        like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on values of
-            tensors: a function of the same arguments whose result has the same structure, shapes and dtypes (``lambda
-            p, x: x`` for most blocks).
-        dynamic: which axes of inputs may have any size without another trace: ``True``, axes, or axes by leaf,
-            ``{"x": (0, 1), "mask": (2, 3)}``. None: those that differ between calls. ``False`` traces every size.
-        layers: the numbers of the equal blocks of the stage within the model, so that checkpoints do not depend on
-            where the model is cut: ``range(4, 8)`` where the parameters are a list of four blocks, ``{"blocks":
-            range(4, 8), "wte": "embed"}`` where ``params["blocks"]`` is such a list, and ``params["wte"]`` is called
-            ``embed`` in the model.
+        carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a
+            sequence, see ``slices`` of ``fpipe.pipeline``. The carry of the last slice is dropped.
+            With ``state``, ``fn(params, state, carry, x)`` returns ``(y, carry, state)``.
+        initial_carry: what the first slice of each microbatch gets: a pytree of tensors and
+            numbers, None, or a function of x that returns one.
+        like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends
+            on values of tensors: a function of the same arguments whose result has the same
+            structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
+        dynamic: which axes of inputs may have any size without another trace: ``True``, axes, or
+            axes by leaf, ``{"x": (0, 1), "mask": (2, 3)}``. None: those that differ between calls.
+            ``False`` traces every size.
+        layers: the numbers of the equal blocks of the stage within the model, so that checkpoints
+            do not depend on where the model is cut: ``range(4, 8)`` where the parameters are a list
+            of four blocks, ``{"blocks": range(4, 8), "wte": "embed"}`` where ``params["blocks"]``
+            is such a list, and ``params["wte"]`` is called ``embed`` in the model.
         weights: those of a module, by their names in the stage; ``from_module`` sets them.
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
@@ -127,22 +152,29 @@ class Stage:
     def __post_init__(self) -> None:
         _check_function("a stage", "(params, x)", self.fn)
         if self.engine not in (None, *get_args(Engine)):
-            raise StageError(f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
-        if self.compile is not None and self.compile not in torch.compiler.list_backends(exclude_tags=()):
+            raise StageError(
+                f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
+            )
+        if self.compile is not None and self.compile not in torch.compiler.list_backends(
+            exclude_tags=()
+        ):
             known = ", ".join(torch.compiler.list_backends())
-            raise StageError(f"compile={self.compile!r} is no compiler that torch knows; choose from {known}")
+            raise StageError(
+                f"compile={self.compile!r} is no compiler that torch knows; choose from {known}"
+            )
         object.__setattr__(self, "frozen", patterns("frozen", self.frozen))
         if not _names_axes(self.dynamic):
             raise StageError(
-                f"dynamic={self.dynamic!r}; give True, False, axes such as (0, 1), or axes by leaf, {{'x': (0, 1)}}"
+                f"dynamic={self.dynamic!r}; give True, False, axes such as (0, 1), or axes by "
+                f"leaf, {{'x': (0, 1)}}"
             )
 
     @classmethod
     def elsewhere(cls) -> Stage:
         """Stands for a stage that only other processes have: every process lists all stages.
 
-        The processes that have the stage describe it to the others when ``fpipe.pipeline`` builds the pipeline, which
-        every process then calls.
+        The processes that have the stage describe it to the others when ``fpipe.pipeline`` builds
+        the pipeline, which every process then calls.
 
         Returns:
             A stage that cannot be called.
@@ -184,7 +216,10 @@ def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
     if isinstance(fn, Stage):
         return fn
     if isinstance(fn, torch.nn.Module) and not _takes_params(fn):
-        raise StageError(f"a stage must be a function fn(params, x), not the module {type(fn).__name__}; {OF_MODULES}")
+        raise StageError(
+            f"a stage must be a function fn(params, x), not the module {type(fn).__name__}; "
+            f"{OF_MODULES}"
+        )
     return Stage(fn)
 
 
@@ -207,7 +242,8 @@ def _are_axes(axes: object) -> bool:
 
 
 def patterns(option: str, names: object) -> tuple[str, ...]:
-    """The patterns of names that an option takes; one text would be read letter by letter, and "*" fits all leaves.
+    """The patterns of names that an option takes; one text would be read letter by letter, and "*"
+    fits all leaves.
 
     >>> patterns("frozen", ["0.*", "3.norm"])
     ('0.*', '3.norm')
@@ -218,14 +254,16 @@ def patterns(option: str, names: object) -> tuple[str, ...]:
     wrong = next((name for name in listed if not isinstance(name, str)), None)
     if wrong is not None:
         raise StageError(
-            f"{option}={list(listed)!r} has the {type(wrong).__name__} {wrong!r}; give texts such as '0.*'"
+            f"{option}={list(listed)!r} has the {type(wrong).__name__} {wrong!r}; give texts such "
+            "as '0.*'"
         )
     return listed
 
 
 #: What to do with modules.
 OF_MODULES = (
-    "stages, params = fpipe.from_module(model, cuts) cuts a module, and fpipe.interop.bind(modules) takes one for each "
+    "stages, params = fpipe.from_module(model, cuts) cuts a module, and "
+    "fpipe.interop.bind(modules) takes one for each "
     "stage"
 )
 
@@ -255,7 +293,8 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-#: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a checkpoint.
+#: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a
+#: checkpoint.
 RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
 
 
@@ -273,7 +312,9 @@ class _Wrapper:
 
 
 class Remat(_Wrapper):
-    """A function whose inner values are computed again in the backward instead of saved; see ``remat``."""
+    """A function whose inner values are computed again in the backward instead of saved; see
+    ``remat``.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if RECORDING.get():
@@ -294,7 +335,8 @@ def remat(fn: F) -> F:
         A function with the arguments and the result of ``fn``.
 
     >>> from fpipe import trace
-    >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2), torch.ones(1, 2))
+    >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2),
+    ...     torch.ones(1, 2))
     >>> programs.saved
     ('x0', 'p0')
     """
@@ -302,7 +344,9 @@ def remat(fn: F) -> F:
 
 
 #: What a call of a block does while a stage is traced.
-BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar("BLOCKS", default=None)
+BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar(
+    "BLOCKS", default=None
+)
 
 
 class Block(_Wrapper):
@@ -314,15 +358,16 @@ class Block(_Wrapper):
 
 
 def block(fn: F) -> F:
-    """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers of a stage.
+    """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers
+    of a stage.
 
-    The first trace of a stage of many layers then takes about as long as that of one layer. Programs and results are
-    the same as without it. Hugging Face layers and equal modules in an ``nn.Sequential`` or ``nn.ModuleList`` are
-    blocks without being named.
+    The first trace of a stage of many layers then takes about as long as that of one layer.
+    Programs and results are the same as without it. Hugging Face layers and equal modules in an
+    ``nn.Sequential`` or ``nn.ModuleList`` are blocks without being named.
 
     Args:
-        fn: a pure function whose result depends on its arguments alone, as that of a stage does. It may take and
-            return any pytrees.
+        fn: a pure function whose result depends on its arguments alone, as that of a stage does. It
+            may take and return any pytrees.
 
     Returns:
         A function with the arguments and the result of ``fn``.
@@ -342,16 +387,20 @@ def block(fn: F) -> F:
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
     """A stage with the pipeline's engine and compiler where it names none itself."""
     engine = stage.engine or engine
-    return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
+    return replace(
+        stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None)
+    )
 
 
 def without_unsafe_compilers(
     stages: Sequence[Stage], devices: Iterable[torch.device], stacklevel: int
 ) -> tuple[Stage, ...]:
-    """The stages, without a compiler and with a warning where torch.compile is known to fail on the devices.
+    """The stages, without a compiler and with a warning where torch.compile is known to fail on the
+    devices.
 
     >>> devices = [torch.device("xpu", 0), torch.device("cpu")]
-    >>> [stage.compile for stage in without_unsafe_compilers([Stage(max, compile="inductor")], devices, 2)]
+    >>> [stage.compile for stage in without_unsafe_compilers([Stage(max, compile="inductor")],
+    ...     devices, 2)]
     ['inductor']
     """
     compilers = [stage.compile for stage in stages if stage.compile]
@@ -359,7 +408,8 @@ def without_unsafe_compilers(
     if kind is None:
         return tuple(stages)
     warnings.warn(
-        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at work torch.compile is "
+        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at "
+        "work torch.compile is "
         "not trusted; the programs run as they were traced. Leave compile= out, or use one device",
         stacklevel=stacklevel + 1,
     )

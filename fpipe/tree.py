@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees and their abstract form: structure, shapes and dtypes without data, and strides of what is sent.
+"""Pytrees and their abstract form: structure, shapes and dtypes without data, and strides of what
+is sent.
 
-optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs no special case.
-The user's classes are nodes where they are registered under the namespace "fpipe", as by
-``@optree.dataclasses.dataclass(namespace="fpipe")``. This module knows nothing of stages or ranks.
+optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs
+no special case. The user's classes are nodes where they are registered under the namespace "fpipe",
+as by ``@optree.dataclasses.dataclass(namespace="fpipe")``. This module knows nothing of stages or
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Structure: TypeAlias = optree.PyTreeSpec
 #: Where users register their classes; optree also looks in the global namespace.
 NAMESPACE = "fpipe"
 
-flatten: Callable[[Tree], tuple[list[Any], Structure]] = partial(optree.tree_flatten, namespace=NAMESPACE)  # type: ignore[assignment]
+flatten: Callable[[Tree], tuple[list[Any], Structure]] = partial(
+    optree.tree_flatten, namespace=NAMESPACE
+)  # type: ignore[assignment]
 unflatten: Callable[[Structure, Iterable[Any]], Tree] = optree.tree_unflatten  # type: ignore[assignment]
 leaves: Callable[[Tree], list[Any]] = partial(optree.tree_leaves, namespace=NAMESPACE)  # type: ignore[assignment]
 tree_map: Callable[..., Tree] = partial(optree.tree_map, namespace=NAMESPACE)
@@ -51,19 +55,24 @@ def names(tree: Tree) -> list[str]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a dotted path matches one of the shell patterns; a pattern that names a subtree matches all of it.
+    """Whether a dotted path matches one of the shell patterns; a pattern that names a subtree
+    matches all of it.
 
     >>> matches("0.norm.w", ["0.*"]), matches("3.norm.w", ["3.norm"]), matches("3.wte", ["0.*"])
     (True, True, False)
     """
-    return any(fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*") for p in patterns)
+    return any(
+        fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*")
+        for p in patterns
+    )
 
 
 def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[str] = ()) -> str:
-    """What is wrong with the first pattern that matches nothing, for a message; "" if there is none.
+    """What is wrong with the first pattern that matches nothing, for a message; "" if there is
+    none.
 
-    ``missing`` are paths without a value here, such as stages of other processes: a pattern that may match a leaf below
-    one of them is accepted.
+    ``missing`` are paths without a value here, such as stages of other processes: a pattern that
+    may match a leaf below one of them is accepted.
 
     >>> unmatched(["*.ww", "0.*"], ["0.w", "0.b"])
     "'*.ww' matches no leaf; near names: 0.w"
@@ -71,7 +80,9 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[s
     ('', '')
     """
     for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names) and not any(_below(pattern, p) for p in missing):
+        if not any(matches(name, [pattern]) for name in names) and not any(
+            _below(pattern, p) for p in missing
+        ):
             near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
             return f"{pattern!r} matches no leaf; near names: {', '.join(near)}"
     return ""
@@ -80,7 +91,11 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[s
 def _below(pattern: str, path: str) -> bool:
     """Whether a pattern matches a path, or may match a longer one."""
     literal, longer = re.split(r"[*?\[]", pattern)[0], f"{path}." if path else ""
-    return matches(path, [pattern]) or literal.startswith(longer) or (literal != pattern and longer.startswith(literal))
+    return (
+        matches(path, [pattern])
+        or literal.startswith(longer)
+        or (literal != pattern and longer.startswith(literal))
+    )
 
 
 def is_tensor(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -110,17 +125,18 @@ def describe(leaves: Sequence[Any]) -> str:
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
     """
-    return f"({', '.join(_brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)})"
+    parts = (_brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    return f"({', '.join(parts)})"
 
 
 def _brief(tensor: torch.Tensor | Aval | Spec) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# ---- tensor subclasses that contain tensors ------------------------------------------------------------------------
-
-#: The class of a tensor with inner tensors; those by name, described by an ``Aval``, and its other members by name
-#: (a mesh, for example) as they are; the context of ``__tensor_flatten__``. All of it is hashable.
+# ---- tensor subclasses that contain tensors ----
+#: The class of a tensor with inner tensors; those by name, described by an ``Aval``, and its other
+#: members by name (a mesh, for example) as they are; the context of ``__tensor_flatten__``. All of
+#: it is hashable.
 Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
 
 
@@ -135,7 +151,11 @@ def kind_of(tensor: torch.Tensor) -> Kind | None:
         return None
     names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
     inner = ((name, getattr(tensor, name)) for name in names)
-    return cls, tuple((name, Aval.like(v) if isinstance(v, torch.Tensor) else v) for name, v in inner), context
+    return (
+        cls,
+        tuple((name, Aval.like(v) if isinstance(v, torch.Tensor) else v) for name, v in inner),
+        context,
+    )
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -164,11 +184,11 @@ def address(tensor: torch.Tensor) -> int:
     return inner.untyped_storage().data_ptr() if inner.layout is torch.strided else 0
 
 
-# ---- abstract leaves and trees --------------------------------------------------------------------------------------
-
-
+# ---- abstract leaves and trees ----
 class Aval(NamedTuple):
-    """An abstract tensor: shape, strides, dtype, device, whether a gradient is wanted, and its ``Kind``, if any."""
+    """An abstract tensor: shape, strides, dtype, device, whether a gradient is wanted, and its
+    ``Kind``, if any.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -189,11 +209,16 @@ class Aval(NamedTuple):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
-        """A tensor of this description; ``plain`` builds the ordinary tensors inside it, or the tensor itself."""
+        """A tensor of this description; ``plain`` builds the ordinary tensors inside it, or the
+        tensor itself.
+        """
         if self.kind is None:
             return plain(self)
         cls, members, context = self.kind
-        inner = {name: member.build(plain) if isinstance(member, Aval) else member for name, member in members}
+        inner = {
+            name: member.build(plain) if isinstance(member, Aval) else member
+            for name, member in members
+        }
         return cls.__tensor_unflatten__(inner, context, torch.Size(self.shape), self.stride)  # type: ignore[attr-defined]
 
     def arrived(self) -> Aval:
@@ -207,7 +232,9 @@ class Aval(NamedTuple):
             return sum(inner.nbytes for _, inner in self.kind[1] if isinstance(inner, Aval))
         if 0 in self.shape:
             return 0
-        return self.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)))
+        return self.dtype.itemsize * (
+            1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        )
 
     def __str__(self) -> str:
         return ("" if self.kind is None else f"{self.kind[0].__name__} ") + _brief(self)
@@ -241,13 +268,25 @@ def abstract(leaf: Any, grad: bool = False) -> AbstractLeaf:
 
     ``grad``: whether a gradient is wanted, if the dtype can carry one.
     """
-    return Aval.like(leaf, grad and is_floating(leaf)) if isinstance(leaf, torch.Tensor) else Static.of(leaf)
+    return (
+        Aval.like(leaf, grad and is_floating(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else Static.of(leaf)
+    )
 
 
 def cache_keys(leaves: Iterable[Any]) -> list[Any]:
-    """Hashables that are equal for leaves with equal ``abstract(leaf)``: the same at less cost, for each call."""
+    """Hashables that are equal for leaves with equal ``abstract(leaf)``: the same at less cost, for
+    each call.
+    """
     return [
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, None if type(leaf) is torch.Tensor else kind_of(leaf))
+        (
+            leaf.shape,
+            leaf.stride(),
+            leaf.dtype,
+            leaf.device,
+            None if type(leaf) is torch.Tensor else kind_of(leaf),
+        )
         if isinstance(leaf, torch.Tensor)
         else Static.of(leaf)
         for leaf in leaves
@@ -258,8 +297,8 @@ def cache_keys(leaves: Iterable[Any]) -> list[Any]:
 class AbstractTree:
     """The structure of a pytree with its abstract leaves.
 
-    ``computed``: a stage computes it, the caller does not pass it. ``repeats`` are the leaves that are the same tensor
-    as an earlier one, each with that one.
+    ``computed``: a stage computes it, the caller does not pass it. ``repeats`` are the leaves that
+    are the same tensor as an earlier one, each with that one.
 
     >>> str(AbstractTree.of({"x": torch.ones(2), "n": 3}))
     '3, float32[2]'
@@ -272,12 +311,16 @@ class AbstractTree:
 
     @classmethod
     def of(cls, value: Tree, grad: bool = False) -> AbstractTree:
-        """The abstract tree of a pytree; ``grad``: whether a gradient of its floating leaves is wanted."""
+        """The abstract tree of a pytree; ``grad``: whether a gradient of its floating leaves is
+        wanted.
+        """
         flat, spec = flatten(value)
         return cls.flat(spec, flat, grad)
 
     @classmethod
-    def flat(cls, spec: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
+    def flat(
+        cls, spec: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False
+    ) -> AbstractTree:
         """The same from flat leaves; ``grads`` may differ by leaf."""
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
         return cls(spec, tuple(map(abstract, leaves, flags)))
@@ -308,10 +351,14 @@ class AbstractTree:
 
     def with_avals(self, fn: Callable[[Aval], Aval]) -> AbstractTree:
         """The same tree with ``fn`` of each aval."""
-        return replace(self, leaves=tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves))
+        return replace(
+            self, leaves=tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)
+        )
 
     def handed_on(self) -> AbstractTree:
-        """The same tree as the input of what follows. The gradient of a repeated leaf is that of the earlier one."""
+        """The same tree as the input of what follows. The gradient of a repeated leaf is that of
+        the earlier one.
+        """
         repeated = {leaf: self.avals[leaf]._replace(grad=False) for leaf, _ in self.repeats}
         leaves = tuple(repeated.get(i, leaf) for i, leaf in enumerate(self.leaves))
         return replace(self, leaves=leaves, computed=True)
@@ -323,11 +370,13 @@ class AbstractTree:
     def __str__(self) -> str:
         """The first leaves, and the number of those left out."""
         shown = self.leaves[: 6 if len(self.leaves) > 7 else 7]
-        more = [f"and {len(self.leaves) - len(shown)} more"] if len(self.leaves) > len(shown) else []
+        more = (
+            [f"and {len(self.leaves) - len(shown)} more"] if len(self.leaves) > len(shown) else []
+        )
         return ", ".join([*map(str, shown), *more])
 
 
-# ---- one tensor as it is stored and sent ----------------------------------------------------------------------------
+# ---- one tensor as it is stored and sent ----
 class Spec(NamedTuple):
     """One tensor of a message: what sender and receiver must agree on before it is sent.
 
@@ -352,7 +401,10 @@ class Spec(NamedTuple):
     @property
     def stored(self) -> int:
         """The number of elements stored and sent: expanded axes count once."""
-        return prod(size if step or not size else 1 for size, step in zip(self.shape, self.stride, strict=True))
+        return prod(
+            size if step or not size else 1
+            for size, step in zip(self.shape, self.stride, strict=True)
+        )
 
     @property
     def bytes(self) -> int:
@@ -364,10 +416,11 @@ class Spec(NamedTuple):
 
 
 def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides with which a tensor arrives: unchanged where its memory has no gaps, contiguous otherwise.
+    """The strides with which a tensor arrives: unchanged where its memory has no gaps, contiguous
+    otherwise.
 
-    Strides of 0 are kept: only what is stored is sent. Axes of one element, and tensors without elements, do not
-    determine a memory layout and get the strides of a contiguous tensor.
+    Strides of 0 are kept: only what is stored is sent. Axes of one element, and tensors without
+    elements, do not determine a memory layout and get the strides of a contiguous tensor.
 
     >>> arriving((2, 3), (1, 2)), arriving((2, 3), (8, 2)), arriving((4, 3), (0, 1))
     ((1, 2), (3, 1), (0, 1))
@@ -378,7 +431,9 @@ def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     stored = [1 if repeat else size for size, repeat in zip(shape, repeats, strict=True)]
     plain = contiguous(stored)
     expected, dense = 1, True
-    for step, size in sorted((step, size) for step, size in zip(stride, stored, strict=True) if size > 1):
+    for step, size in sorted(
+        (step, size) for step, size in zip(stride, stored, strict=True) if size > 1
+    ):
         dense = dense and step == expected
         expected *= size
     axes = zip(stored, stride if dense else plain, plain, repeats, strict=True)

@@ -1,6 +1,8 @@
-"""Configuration of all tests: one thread per process, repeatable hypothesis runs, golden files, GPU tests.
+"""Configuration of all tests: one thread per process, repeatable hypothesis runs, golden files, GPU
+tests.
 
-What ``make test`` leaves to ``--long`` is marked in the tests, with the names of ``helpers/sample.py``.
+What ``make test`` leaves to ``--long`` is marked in the tests, with the names of
+``helpers/sample.py``.
 """
 
 from __future__ import annotations
@@ -24,25 +26,42 @@ hypothesis.settings.register_profile("fpipe", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("fpipe")
 
 preload = forkserver.set_forkserver_preload
-# Processes that are started by a test import its file; what most files import is imported once, before the fork.
+# Processes that are started by a test import its file; what most files import is imported once,
+# before the fork.
 forkserver.set_forkserver_preload = lambda names: preload([*names, "started"])
 
 
-#: Files and tests that run in one process: they share traces of the same functions, results of an oracle, syntax trees,
-#: or imports of transformers, which take seconds.
+#: Files and tests that run in one process: they share traces of the same functions, results of an
+#: oracle, syntax trees, or imports of transformers, which take seconds.
 TOGETHER = {
-    "test_bitwise": "bitwise", "test_slices": "slices", "test_memory": "memory", "test_layout": "layout",
-    "test_families": "families", "test_resizing": "resizing",
-    **dict.fromkeys(("test_huggingface", "test_huggingface_all_schedules", "test_huggingface_files",
-                     "test_third_party_models", "test_rl_parts", "test_verl", "test_huggingface_loss_falls",
-                     "test_a_killed_run_resumes_with_the_same_losses", "test_blocks[docs/howto/huggingface.md]"),
-                    "transformers"),
-}  # fmt: skip
+    "test_bitwise": "bitwise",
+    "test_slices": "slices",
+    "test_memory": "memory",
+    "test_layout": "layout",
+    "test_families": "families",
+    "test_resizing": "resizing",
+    **dict.fromkeys(
+        (
+            "test_huggingface",
+            "test_huggingface_all_schedules",
+            "test_huggingface_files",
+            "test_third_party_models",
+            "test_rl_parts",
+            "test_verl",
+            "test_huggingface_loss_falls",
+            "test_a_killed_run_resumes_with_the_same_losses",
+            "test_blocks[docs/howto/huggingface.md]",
+        ),
+        "transformers",
+    ),
+}
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One more than cores, where these are few: tests of faults and time-outs wait, and leave theirs to others."""
+    """One more than cores, where these are few: tests of faults and time-outs wait, and leave
+    theirs to others.
+    """
     cores = yield
     return cores + 1 if cores < 8 and not os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") else cores
 
@@ -61,9 +80,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Skip tests that need an accelerator on machines without one; name the groups of ``TOGETHER``. Of the tests that
-    were selected, leave out those for ``--long``."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, object, object]:
+    """Skip tests that need an accelerator on machines without one; name the groups of ``TOGETHER``.
+    Of the tests that were selected, leave out those for ``--long``.
+    """
     _prepare(items)
     result = yield
     if not config.getoption("--long"):
@@ -92,8 +114,14 @@ def _prepare(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flags that run all cases and rewrite golden files."""
-    parser.addoption("--long", action="store_true", help="run all cases of tables from which the suite takes a part")
-    parser.addoption("--update-golden", action="store_true", help="write the current output to the golden files")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run all cases of tables from which the suite takes a part",
+    )
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the current output to the golden files"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -104,16 +132,15 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of processes that read each other's traces, of tests that are not about tracing: ranks that run the
-    same stages need one trace of each."""
+    """Variables of processes that read each other's traces, of tests that are not about tracing:
+    ranks that run the same stages need one trace of each.
+    """
     from fpipe.programs.stored.folder import VARIABLE
 
     return {VARIABLE: str(tmp_path_factory.mktemp("traces"))}
 
 
-# ---- golden files ---------------------------------------------------------------------------------------------------
-
-
+# ---- golden files ----
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden", default=False))
@@ -131,10 +158,13 @@ def golden(update_golden: bool) -> Callable[..., None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(actual, encoding="utf-8")
             return
-        lines = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "file", "actual", lineterm="", n=1)
+        lines = difflib.unified_diff(
+            expected.splitlines(), actual.splitlines(), "file", "actual", lineterm="", n=1
+        )
         diff = "\n".join(line[:160] for line in islice(lines, 30))
         pytest.fail(
-            f"{path.name} differs from the current output; if the change is intended: make golden\n{diff}",
+            f"{path.name} differs from the current output; if the change is intended: make "
+            f"golden\n{diff}",
             pytrace=False,
         )
 

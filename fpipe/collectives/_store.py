@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store of torch.distributed, and the only uses of its private names in this package."""
+"""The key-value store of torch.distributed, and the only uses of its private names in this
+package.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def connection(store: Store, timeout: timedelta) -> Store:
-    """A separate connection to the same store with a separate time-out; the store itself if it has no connections."""
+    """A separate connection to the same store with a separate time-out; the store itself if it has
+    no connections.
+    """
     clone = getattr(store, "clone", None)
     try:
         store = store if clone is None else clone()
@@ -58,7 +62,9 @@ def connection(store: Store, timeout: timedelta) -> Store:
 
 def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
     """The time-out of a process group for operations that are started from now on."""
-    public = getattr(distributed_c10d, "set_timeout", None)  # in torch 2.15, where the private one warns
+    public = getattr(
+        distributed_c10d, "set_timeout", None
+    )  # in torch 2.15, where the private one warns
     (public or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), pg)
 
 
@@ -80,7 +86,8 @@ def members(name: str) -> list[int]:
 
 
 def gather_members(name: str, obj: Any) -> list[Any] | None:
-    """The object of every member of a process group, by rank; None if there is no other member, or a fake backend.
+    """The object of every member of a process group, by rank; None if there is no other member, or
+    a fake backend.
 
     Objects are data, as those of a ``Rendezvous``.
     """
@@ -93,7 +100,9 @@ def gather_members(name: str, obj: Any) -> list[Any] | None:
     dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pg)
     counts = [int(size) for size in sizes]
     if min(counts) <= 0 or max(counts) > MOST_BYTES:
-        raise GroupError(f"the members of group {name} announced {counts} bytes; all must run the same program")
+        raise GroupError(
+            f"the members of group {name} announced {counts} bytes; all must run the same program"
+        )
     rows = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in counts]
     dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(counts) - len(mine))), group=pg)
     return [decode(bytes(row[:count].tolist())) for row, count in zip(rows, counts, strict=True)]
@@ -102,7 +111,11 @@ def gather_members(name: str, obj: Any) -> list[Any] | None:
 def _device(pg: dist.ProcessGroup) -> torch.device:
     """A device whose tensors a process group carries: the CPU if it can."""
     types = list(backends(pg))
-    return torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+    return (
+        torch.device("cpu")
+        if "cpu" in types
+        else torch.device(types[0], torch.accelerator.current_device_index())
+    )
 
 
 def backends(pg: dist.ProcessGroup) -> dict[str, str]:
@@ -118,10 +131,11 @@ _TIMED = 4  #: exchanges that are timed together
 
 
 def time_members(name: str, nbytes: int, device: str) -> float:
-    """Seconds that one exchange of so many bytes takes between all members of a process group; all must call this.
+    """Seconds that one exchange of so many bytes takes between all members of a process group; all
+    must call this.
 
-    The average of several exchanges without a pause, as in a step: over one connection the two directions may or may
-    not take turns.
+    The average of several exchanges without a pause, as in a step: over one connection the two
+    directions may or may not take turns.
     """
     pg = _resolved(name)
     sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)

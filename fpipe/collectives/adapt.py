@@ -5,8 +5,10 @@ mean            sum, then divide, except on an allow-list           integers: re
 max, min        native, else on the CPU's backend, else gather and reduce locally
 bool            as uint8: sum and max are "any", min is "all"
 16-bit and unsigned integers, fp8    in a wider dtype, then converted back
-messages        as bytes where the backend does not send the dtype; one process group per direction where a pair has
-                one order; receives posted late where early ones deadlock; through the CPU where nothing else works
+messages        as bytes where the backend does not send the dtype; one process group per direction
+where a pair has
+                one order; receives posted late where early ones deadlock; through the CPU where
+                nothing else works
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ OPS = ("sum", "mean", "max", "min")
 #: Backends whose average was tested to be right at every size and world size.
 AVG_ALLOWED = frozenset({("cpu", "gloo")})
 _WIDER = {
-    torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.bool: torch.uint8,
     **dict.fromkeys((*DTYPES["fp8"], *DTYPES["half"]), torch.float32),
-}  # fmt: skip
+}
 
 
 class Reduction(NamedTuple):
-    """The method of a reduction ``op``: the call to the backend, its dtype, on the CPU or not, and a division after.
+    """The method of a reduction ``op``: the call to the backend, its dtype, on the CPU or not, and
+    a division after.
 
     ``ask`` is "sum", "avg", "max", "min" or "gather" (gather, then reduce locally with ``op``).
     """
@@ -40,8 +46,11 @@ class Reduction(NamedTuple):
     divide: bool = False
 
 
-def reduction(can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities | None = None) -> Reduction:
-    """The method of a reduction; ``cpu`` are the group's capabilities for CPU tensors, if it carries them too.
+def reduction(
+    can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities | None = None
+) -> Reduction:
+    """The method of a reduction; ``cpu`` are the group's capabilities for CPU tensors, if it
+    carries them too.
 
     >>> reduction(Capabilities.of("xpu", "xccl"), "mean", torch.float32)
     Reduction(op='mean', ask='sum', carry=torch.float32, staged=False, divide=True)
@@ -51,16 +60,28 @@ def reduction(can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities 
     if op not in OPS:
         raise UnsupportedError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UnsupportedError(f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first")
+        raise UnsupportedError(
+            f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first"
+        )
     if op in ("max", "min") and dtype.is_complex:
         raise UnsupportedError(f"{dtype} has no order, so no {op}; reduce its absolute value")
-    asked = "max" if dtype == torch.bool and op == "sum" else op  # a sum of 256 ones in uint8 would be 0
+    asked = (
+        "max" if dtype == torch.bool and op == "sum" else op
+    )  # a sum of 256 ones in uint8 would be 0
     carry = dtype
-    if dtype == torch.bool or (dtype in _WIDER and not can.can("sum" if op == "mean" else op, dtype)):
+    if dtype == torch.bool or (
+        dtype in _WIDER and not can.can("sum" if op == "mean" else op, dtype)
+    ):
         carry = _WIDER[dtype]
     if dtype == torch.uint64:
-        raise UnsupportedError("torch has no wider dtype to reduce uint64 in; convert to int64 first")
-    return _ask(can, op, asked, carry) or (_staged(cpu, op, asked, carry)) or _gathered(can, op, asked, carry)
+        raise UnsupportedError(
+            "torch has no wider dtype to reduce uint64 in; convert to int64 first"
+        )
+    return (
+        _ask(can, op, asked, carry)
+        or (_staged(cpu, op, asked, carry))
+        or _gathered(can, op, asked, carry)
+    )
 
 
 def _ask(can: Capabilities, op: str, asked: str, carry: torch.dtype) -> Reduction | None:
@@ -80,13 +101,16 @@ def _gathered(can: Capabilities, op: str, asked: str, carry: torch.dtype) -> Red
     if can.can("gather", carry) or can.can("gather", torch.uint8):
         return Reduction(asked, "gather", carry, divide=op == "mean")
     raise UnsupportedError(
-        f"{can.backend} on {can.device} is not known to do {op} of {carry}, nor to gather it, and the group has no CPU "
+        f"{can.backend} on {can.device} is not known to do {op} of {carry}, nor to gather it, and "
+        "the group has no CPU "
         f"backend to go through; start the group with 'cpu:gloo,{can.device}:{can.backend}'"
     )
 
 
 class Sending(NamedTuple):
-    """The method of messages: as bytes, through the CPU, receives posted early, one process group per direction."""
+    """The method of messages: as bytes, through the CPU, receives posted early, one process group
+    per direction.
+    """
 
     bytes: bool
     staged: bool
@@ -99,14 +123,18 @@ def sending(can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None = No
 
     >>> sending(Capabilities.of("cuda", "nccl"), torch.float8_e4m3fn)
     Sending(bytes=True, staged=False, early=True, apart=True)
-    >>> sending(Capabilities.of("mps", "gloo"), torch.float32, Capabilities.of("cpu", "gloo")).staged
+    >>> sending(Capabilities.of("mps", "gloo"), torch.float32,
+    ...     Capabilities.of("cpu", "gloo")).staged
     True
     """
     if can.can("p2p", dtype) or can.can("p2p", torch.uint8):
-        return Sending(not can.can("p2p", dtype), False, can.habit("early"), not can.habit("crossed"))
+        return Sending(
+            not can.can("p2p", dtype), False, can.habit("early"), not can.habit("crossed")
+        )
     if cpu is not None:
         return sending(cpu, dtype)._replace(staged=True)
     raise UnsupportedError(
-        f"{can.backend} is not known to carry tensors of {can.device}, and the group has no CPU backend to go through; "
+        f"{can.backend} is not known to carry tensors of {can.device}, and the group has no CPU "
+        "backend to go through; "
         f"start the group with 'cpu:gloo,{can.device}:{can.backend}'"
     )

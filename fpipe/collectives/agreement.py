@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether all ranks run the same call, and the error that says how they differ.
 
-Before each call a rank announces a word: a number that is equal on all ranks if they run the same plan with the same
-options. An :class:`Exchange` compares the words while the call runs. Only where they differ do the ranks exchange their
-facts, as text through the store, so that every rank raises the same error. This module must not know plans, nor what
-the facts mean.
+Before each call a rank announces a word: a number that is equal on all ranks if they run the same
+plan with the same options. An :class:`Exchange` compares the words while the call runs. Only where
+they differ do the ranks exchange their facts, as text through the store, so that every rank raises
+the same error. This module must not know plans, nor what the facts mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
 _POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
-_LINGER = 1.0  #: seconds for the other ranks to read that this one refuses a call: its process may end then
+#: seconds for the other ranks to read that this one refuses a call: its process may end then
+_LINGER = 1.0
 _REFUSED = 2  #: the word of a refused call
 _REFUSAL = "refusal"  #: the fact that says why
 _PART = "; "  #: between the parts of a fact, of which an error names the first that differs
@@ -41,7 +42,8 @@ _REMEDIES = {
     "schedule": "give every rank the same schedule",
     "microbatches": "call with the same number of microbatches on every rank",
     "call": "make the same calls in the same order on every rank",
-    "plans": "make the same calls in the same order on every rank, with arguments of the same shapes and strides",
+    "plans": "make the same calls in the same order on every rank, with arguments of the same "
+    "shapes and strides",
 }
 
 
@@ -60,18 +62,25 @@ class Difference(NamedTuple):
         Difference(fact='seed', ranks=(0, 2), values=('1', '2'))
         """
         for fact in dict.fromkeys(fact for facts in by_rank.values() for fact in facts):
-            known = [(rank, text) for rank, facts in by_rank.items() if (text := facts.get(fact)) is not None]
+            known = [
+                (rank, text)
+                for rank, facts in by_rank.items()
+                if (text := facts.get(fact)) is not None
+            ]
             odd = next(((rank, text) for rank, text in known if text != known[0][1]), None)
             if odd is not None:
                 return cls(fact, (known[0][0], odd[0]), _parted(known[0][1], odd[1]))
         return None
 
     def text(self, names: Sequence[int], where: str = "") -> str:
-        """A sentence that names the fact, both ranks by their global numbers, both values, and the remedy."""
+        """A sentence that names the fact, both ranks by their global numbers, both values, and the
+        remedy.
+        """
         (one, other), (first, second) = self.ranks, self.values
         remedy = _REMEDIES.get(self.fact, "pass the same arguments and options on every rank")
         return (
-            f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank {names[other]} has {second}"
+            f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank "
+            f"{names[other]} has {second}"
             f"{where}; {remedy}"
         )
 
@@ -100,19 +109,23 @@ class Exchange(Protocol):
         ...
 
     def pause(self, number: int, waited: float) -> str:
-        """Wait a short time for the words that are missing; why they will not come, if that is known."""
+        """Wait a short time for the words that are missing; why they will not come, if that is
+        known.
+        """
         ...
 
 
 class Agreement:
     """One rank's view of the calls of its group.
 
-    ``head`` contains the header of this rank's messages in its upper 32 bits. It is different in every call, so that a
-    message of one call is never taken for one of another. The group is the ``nth`` of its ranks; ``names`` are their
-    global numbers.
+    ``head`` contains the header of this rank's messages in its upper 32 bits. It is different in
+    every call, so that a message of one call is never taken for one of another. The group is the
+    ``nth`` of its ranks; ``names`` are their global numbers.
     """
 
-    def __init__(self, store: BoundedStore, monitor: FaultMonitor, names: Sequence[int], nth: int = 0):
+    def __init__(
+        self, store: BoundedStore, monitor: FaultMonitor, names: Sequence[int], nth: int = 0
+    ):
         self.exchange: Exchange | None = None
         self.head = [0]
         self._store, self._monitor, self._names = store, monitor, names
@@ -128,7 +141,9 @@ class Agreement:
         return self.head[0] >> 32
 
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
-        """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks differ."""
+        """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks
+        differ.
+        """
         if self._monitor.broken is not None:
             self._monitor.check()
         self._facts = facts, values
@@ -136,7 +151,9 @@ class Agreement:
 
     def _announce(self, word: int) -> int:
         number = self._number = self._number + 1
-        self._word = word = (word + number + self._base) & _WORD  # other than in earlier calls of the same plan
+        self._word = word = (
+            word + number + self._base
+        ) & _WORD  # other than in earlier calls of the same plan
         self.head[0] = (word & _HEADER) << 32
         if self.exchange is not None:
             self._agreed = False
@@ -144,7 +161,9 @@ class Agreement:
         return number
 
     def check(self) -> bool:
-        """Whether every rank is known to run this call; raises if one is known to run another. Never blocks."""
+        """Whether every rank is known to run this call; raises if one is known to run another.
+        Never blocks.
+        """
         if not self._agreed:
             assert self.exchange is not None
             equal = self.exchange.equal(self._number, self._word)
@@ -164,14 +183,16 @@ class Agreement:
         start = time.monotonic()
         while not done():
             peer = exchange.missing(self._number)
-            with self._monitor.waiting(peer, "for the call of" if peer is not None else "for the calls of"):
+            with self._monitor.waiting(
+                peer, "for the call of" if peer is not None else "for the calls of"
+            ):
                 while not done() and exchange.missing(self._number) == peer:
                     waited = time.monotonic() - start
                     gone = exchange.pause(self._number, waited)
                     if (gone or waited > self._monitor.timeout) and not done():
                         raise RuntimeError(gone or "timed out")
 
-    # ---- calls that a rank refuses ------------------------------------------------------------------------------
+    # ---- calls that a rank refuses ----
     def refuse(self, error: BaseException) -> None:
         """Announce, in place of the next call, that this rank refuses its arguments.
 
@@ -182,16 +203,24 @@ class Agreement:
         self._agreed, key = True, f"call/{number}"
         self._store.set(f"{key}/{self._monitor.rank}", encode(refusing(error)))
         self._store.set(f"{key}/{self._monitor.rank}/read", "")
-        all(self._store.appears(f"{key}/{rank}/read", end, _POLL) for rank in range(self._monitor.size))
+        all(
+            self._store.appears(f"{key}/{rank}/read", end, _POLL)
+            for rank in range(self._monitor.size)
+        )
 
     def _announced(self) -> bool:
         """Whether every rank has announced this call, or refused it. Never blocks."""
         exchange = self.exchange
         assert exchange is not None
-        return exchange.missing(self._number) is None and exchange.equal(self._number, self._word) is not None
+        return (
+            exchange.missing(self._number) is None
+            and exchange.equal(self._number, self._word) is not None
+        )
 
     def leave(self) -> None:
-        """Wait until every rank has announced a call that one of them refused; then the next one can begin."""
+        """Wait until every rank has announced a call that one of them refused; then the next one
+        can begin.
+        """
         self._wait(self._announced)
         self._agreed, self.refusal = True, None
         self._round = (self._number + 1) << 32  # ranks left it in different rounds
@@ -201,9 +230,11 @@ class Agreement:
         self._round += 1
         return self._round
 
-    # ---- the error ----------------------------------------------------------------------------------------------
+    # ---- the error ----
     def _disagreement(self) -> GroupError:
-        """The error that all ranks raise. The group cannot be used again, unless a rank refused the call."""
+        """The error that all ranks raise. The group cannot be used again, unless a rank refused the
+        call.
+        """
         by_rank = self._facts_of_all()
         refused = refusal(by_rank, self._names)
         if refused is not None:
@@ -214,7 +245,9 @@ class Agreement:
             text = found.text(self._names)
         else:
             known = ", ".join(str(self._names[rank]) for rank in by_rank)
-            text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+            text = (
+                f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+            )
         error = MismatchError(f"{text}. This group cannot be used again")
         self._monitor.end(error)
         return error
@@ -249,7 +282,8 @@ def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | N
     for rank, facts in by_rank.items():
         if _REFUSAL in facts:
             return PeerError(
-                f"rank {names[rank]} refused the arguments of this call, so no rank completes it: {facts[_REFUSAL]}. "
+                f"rank {names[rank]} refused the arguments of this call, so no rank completes it: "
+                f"{facts[_REFUSAL]}. "
                 "All ranks can go on with their next call"
             )
     return None
@@ -266,7 +300,9 @@ class Reduced:
         self._work: dist.Work | None = None
 
     def start(self, number: int, word: int) -> None:
-        """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the time."""
+        """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the
+        time.
+        """
         self._both = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
         self._work = self._pg.allreduce([self._both], self._options)
 
@@ -275,7 +311,8 @@ class Reduced:
         assert self._work is not None
         if not self._work.is_completed():
             return None
-        self._work.wait()  # it is complete: this returns at once, or raises the error of the backend
+        # it is complete: this returns at once, or raises the error of the backend
+        self._work.wait()
         return self._both.tolist() == [word, -word]
 
     def missing(self, number: int) -> None:

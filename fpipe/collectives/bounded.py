@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store whose calls end in time, and whose values are encrypted and signed.
 
-``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait for ever while the
-process or the machine of the store is stopped or cut off. Here each call runs on a thread, and the caller waits for at
-most ``seconds``. A call that exceeds them is left behind with its connection.
+``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait
+for ever while the process or the machine of the store is stopped or cut off. Here each call runs on
+a thread, and the caller waits for at most ``seconds``. A call that exceeds them is left behind with
+its connection.
 
-Everybody who reaches the port of a ``TCPStore`` can read it and write to it. If ``FPIPE_SECRET`` is set, as
-``fpipe.launch`` does, values are unreadable without it, and one that was written without it is refused.
-This module must not know keys.
+Everybody who reaches the port of a ``TCPStore`` can read it and write to it. If ``FPIPE_SECRET`` is
+set, as ``fpipe.launch`` does, values are unreadable without it, and one that was written without it
+is refused. This module must not know keys.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from ..errors import GroupError
 from ._store import Store, connection, default_store, prefixed
 
 T = TypeVar("T")
-_FIRST = 0.0005  #: seconds between the first two looks for a key; each further pause is twice as long
-_SHORTEST = 1.0  #: seconds that the store has for an answer, also where less is left: it may be busy
+_FIRST = (
+    0.0005  #: seconds between the first two looks for a key; each further pause is twice as long
+)
+_SHORTEST = (
+    1.0  #: seconds that the store has for an answer, also where less is left: it may be busy
+)
 #: The environment variable of the secret of a job.
 SECRET = "FPIPE_SECRET"
 _SIGNATURE, _NONCE = 32, 16
@@ -42,10 +47,12 @@ class StoreLostError(RuntimeError):
 
 
 def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[BoundedStore, int]:
-    """A prefix of the default store: the same for all ranks of a process group, different for every other group.
+    """A prefix of the default store: the same for all ranks of a process group, different for every
+    other group.
 
-    It contains how often this rank asked for a group of these ranks, which is returned too. The store holds that count,
-    so it is right also for a process that was restarted while the store kept running.
+    It contains how often this rank asked for a group of these ranks, which is returned too. The
+    store holds that count, so it is right also for a process that was restarted while the store
+    kept running.
     """
     store = default_store()
     name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
@@ -55,7 +62,9 @@ def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[Bound
 
 def host() -> tuple[str, int | None]:
     """Who hosts the store of the job, as text, and its global rank if it is a rank."""
-    address = f"{os.environ.get('MASTER_ADDR', 'an unknown host')}:{os.environ.get('MASTER_PORT', '?')}"
+    address = (
+        f"{os.environ.get('MASTER_ADDR', 'an unknown host')}:{os.environ.get('MASTER_PORT', '?')}"
+    )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return f"the launcher at {address}", None
     return f"rank 0 at {address}", 0
@@ -64,7 +73,8 @@ def host() -> tuple[str, int | None]:
 class BoundedStore:
     """The calls of a store that fpipe uses, each with a bound.
 
-    After a call without an answer, further calls fail at once for ``pause`` seconds; then a new connection is tried.
+    After a call without an answer, further calls fail at once for ``pause`` seconds; then a new
+    connection is tried.
 
     >>> import torch.distributed as dist
     >>> store = BoundedStore(dist.HashStore(), 5.0)
@@ -104,7 +114,8 @@ class BoundedStore:
         signature, nonce, value = raw[:_SIGNATURE], raw[_SIGNATURE:_HEAD], raw[_HEAD:]
         if not hmac.compare_digest(signature, self._signature(key, nonce + value)):
             raise GroupError(
-                f"the value of {key!r} in the store of the job was not written by this job: its signature is wrong. "
+                f"the value of {key!r} in the store of the job was not written by this job: its "
+                "signature is wrong. "
                 f"Another process writes to the store; {SECRET} must be equal on all ranks"
             )
         return self._crypted(nonce, value)
@@ -120,7 +131,9 @@ class BoundedStore:
         return hmac.digest(self._secret, b"sign" + key.encode() + b"\0" + value, "sha256")
 
     def _crypted(self, nonce: bytes, value: bytes) -> bytes:
-        """Encrypt, or decrypt: combine with a stream of bytes that the secret and the nonce determine."""
+        """Encrypt, or decrypt: combine with a stream of bytes that the secret and the nonce
+        determine.
+        """
         key = hmac.digest(self._secret, b"hide" + nonce, "sha256")
         stream = int.from_bytes(hashlib.shake_256(key).digest(len(value)), "little")
         return (int.from_bytes(value, "little") ^ stream).to_bytes(len(value), "little")
@@ -132,11 +145,14 @@ class BoundedStore:
     def appears(self, key: str, end: float, pause: float, until: float = float("inf")) -> bool:
         """Wait until a key is set, at most until ``end`` of ``time.monotonic``; whether it is.
 
-        A wait in parts ends at ``until``, and the store has until ``end`` for each answer. It polls, with pauses of up
-        to ``pause`` seconds: a blocking wait of the store prints warnings if it ends without a result.
+        A wait in parts ends at ``until``, and the store has until ``end`` for each answer. It
+        polls, with pauses of up to ``pause`` seconds: a blocking wait of the store prints warnings
+        if it ends without a result.
         """
         wait = min(_FIRST, pause)
-        while not self._run(lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())):
+        while not self._run(
+            lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())
+        ):
             if time.monotonic() >= min(end, until):
                 return False
             time.sleep(wait)
@@ -183,7 +199,9 @@ def _no_answer(seconds: float) -> StoreLostError:
 
 
 class _Call:
-    """A function of the store, and its result; ``done`` is released when there is one. None ends the thread."""
+    """A function of the store, and its result; ``done`` is released when there is one. None ends
+    the thread.
+    """
 
     def __init__(self, function: Callable[[Store], Any] | None):
         self.function = function
@@ -196,7 +214,9 @@ class _Call:
 def _serve(store: Store, seconds: timedelta, calls: SimpleQueue[_Call]) -> None:
     """The thread: one connection, calls in their order."""
     connected: Store | None = None
-    while (function := (call := calls.get()).function) is not None:  # without a bound: nothing waits for this daemon
+    while (
+        function := (call := calls.get()).function
+    ) is not None:  # without a bound: nothing waits for this daemon
         try:
             connected = connected or connection(store, seconds)
             call.result = function(connected)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Group`` over a process group of torch.distributed: one rank per process, any backend of the capability table.
+"""``Group`` over a process group of torch.distributed: one rank per process, any backend of the
+capability table.
 
-The n-th message of a channel in a call is its n-th receive. Where the backend has tags, the tag of a message is the
-header of its call, so messages of different calls never meet. Where a backend needs one order for both
-directions of a pair, each direction has a process group. Sends keep their buffers until they are settled: the plan
-derives from what it receives which of its sends were received. No send waits before that, since a limit on the number
-of sends under way could deadlock two ranks. This module must not know schedules.
+The n-th message of a channel in a call is its n-th receive. Where the backend has tags, the tag of
+a message is the header of its call, so messages of different calls never meet. Where a backend
+needs one order for both directions of a pair, each direction has a process group. Sends keep their
+buffers until they are settled: the plan derives from what it receives which of its sends were
+received. No send waits before that, since a limit on the number of sends under way could deadlock
+two ranks. This module must not know schedules.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, to
 class C10dGroup(Group):
     """See the module. Created by ``fpipe.init``, or from an existing process group by ``adopt``.
 
-    ``can`` are the capabilities of the backend on this rank's device, by default those of the table; ``cpu`` those for
-    CPU tensors, where the device is another one.
+    ``can`` are the capabilities of the backend on this rank's device, by default those of the
+    table; ``cpu`` those for CPU tensors, where the device is another one.
     """
 
     def __init__(
@@ -63,34 +65,48 @@ class C10dGroup(Group):
         backends = backends_of(pg)
         if device.type not in backends:
             raise GroupError(
-                f"the process group carries {', '.join(backends)} and this rank is on {device.type}; start it with "
+                f"the process group carries {', '.join(backends)} and this rank is on "
+                f"{device.type}; start it with "
                 f"backend={kind(device.type).backends!r}"
             )
         self.can = can or Capabilities.of(device.type, backends[device.type])
-        self.cpu = Capabilities.of("cpu", backends["cpu"]) if "cpu" in backends and device.type != "cpu" else None
+        self.cpu = (
+            Capabilities.of("cpu", backends["cpu"])
+            if "cpu" in backends and device.type != "cpu"
+            else None
+        )
         self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
         store, nth = of_group(pg, purpose, timeout)
         names = dist.get_process_group_ranks(pg)
-        self._monitor = FaultMonitor(store, self.rank, self.size, timeout, names, journal, name_of(pg))
+        self._monitor = FaultMonitor(
+            store, self.rank, self.size, timeout, names, journal, name_of(pg)
+        )
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
             self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         self._agreement = Agreement(store, self._monitor, names, nth)
-        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check, self._agreement.next_round)
+        self._rendezvous = Rendezvous(
+            store, self._monitor, self._agreement.check, self._agreement.next_round
+        )
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
-        self._held: dict[int, object] = {}  # receives under way, and messages that never arrive: buffers of the backend
+        self._held: dict[
+            int, object
+        ] = {}  # receives under way, and messages that never arrive: buffers of the backend
         self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
         self._self = LocalGroup((device,))
         method = sending(self.can, torch.uint8, self.cpu)
         self._staged = method.staged
         self.strict = not method.early
-        # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
+        # A backend that works on streams is waited for by the stream: a time-out would block this
+        # thread instead.
         self._blocking = device.type in ("cpu", "meta") or method.staged
         shares = device.type == "cpu" and self.size > 1 and self.can.backend == "gloo"
         gather = self._rendezvous.gather
-        self._direct = Direct(self._monitor, self._agreement, gather, purpose == "pp") if shares else None
+        self._direct = (
+            Direct(self._monitor, self._agreement, gather, purpose == "pp") if shares else None
+        )
         self.at_once = self._direct is not None and self._direct.whole
         if self._direct is not None and self._direct.words is not None:
             self._agreement.exchange = self._direct.words
@@ -105,15 +121,19 @@ class C10dGroup(Group):
 
     @property
     def carried(self) -> str:
-        """How messages are sent where not by the backend, as text; empty where the backend sends all."""
+        """How messages are sent where not by the backend, as text; empty where the backend sends
+        all.
+        """
         return "" if self._direct is None else str(self._direct)
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
         return self._device if rank == self.rank else torch.device(self._device.type)
 
-    # ---- messages -----------------------------------------------------------------------------------------------
-    def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
+    # ---- messages ----
+    def send(
+        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
+    ) -> Work:
         """Send one message; its buffers are kept until it is done."""
         if src == dst:
             return self._self.send(tensors, 0, 0)
@@ -141,7 +161,9 @@ class C10dGroup(Group):
         return work
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Request the next message of a channel; posted at once where the backend allows, else when waited for."""
+        """Request the next message of a channel; posted at once where the backend allows, else when
+        waited for.
+        """
         if src == dst:
             return self._self.recv(specs, 0, 0)
         if dst != self.rank or self._monitor.broken is not None:
@@ -179,10 +201,16 @@ class C10dGroup(Group):
     def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
         """Where no backend carries them, what all messages have in common is prepared once."""
         transport = self._transport(dst)
-        return super().sender(src, dst, specs) if transport is None else transport.sender(wire_format(specs), dst)
+        return (
+            super().sender(src, dst, specs)
+            if transport is None
+            else transport.sender(wire_format(specs), dst)
+        )
 
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
-        """Over shared memory, messages need no buffer in advance; over a strict backend, ``post`` does not delay."""
+        """Over shared memory, messages need no buffer in advance; over a strict backend, ``post``
+        does not delay.
+        """
 
         unposted = self._unposted[src]
 
@@ -193,13 +221,17 @@ class C10dGroup(Group):
             return work
 
         transport = self._transport(src)
-        return Receiver(post, None if transport is None else transport.fetcher(wire_format(specs), src))
+        return Receiver(
+            post, None if transport is None else transport.fetcher(wire_format(specs), src)
+        )
 
     def _transport(self, rank: int) -> Transport | None:
         return None if self._direct is None or rank == self.rank else self._direct.to(rank)
 
     def settle(self, dst: int, count: int) -> None:
-        """Release the buffers of the oldest sends to a rank, which are known to have been received."""
+        """Release the buffers of the oldest sends to a rank, which are known to have been
+        received.
+        """
         sent = self._sent[dst]
         for _ in range(min(count, len(sent))):
             sent[0].wait()
@@ -214,10 +246,14 @@ class C10dGroup(Group):
 
     def _refuse(self, rank: int, verb: str) -> None:
         if rank != self.rank:
-            raise GroupError(f"rank {self.rank} cannot {verb} for rank {rank}, which runs in another process")
+            raise GroupError(
+                f"rank {self.rank} cannot {verb} for rank {rank}, which runs in another process"
+            )
         self._monitor.check()
 
-    def _post(self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str) -> list[dist.Work]:
+    def _post(
+        self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str
+    ) -> list[dist.Work]:
         raw = self._as_bytes
         try:
             tag = self._agreement.tag if self._tagged else 0
@@ -229,7 +265,8 @@ class C10dGroup(Group):
         if self._blocking:
             work.wait(timedelta(seconds=self._monitor.timeout))
         else:
-            work.wait()  # the stream waits; what blocks this thread longer is ended by the watch of the journal
+            # the stream waits; what blocks this thread longer is ended by the watch of the journal
+            work.wait()
 
     def _wait_all(self, works: Sequence[dist.Work], peer: int, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
@@ -237,10 +274,15 @@ class C10dGroup(Group):
                 for work in works:
                     self._wait(work)
             else:  # a message of another call never arrives, and this wait cannot be interrupted
-                job = lambda: [work.wait(_UNBOUNDED) for work in works]  # at a time-out, gloo closes all connections
+
+                def job():
+                    return [
+                        work.wait(_UNBOUNDED) for work in works
+                    ]  # at a time-out, gloo closes all connections
+
                 self._waiter.wait(job, self._agreement.check, self._monitor.timeout)
 
-    # ---- calls --------------------------------------------------------------------------------------------------
+    # ---- calls ----
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call, through shared memory or by a reduction over gloo."""
         if self._agreement.refusal is not None:
@@ -248,13 +290,17 @@ class C10dGroup(Group):
         return self._agreement.enter(word, facts, values)
 
     def refuse(self, error: BaseException) -> None:
-        """Announce that this rank refuses a call; without an exchange of words, ranks do not learn it."""
+        """Announce that this rank refuses a call; without an exchange of words, ranks do not learn
+        it.
+        """
         if self._agreement.exchange is not None:
             self._check()
             self._agreement.refuse(error)
 
     def _leave(self) -> None:
-        """Every rank leaves a call that one of them refused, and drops its messages; then the next one can begin."""
+        """Every rank leaves a call that one of them refused, and drops its messages; then the next
+        one can begin.
+        """
         self._agreement.leave()
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
         held, sent = self._held, [work for works in self._sent for work in works]
@@ -278,8 +324,10 @@ class C10dGroup(Group):
     def _waiter(self) -> Waiter:
         return Waiter()
 
-    # ---- all ranks ----------------------------------------------------------------------------------------------
-    def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
+    # ---- all ranks ----
+    def share(
+        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
+    ) -> tuple[Tensor, ...]:
         """Broadcast, as bytes; through shared memory where all ranks use it."""
         self._check()
         if src != self.rank:
@@ -293,10 +341,16 @@ class C10dGroup(Group):
         if tensors is None:
             buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
         else:
-            buffers, peer, doing = [b.to(device) for b in form.pack(tensors, src, src)], None, "to share with"
+            buffers, peer, doing = (
+                [b.to(device) for b in form.pack(tensors, src, src)],
+                None,
+                "to share with",
+            )
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
-                self._wait(dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True))
+                self._wait(
+                    dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True)
+                )
         if tensors is not None:
             return tensors
         return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
@@ -312,7 +366,9 @@ class C10dGroup(Group):
         can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
         way = reduction(can, op, memory.dtype, self.cpu)
         native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
-        return self._started(lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} with")
+        return self._started(
+            lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} with"
+        )
 
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
@@ -352,7 +408,7 @@ class C10dGroup(Group):
     def _through_cpu(self, what: str) -> bool:
         return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
 
-    # ---- faults -------------------------------------------------------------------------------------------------
+    # ---- faults ----
     def journal(self, rank: int, text: str) -> None:
         """Record what this rank does next."""
         self._monitor.journal.note(text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Claim``: a group serves one call at a time.
 
-Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter theirs in another order
-on each rank. This module must not know calls or pipelines.
+Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter
+theirs in another order on each rank. This module must not know calls or pipelines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from threading import get_ident
 from ..errors import GroupError
 from .group import Group
 
-#: The attribute of a group that holds the thread of its call, set in one step that no other thread interrupts.
+#: The attribute of a group that holds the thread of its call, set in one step that no other thread
+#: interrupts.
 _CALLER = "caller"
 
 
@@ -51,9 +52,11 @@ class Claim:
 def _in_use(group: Group, nested: bool) -> GroupError:
     if nested:
         return GroupError(
-            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= this one comes; run "
+            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= "
+            "this one comes; run "
             "the inner pipeline on a group of its own, or after the outer call"
         )
     return GroupError(
-        f"{group!r} is in use by another thread; give each thread a group of its own, or let the threads take turns"
+        f"{group!r} is in use by another thread; give each thread a group of its own, or let the "
+        "threads take turns"
     )

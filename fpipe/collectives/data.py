@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values as bytes for other ranks, without pickle: to decode them runs no code that they name.
 
-Data are None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, torch's dtype, device and Size,
-plain tensors, named tuples, the classes that this program has registered as pytree nodes, and structures of pytrees.
-Classes are found among those that are loaded; nothing is imported. A decoder checks every length before it allocates.
-This module must not know groups and stores.
+Data are None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, torch's
+dtype, device and Size, plain tensors, named tuples, the classes that this program has registered as
+pytree nodes, and structures of pytrees. Classes are found among those that are loaded; nothing is
+imported. A decoder checks every length before it allocates. This module must not know groups and
+stores.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def encode(value: object) -> bytes:
     raw = b"".join(_encoded(value, 0))
     if len(raw) > MOST_BYTES:
         raise GroupError(
-            f"a value of {len(raw)} bytes cannot be sent to other ranks as data, at most {MOST_BYTES}; send large "
+            f"a value of {len(raw)} bytes cannot be sent to other ranks as data, at most "
+            f"{MOST_BYTES}; send large "
             "tensors with share or all_reduce"
         )
     return raw
@@ -79,16 +81,20 @@ def decode(raw: bytes) -> Any:
         raise
     except Exception as error:  # whatever a forged value causes
         raise GroupError(
-            f"bytes from another rank are not data ({error}); all ranks must run the same version of fpipe, and "
+            f"bytes from another rank are not data ({error}); all ranks must run the same version "
+            "of fpipe, and "
             "nothing else may write to the store of the job"
         ) from error
     return value
 
 
-# ---- to bytes -------------------------------------------------------------------------------------------------------
+# ---- to bytes ----
 def _encoded(value: Any, level: int) -> Iterator[bytes]:
     if level > MOST_LEVELS:
-        raise GroupError(f"a value has more than {MOST_LEVELS} levels, or contains itself; it cannot be sent as data")
+        raise GroupError(
+            f"a value has more than {MOST_LEVELS} levels, or contains itself; it cannot be sent "
+            "as data"
+        )
     cls = type(value)
     plain = _PLAIN.get(cls)
     if plain is not None:
@@ -118,8 +124,10 @@ def _parts(value: Any) -> tuple[bytes, Parts]:
             if parts is not None:
                 return tag, parts
     raise GroupError(
-        f"an object of type {cls.__module__}.{cls.__qualname__} cannot be sent to other ranks; send numbers, text, "
-        "plain tensors, or containers of them (a class of yours must be a named tuple or a registered pytree node)"
+        f"an object of type {cls.__module__}.{cls.__qualname__} cannot be sent to other ranks; "
+        "send numbers, text, "
+        "plain tensors, or containers of them (a class of yours must be a named tuple or a "
+        "registered pytree node)"
     )
 
 
@@ -135,7 +143,7 @@ _PLAIN: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
 _FIXED = {b"N": 0, b"B": 1, b"f": 8}
 
 
-# ---- from bytes -----------------------------------------------------------------------------------------------------
+# ---- from bytes ----
 def _decoded(stream: BytesIO, level: int) -> Any:
     """The next value."""
     if level > MOST_LEVELS:
@@ -164,9 +172,11 @@ _FROM_BYTES: dict[bytes, Callable[[bytes], Any]] = {
 }
 
 
-# ---- values with parts ----------------------------------------------------------------------------------------------
+# ---- values with parts ----
 class _Kind(NamedTuple):
-    """Values with parts: of which classes, their parts (None for a value that is refused), and back."""
+    """Values with parts: of which classes, their parts (None for a value that is refused), and
+    back.
+    """
 
     fits: Callable[[type], bool]
     parts: Callable[[Any], Parts | None]
@@ -188,7 +198,15 @@ def _mapping(parts: Parts) -> dict[Any, Any]:
 def _tensor_parts(tensor: torch.Tensor) -> Parts | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return None
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = (
+        tensor.detach()
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
     raw = bytearray(flat.numel())
     if raw:
         torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)
@@ -209,12 +227,18 @@ def _tensor(parts: Parts) -> torch.Tensor:
 def _default_parts(value: defaultdict[Any, Any]) -> Parts | None:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
-    return (name, *_pairs(value)) if factory is None or _FACTORIES.get(str(name)) is factory else None
+    return (
+        (name, *_pairs(value)) if factory is None or _FACTORIES.get(str(name)) is factory else None
+    )
 
 
 def _named_parts(value: Any) -> Parts | None:
     cls = type(value)
-    return (cls.__module__, cls.__qualname__, *value) if named_class(cls.__module__, cls.__qualname__) is cls else None
+    return (
+        (cls.__module__, cls.__qualname__, *value)
+        if named_class(cls.__module__, cls.__qualname__) is cls
+        else None
+    )
 
 
 def _is_named(cls: type) -> bool:
@@ -222,7 +246,9 @@ def _is_named(cls: type) -> bool:
 
 
 def named_class(module: str, name: str) -> type | None:
-    """A class of named tuples of a loaded module. Attributes are not asked for: that may run code of a module."""
+    """A class of named tuples of a loaded module. Attributes are not asked for: that may run code
+    of a module.
+    """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = None if found is None else vars(found).get(part)
@@ -235,7 +261,9 @@ def _build_named(parts: Parts) -> Any:
     module, name, *values = parts
     cls = named_class(module, name)
     if cls is None:
-        raise ValueError(f"{module}.{name} is not a named tuple of a module that this process has imported")
+        raise ValueError(
+            f"{module}.{name} is not a named tuple of a module that this process has imported"
+        )
     if optree.is_structseq_class(cls):
         return cls(values)
     if len(values) != len(cls._fields):  # type: ignore[attr-defined]
@@ -250,7 +278,11 @@ def node_class(cls: type) -> Any:
 
 def named_node_class(module: str, name: str) -> Any:
     """The same by the name of the class: of the last one that was defined, as in a notebook."""
-    found = [entry for cls, entry in _registered().items() if (cls.__module__, cls.__qualname__) == (module, name)]
+    found = [
+        entry
+        for cls, entry in _registered().items()
+        if (cls.__module__, cls.__qualname__) == (module, name)
+    ]
     return found[-1] if found else None
 
 
@@ -291,12 +323,17 @@ _KINDS: dict[bytes, _Kind] = {
     b"x": _Kind(lambda cls: cls in (torch.Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
     b"o": _of(OrderedDict, _pairs, lambda parts: OrderedDict(_mapping(parts))),
     b"D": _of(
-        defaultdict, _default_parts,
-        lambda parts: defaultdict(None if parts[0] is None else _FACTORIES[parts[0]], _mapping(parts[1:])),
+        defaultdict,
+        _default_parts,
+        lambda parts: defaultdict(
+            None if parts[0] is None else _FACTORIES[parts[0]], _mapping(parts[1:])
+        ),
     ),
     b"q": _of(deque, lambda q: (q.maxlen, *q), lambda parts: deque(parts[1:], parts[0])),
     b"n": _Kind(_is_named, _named_parts, _build_named),
-    b"P": _of(optree.PyTreeSpec, lambda spec: (unflatten(spec, [_LEAF] * spec.num_leaves),), _structure),
+    b"P": _of(
+        optree.PyTreeSpec, lambda spec: (unflatten(spec, [_LEAF] * spec.num_leaves),), _structure
+    ),
     b"L": _of(_Leaf, lambda _: (), lambda _: _LEAF),
     b"r": _Kind(lambda cls: True, _node_parts, _build_node),
-}  # fmt: skip
+}

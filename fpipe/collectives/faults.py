@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translating a backend's error into one that names who waited, for whom, and the most likely cause.
+"""Translating a backend's error into one that names who waited, for whom, and the most likely
+cause.
 
-The rank that is waited for often waits itself, or failed because of a third one. Each rank publishes its state in the
-journal, and :mod:`trail` follows it to the rank to examine first. Messages contain global ranks, as the output of
-torchrun does. This module knows how backends phrase a time-out; it must not know messages.
+The rank that is waited for often waits itself, or failed because of a third one. Each rank
+publishes its state in the journal, and :mod:`trail` follows it to the rank to examine first.
+Messages contain global ranks, as the output of torchrun does. This module knows how backends phrase
+a time-out; it must not know messages.
 """
 
 from __future__ import annotations
@@ -34,14 +36,20 @@ _MONITORS: WeakValueDictionary[str, FaultMonitor] = WeakValueDictionary()
 class FaultMonitor:
     """One rank's view of the others' failures; remembers the first error of its group.
 
-    ``names`` are the global ranks of the group's ranks, of which this process is ``rank``. Groups of one process share
-    a ``journal``, so that the search goes from one group to another.
+    ``names`` are the global ranks of the group's ranks, of which this process is ``rank``. Groups
+    of one process share a ``journal``, so that the search goes from one group to another.
     """
 
     def __init__(
-        self, store: BoundedStore, rank: int, size: int, timeout: float, names: Sequence[int] | None = None,
-        journal: Journal | None = None, pg: str = "",
-    ):  # fmt: skip
+        self,
+        store: BoundedStore,
+        rank: int,
+        size: int,
+        timeout: float,
+        names: Sequence[int] | None = None,
+        journal: Journal | None = None,
+        pg: str = "",
+    ):
         self.rank, self.size, self.timeout = rank, size, timeout
         self.names = range(size) if names is None else names
         self.me = self.names[rank]
@@ -68,14 +76,18 @@ class FaultMonitor:
 
     @contextmanager
     def waiting(self, peer: int | None, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
-        """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is diagnosed.
+        """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
+        diagnosed.
 
-        With ``peers``, which are global ranks, these are waited for in code of the user: its errors pass unchanged.
+        With ``peers``, which are global ranks, these are waited for in code of the user: its errors
+        pass unchanged.
         """
         foreign = bool(peers)
         start = time.monotonic()
         journal = self.journal
-        journal.peers = peers = tuple(peers) or (self.others if peer is None else (self.names[peer],))
+        journal.peers = peers = tuple(peers) or (
+            self.others if peer is None else (self.names[peer],)
+        )
         journal.watch(start + self.timeout + GRACE, partial(self._expired, peers, doing, start))
         try:
             yield
@@ -92,9 +104,16 @@ class FaultMonitor:
         journal.peers = ()
 
     def until(
-        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object], gone: Callable[[], str]
+        self,
+        ready: Callable[[], bool],
+        peer: int,
+        doing: str,
+        sleep: Callable[[], object],
+        gone: Callable[[], str],
     ) -> None:
-        """Sleep until ready; raise if ``gone()`` says why the peer is, or the time-out has passed."""
+        """Sleep until ready; raise if ``gone()`` says why the peer is, or the time-out has
+        passed.
+        """
         start = time.monotonic()
         with self.waiting(peer, doing):
             while not ready():
@@ -107,7 +126,9 @@ class FaultMonitor:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """:meth:`waiting` for all ranks, while a backend connects them; errors that no other rank caused pass."""
+        """:meth:`waiting` for all ranks, while a backend connects them; errors that no other rank
+        caused pass.
+        """
         with self.waiting(None, "to connect to", self.others) if self.others else nullcontext():
             try:
                 yield
@@ -118,17 +139,25 @@ class FaultMonitor:
                 self.failed(error)
                 if not remedy:
                     raise
-                raise GroupError(f"this process cannot connect to the others ({_short(error)}){remedy}") from error
+                raise GroupError(
+                    f"this process cannot connect to the others ({_short(error)}){remedy}"
+                ) from error
 
     def _expired(self, peers: tuple[int, ...], doing: str, start: float) -> None:
         """In the thread of the journal: the backend has not ended a wait at its time-out."""
         give_up(self._diagnosed(RuntimeError("timed out"), peers, doing, time.monotonic() - start))
 
-    def diagnose(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
+    def diagnose(
+        self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0
+    ) -> GroupError:
         """The error to raise for a backend's error; the group raises it again from now on."""
-        return self._diagnosed(error, self.others if peer is None else (self.names[peer],), doing, seconds)
+        return self._diagnosed(
+            error, self.others if peer is None else (self.names[peer],), doing, seconds
+        )
 
-    def _diagnosed(self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float) -> GroupError:
+    def _diagnosed(
+        self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float
+    ) -> GroupError:
         if self.broken is not None:
             return self.broken
         journal = self.journal
@@ -138,8 +167,12 @@ class FaultMonitor:
         journal.failed("", peers, lost=not late)
         trail = search(journal, self.me, peers, lost=not late)
         if journal.lost and not trail.raised:
-            trail = self._without_store(trail, one=len(peers) == 1 and not isinstance(error, _OF_STORE))
-        self.broken = self._mismatch(trail.suspect) or self._error(error, peers, doing, seconds, late, trail)
+            trail = self._without_store(
+                trail, one=len(peers) == 1 and not isinstance(error, _OF_STORE)
+            )
+        self.broken = self._mismatch(trail.suspect) or self._error(
+            error, peers, doing, seconds, late, trail
+        )
         journal.cause = self.broken
         journal.conclude(trail.suspect, trail.text)
         journal.hurry()
@@ -147,14 +180,21 @@ class FaultMonitor:
         return self.broken
 
     def _error(
-        self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float, late: bool, trail: Trail
+        self,
+        error: BaseException,
+        peers: tuple[int, ...],
+        doing: str,
+        seconds: float,
+        late: bool,
+        trail: Trail,
     ) -> GroupError:
         first = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
         whom = f"rank {peers[0]}" if len(peers) == 1 else "all ranks"
         me = f"rank {self.me}{at(self.journal.text)}"
         if late:
             return StalledError(
-                f"{me} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
+                f"{me} waited {seconds:.1f} s {doing} {whom}, longer than "
+                f"timeout={self.timeout:g}. "
                 f"{first}; raise timeout= if a step may take that long"
             )
         return PeerError(
@@ -178,9 +218,11 @@ class FaultMonitor:
             self._linger(_BUDGET)
 
     def _linger(self, seconds: float) -> None:
-        """The end of this process may end the store of the job; first the other ranks read what happened.
+        """The end of this process may end the store of the job; first the other ranks read what
+        happened.
 
-        Without the store they do not read it. Then they come to their own time-out before this process ends.
+        Without the store they do not read it. Then they come to their own time-out before this
+        process ends.
         """
         if host()[1] == self.me or self.journal.lost:
             time.sleep(max(0.0, min(seconds, 1.3 * BEAT)))
@@ -192,10 +234,12 @@ class FaultMonitor:
         return MismatchError(text) if kind == MismatchError.__name__ else None
 
     def _without_store(self, trail: Trail, one: bool) -> Trail:
-        """Where the store does not answer: what another rank concluded before, else its host is the first suspect.
+        """Where the store does not answer: what another rank concluded before, else its host is the
+        first suspect.
 
-        If that is no rank, the ``one`` rank that this one waits for is a suspect too: the network may be cut. If the
-        store was lost during the search, its host may have ended with an error: the rank that was found remains.
+        If that is no rank, the ``one`` rank that this one waits for is a suspect too: the network
+        may be cut. If the store was lost during the search, its host may have ended with an error:
+        the rank that was found remains.
         """
         known = self.journal.concluded
         if known is not None:
@@ -214,11 +258,17 @@ class FaultMonitor:
             entry = self.journal.failure(trail.suspect) or self.journal.last(trail.suspect)
             where = f" ({entry.where})" if entry is not None and entry.where else ""
             processes.insert(0, f"rank {trail.suspect}{where}")
-        return f"Look at {' and at '.join(processes)} first" if processes else "Look at the output of every rank"
+        return (
+            f"Look at {' and at '.join(processes)} first"
+            if processes
+            else "Look at the output of every rank"
+        )
 
 
 def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
-    """``FaultMonitor.waiting`` for collectives in the code of a stage, over the process group of this name."""
+    """``FaultMonitor.waiting`` for collectives in the code of a stage, over the process group of
+    this name.
+    """
     monitor = _MONITORS.get(name) or next(iter(_MONITORS.values()), None)
     others = () if monitor is None else tuple(rank for rank in members(name) if rank != monitor.me)
     if monitor is None or not others:
@@ -228,7 +278,11 @@ def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
 
 def too_many_files(error: Exception) -> str:
     """What to do where a process may not open more files; empty for other errors."""
-    return "; raise the limit of open files, as with ulimit -n 4096" if "Too many open files" in str(error) else ""
+    return (
+        "; raise the limit of open files, as with ulimit -n 4096"
+        if "Too many open files" in str(error)
+        else ""
+    )
 
 
 def _of_backend(error: Exception) -> bool:

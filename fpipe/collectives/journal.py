@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank did last and which rank it waits for, published through the store for error messages.
+"""What each rank did last and which rank it waits for, published through the store for error
+messages.
 
-Recording sets an attribute; a daemon thread writes changes ten times a second, so that the last action of a rank that
-is killed or stopped stays known, and once a second without changes, as a sign of life. A journal never makes a step
-fail: errors of the store are ignored. This module must not know messages.
+Recording sets an attribute; a daemon thread writes changes ten times a second, so that the last
+action of a rank that is killed or stopped stays known, and once a second without changes, as a sign
+of life. A journal never makes a step fail: errors of the store are ignored. This module must not
+know messages.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """The state of a rank: its action since ``when``, the ranks it waits for, its failure, and the writes so far.
+    """The state of a rank: its action since ``when``, the ranks it waits for, its failure, and the
+    writes so far.
 
-    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its host. ``busy``: the
-    seconds for which the process and its children used a processor.
+    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its
+    host. ``busy``: the seconds for which the process and its children used a processor.
     """
 
     when: float
@@ -60,8 +63,8 @@ class Conclusion(NamedTuple):
 class Journal:
     """Writes the entries of one rank, and reads those of all.
 
-    ``text`` is the newest action of this rank, ``peers`` are the ranks that it waits for, and ``cause`` is the error
-    with which it failed, all set by the caller. Ranks are global.
+    ``text`` is the newest action of this rank, ``peers`` are the ranks that it waits for, and
+    ``cause`` is the error with which it failed, all set by the caller. Ranks are global.
 
     >>> import torch.distributed as dist
     >>> store = BoundedStore(dist.HashStore(), 5.0)
@@ -74,10 +77,15 @@ class Journal:
         self.text = ""
         self.peers: tuple[int, ...] = ()
         self.cause: BaseException | None = None
-        #: The first conclusion of any rank, which its process may not survive: the rank to examine, and why.
+        #: The first conclusion of any rank, which its process may not survive: the rank to examine,
+        #: and why.
         self.concluded: Conclusion | None = None
         self._rank, self._where = rank, f"process {os.getpid()} on {socket.gethostname()}"
-        self._entry, self._written, self._looked = Entry(time.time(), "", where=self._where), 0.0, 0.0
+        self._entry, self._written, self._looked = (
+            Entry(time.time(), "", where=self._where),
+            0.0,
+            0.0,
+        )
         self._store = store.bounded(_PATIENCE, _PAUSE)
         self._gone = False
         self._watched: tuple[float, Callable[[], object]] | None = None
@@ -85,7 +93,10 @@ class Journal:
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread = threading.Thread(
-            target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
+            target=_keep_writing,
+            args=(weakref.ref(self), self._end),
+            name="fpipe-journal",
+            daemon=True,
         )
         self._thread.start()
         weakref.finalize(self, _stop, self._thread, self._end)
@@ -112,7 +123,9 @@ class Journal:
         self.write()
         if self.concluded is None and time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
-            found = self._use(lambda store: decode(store.get(_FIRST)) if store.check([_FIRST]) else None)
+            found = self._use(
+                lambda store: decode(store.get(_FIRST)) if store.check([_FIRST]) else None
+            )
             self.concluded = found if isinstance(found, Conclusion) else None
         watched = self._watched
         if watched is not None and time.monotonic() > watched[0]:
@@ -126,7 +139,10 @@ class Journal:
                 last = Entry(now, text, peers, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:
                 return
-            self._written, self._entry = now, last._replace(beat=last.beat + 1, busy=seconds_of_processor())
+            self._written, self._entry = (
+                now,
+                last._replace(beat=last.beat + 1, busy=seconds_of_processor()),
+            )
             self._set("last", self._entry)
 
     def hurry(self, seconds: float = float("inf")) -> float:
@@ -135,7 +151,9 @@ class Journal:
         return self._until
 
     def failed(self, text: str, peers: tuple[int, ...] = (), lost: bool = False) -> None:
-        """Publish this rank's failure now, with the peers that it waited for and whether a connection broke."""
+        """Publish this rank's failure now, with the peers that it waited for and whether a
+        connection broke.
+        """
         self._set("failed", Entry(time.time(), self.text, peers, text, lost, where=self._where))
 
     def conclude(self, suspect: int | None, text: str) -> None:
@@ -172,9 +190,14 @@ class Journal:
         with self._lock:
             try:
                 return None if self._gone or time.monotonic() > self._until else call(self._store)
-            except (StoreLostError, GroupError):  # the process of the store is stopped, or another one writes
+            except (
+                StoreLostError,
+                GroupError,
+            ):  # the process of the store is stopped, or another one writes
                 return None
-            except RuntimeError:  # the process of the store is gone: a further call would only print a warning
+            except (
+                RuntimeError
+            ):  # the process of the store is gone: a further call would only print a warning
                 self._gone = True
                 return None
 
@@ -185,7 +208,9 @@ def seconds_of_processor() -> float:
 
 
 def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
-    """The thread. Between writes it holds no reference to the journal, so that dropping the journal ends it."""
+    """The thread. Between writes it holds no reference to the journal, so that dropping the journal
+    ends it.
+    """
     while not end.is_set():
         current = journal()
         if current is None:

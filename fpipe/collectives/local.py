@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.local``: all ranks in this process; a message is a reference to its tensors.
 
-Nothing is copied where sender and receiver share a device. There are no threads: the caller that runs the ranks in
-turn checks ``done`` before ``wait``, and a ``wait`` that could never return raises at once. This module must not know
-backends.
+Nothing is copied where sender and receiver share a device. There are no threads: the caller that
+runs the ranks in turn checks ``done`` before ``wait``, and a ``wait`` that could never return
+raises at once. This module must not know backends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,25 @@ from ..devices import pick
 from ..errors import DeadlockError, GroupError
 from ..tree import Spec
 from .adapt import OPS
-from .group import Done, Group, Pending, Receiver, Sender, Work, check_channel, check_message, part_of
+from .group import (
+    Done,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Work,
+    check_channel,
+    check_message,
+    part_of,
+)
 from .wire import lay_out
 
 _SENT = Done()
 
 
-def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None) -> LocalGroup:
+def local(
+    ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None
+) -> LocalGroup:
     """A group whose ranks are all in this process, on the CPU or on ``devices``, one per rank.
 
     Args:
@@ -48,13 +60,19 @@ def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | N
     """
     if devices is None:
         if ranks is None:
-            raise GroupError("fpipe.local() needs a number of ranks or a list of devices, as in fpipe.local(4)")
+            raise GroupError(
+                "fpipe.local() needs a number of ranks or a list of devices, as in fpipe.local(4)"
+            )
         check_ranks("ranks", ranks)
         devices = ["cpu"] * ranks
     elif ranks not in (None, len(devices)):
-        raise GroupError(f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out")
+        raise GroupError(
+            f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out"
+        )
     if isinstance(devices, str) or not devices:
-        raise GroupError(f"devices={devices!r}; give a list with one device per rank, as in ['cuda:0', 'cuda:1']")
+        raise GroupError(
+            f"devices={devices!r}; give a list with one device per rank, as in ['cuda:0', 'cuda:1']"
+        )
     return LocalGroup(tuple(map(pick, devices)))
 
 
@@ -65,7 +83,9 @@ def check_ranks(name: str, ranks: object) -> None:
 
 
 class LocalGroup(Group):
-    """See :func:`local`. ``pg`` is the process group for ``fpipe.ops``: none, since there is one process."""
+    """See :func:`local`. ``pg`` is the process group for ``fpipe.ops``: none, since there is one
+    process.
+    """
 
     pg = None
 
@@ -85,7 +105,9 @@ class LocalGroup(Group):
 
     @property
     def dp(self) -> LocalGroup:
-        """The group of the copies of this pipeline, of which there is one; as that of ``fpipe.init``."""
+        """The group of the copies of this pipeline, of which there is one; as that of
+        ``fpipe.init``.
+        """
         return LocalGroup(self._devices[:1])
 
     tp = dp
@@ -101,7 +123,9 @@ class LocalGroup(Group):
             channel = self._channels[src, dst] = _Channel(src, dst, deque(), deque(), count())
         return channel
 
-    def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
+    def send(
+        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
+    ) -> Work:
         """Put a message into its channel; complete at once. The receiver checks it."""
         self._channel(src, dst).sent.append(self._moved(tensors, dst))
         return _SENT
@@ -141,10 +165,14 @@ class LocalGroup(Group):
     def flush(self) -> None:
         """Sends are complete when they return."""
 
-    def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
+    def share(
+        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
+    ) -> tuple[Tensor, ...]:
         """The tensors themselves: there is one process."""
         if tensors is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is in this process; got None")
+            raise GroupError(
+                f"share needs the tensors of rank {src}, which is in this process; got None"
+            )
         check_message(tensors, specs, src, src)
         return tensors
 
@@ -191,7 +219,9 @@ class LocalGroup(Group):
 
 
 class _Channel(NamedTuple):
-    """From one rank to another: messages that were sent, and receives that were requested, each in order."""
+    """From one rank to another: messages that were sent, and receives that were requested, each in
+    order.
+    """
 
     src: int
     dst: int
@@ -241,7 +271,8 @@ class _Next(NamedTuple):
 
 def _not_sent(channel: _Channel, what: str) -> DeadlockError:
     return DeadlockError(
-        f"rank {channel.dst} waits for {what} of rank {channel.src}, which was not sent; no other process could send "
+        f"rank {channel.dst} waits for {what} of rank {channel.src}, which was not sent; no other "
+        "process could send "
         f"it: run rank {channel.src} first"
     )
 
@@ -259,17 +290,25 @@ def _fetcher(channel: _Channel, specs: tuple[Spec, ...]) -> Callable[[], tuple[T
         if alone and len(tensors) == 1:  # most messages: what _checked does, written out
             tensor = tensors[0]
             if (
-                tensor.stride() == stride and tensor.shape == shape and tensor.dtype is dtype
-                and not tensor.is_neg() and not (lazy and tensor.is_conj())
-            ):  # fmt: skip
+                tensor.stride() == stride
+                and tensor.shape == shape
+                and tensor.dtype is dtype
+                and not tensor.is_neg()
+                and not (lazy and tensor.is_conj())
+            ):
                 return tensors
         return _checked(channel, tensors, specs)
 
     return fetch
 
 
-def _checked(channel: _Channel, tensors: tuple[Tensor, ...], specs: tuple[Spec, ...]) -> tuple[Tensor, ...]:
-    """A message as it arrives: of the shapes and dtypes of its Specs, or an error, and with their strides."""
+def _checked(
+    channel: _Channel, tensors: tuple[Tensor, ...], specs: tuple[Spec, ...]
+) -> tuple[Tensor, ...]:
+    """A message as it arrives: of the shapes and dtypes of its Specs, or an error, and with their
+    strides.
+    """
     check_message(tensors, specs, channel.src, channel.dst)
-    # With the strides that it has when sent between processes: kernels, and so bits, may depend on them.
+    # With the strides that it has when sent between processes: kernels, and so bits, may depend on
+    # them.
     return tuple(map(lay_out, tensors, specs))

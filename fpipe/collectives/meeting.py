@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a job meet: the store that the environment variables of torchrun name, and a roll call.
+"""How the processes of a job meet: the store that the environment variables of torchrun name, and a
+roll call.
 
-The roll call names the ranks that have not come; backends, which connect afterwards, do not. This module must not know
-groups.
+The roll call names the ranks that have not come; backends, which connect afterwards, do not. This
+module must not know groups.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from .waiting import Waiter
 _MET: dict[tuple[str | None, ...], Any] = {}
 _POLL = 0.01  #: seconds between two looks, at most
 _SHOWN = 8  #: how many missing ranks an error names
-_LINGER = 1.0  #: seconds for the other ranks to read why the meeting failed, where the store ends with this process
+#: seconds for the other ranks to read why the meeting failed, where the store ends with this
+#: process
+_LINGER = 1.0
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:
-    """The store with a prefix for this process group, the rank and the size, of the environment variables of torchrun.
+    """The store with a prefix for this process group, the rank and the size, of the environment
+    variables of torchrun.
 
-    Process groups of one job have the same names after ``destroy_process_group``. With one prefix, a backend would read
-    the addresses of the ones before.
+    Process groups of one job have the same names after ``destroy_process_group``. With one prefix,
+    a backend would read the addresses of the ones before.
     """
     rank, size = int(_variable("RANK")), int(_variable("WORLD_SIZE"))
-    address = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+    address = tuple(
+        map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    )
     end = time.monotonic() + seconds
     if address not in _MET:
         _MET.clear()
@@ -52,7 +58,8 @@ def _variable(name: str) -> str:
 
 
 def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
-    """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no other rank.
+    """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no
+    other rank.
 
     torch may try for twice its time-out, and for ever if the process of the host is stopped.
     """
@@ -62,12 +69,15 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
 
     def connect() -> None:
         wait = timedelta(seconds=seconds)
-        found.append(TCPStore(address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts))
+        found.append(
+            TCPStore(address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts)
+        )
 
     def check() -> None:
         if time.monotonic() > end:
             raise GroupError(
-                f"the store of the job does not answer within {seconds:g} s. Look at {name}, which hosts it, first; "
+                f"the store of the job does not answer within {seconds:g} s. Look at {name}, "
+                "which hosts it, first; "
                 "raise timeout= if it may start so much later"
             )
 
@@ -75,7 +85,9 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
     return found[0]
 
 
-def _call_roll(store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float) -> None:
+def _call_roll(
+    store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float
+) -> None:
     """Wait until every rank has come; raises GroupError with the ranks that have not."""
     store.set(f"{prefix}/here/{rank}", "")
     if store.add(f"{prefix}/count", 1) == size:
@@ -89,6 +101,8 @@ def _call_roll(store: BoundedStore, prefix: str, rank: int, size: int, seconds: 
             time.sleep(_LINGER)
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise GroupError(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did not come within "
-            f"{seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it may start so much later"
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did "
+            "not come within "
+            f"{seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it may start so "
+            "much later"
         )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and messages among the ranks of several copies, over gloo; a wait ends when a member is lost.
+"""Sums and messages among the ranks of several copies, over gloo; a wait ends when a member is
+lost.
 
 Tensors of accelerators pass through host memory. This module must not know what is sent.
 """
@@ -42,18 +43,26 @@ class Peers:
     ``disturbed`` says whether a member is lost. Every method raises RuntimeError where one is.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]):
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]
+    ):
         self.rank, self.size, self._timeout, self._disturbed = rank, size, timeout, disturbed
         self._group: Any = gloo(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The means of tensors over the members, added in their order; of several tensors at once, by dtype."""
+        """The means of tensors over the members, added in their order; of several tensors at once,
+        by dtype.
+        """
         if self.size == 1:
             return [tensor.clone() for tensor in tensors]
         results: list[Tensor] = list(tensors)
         for places in _buckets(tensors):
-            flat = self._mean(torch.cat([tensors[place].detach().reshape(-1).cpu() for place in places]))
-            for place, part in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
+            flat = self._mean(
+                torch.cat([tensors[place].detach().reshape(-1).cpu() for place in places])
+            )
+            for place, part in zip(
+                places, flat.split([tensors[place].numel() for place in places]), strict=True
+            ):
                 like = tensors[place]
                 results[place] = part.reshape(like.shape).to(like.device)
         return results
@@ -81,11 +90,15 @@ class Peers:
     def state(self, state: Tree, root: int) -> Tree:
         """The state of one member; every member calls with its own."""
         leaves, spec = flatten(state)
-        described = [_Shape(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each for each in leaves]
+        described = [
+            _Shape(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each
+            for each in leaves
+        ]
         described = self._data(described, root)
         if len(described) != len(leaves):
             raise GroupError(
-                f"one copy of the pipeline has {len(described)} leaves of parameters and state, and another "
+                f"one copy of the pipeline has {len(described)} leaves of parameters and state, "
+                "and another "
                 f"{len(leaves)}; all copies must have the same pipeline and the same transform"
             )
         for place, value in enumerate(described):

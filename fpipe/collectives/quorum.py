@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which copies of a pipeline take part in a step: the loss of a copy does not stop the others, and it can come back.
+"""Which copies of a pipeline take part in a step: the loss of a copy does not stop the others, and
+it can come back.
 
-Each copy is a job of its own with its own store; what the copies share is one more store, which outlives them. The
-copies that train together are the members of an epoch. A lost or a new member ends the epoch, and the next one begins
-where all members have the same step. In a step, rank r of each member adds up gradients with rank r of the others, and
-all ranks of all members vote: the sum counts if every one of them has it; else none uses it. This module must not know
-pipelines and optimizers.
+Each copy is a job of its own with its own store; what the copies share is one more store, which
+outlives them. The copies that train together are the members of an epoch. A lost or a new member
+ends the epoch, and the next one begins where all members have the same step. In a step, rank r of
+each member adds up gradients with rank r of the others, and all ranks of all members vote: the sum
+counts if every one of them has it; else none uses it. This module must not know pipelines and
+optimizers.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from .peers import LOOK, Peers
 
 T = TypeVar("T")
 
-#: Environment variables: the address of the store, this copy, the number of copies, and the secret of their store.
+#: Environment variables: the address of the store, this copy, the number of copies, and the secret
+#: of their store.
 ADDRESS, COPY, COPIES, SECRET = "FPIPE_QUORUM", "FPIPE_COPY", "FPIPE_COPIES", "FPIPE_QUORUM_SECRET"
 _SLOW = 0.02  #: seconds between two looks into the store, at most
-#: What the ranks of all members conclude: the sum counts; it counts, and a copy waits to be admitted; it does not.
+#: What the ranks of all members conclude: the sum counts; it counts, and a copy waits to be
+#: admitted; it does not.
 Verdict: TypeAlias = Literal["counts", "counts, then meet", "void"]
 
 
@@ -47,8 +51,8 @@ class Member(NamedTuple):
 class Quorum:
     """The copies of a pipeline that train together, as one process of one of them sees them.
 
-    ``copy`` is the number of this copy, ``copies`` how many there are at most, ``members`` those that take part now;
-    ``changed`` says that they must meet before the next step.
+    ``copy`` is the number of this copy, ``copies`` how many there are at most, ``members`` those
+    that take part now; ``changed`` says that they must meet before the next step.
     """
 
     def __init__(self, store: BoundedStore, copy: int, copies: int, timeout: float = 60.0):
@@ -60,14 +64,16 @@ class Quorum:
         self._group: Group | None = None
         self._peers: Peers | None = None
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps ----
     def join(self, group: Group, state: Tree, step: int) -> tuple[Tree, int]:
-        """Meet the other copies until all are at one step; the latest state, and its step. Each rank calls it.
+        """Meet the other copies until all are at one step; the latest state, and its step. Each
+        rank calls it.
 
         Args:
             group: of the pipeline of this copy.
             state: a pytree of tensors and data with the form of that of the others.
-            step: how many steps it has; below 0: none yet, and a copy that has some sends its state.
+            step: how many steps it has; below 0: none yet, and a copy that has some sends its
+                state.
 
         Returns:
             ``(state, step)``.
@@ -98,7 +104,8 @@ class Quorum:
         return self._from_first(any(not self._lost(Member(*row)) for row in record or []))
 
     def mean(self, tensors: Sequence[Tensor], step: int) -> list[Tensor] | None:
-        """The mean over the members, the same bits on each; ``None`` if members were lost: call ``join``, then again.
+        """The mean over the members, the same bits on each; ``None`` if members were lost: call
+        ``join``, then again.
 
         Args:
             tensors: of this rank; those of rank r of each member have the same shapes and dtypes.
@@ -116,7 +123,8 @@ class Quorum:
         """Leave the others, which go on without this copy.
 
         Args:
-            step: where training is complete, the number of steps: a copy that comes later has nothing to do.
+            step: where training is complete, the number of steps: a copy that comes later has
+                nothing to do.
         """
         if self._group is not None and 0 in self._group.here:
             with suppress(RuntimeError):
@@ -124,7 +132,7 @@ class Quorum:
                     self._store.set("ended", str(step))
                 self._store.set(f"dead/{self.copy}", str(self._me.start))
 
-    # ---- members ----------------------------------------------------------------------------------------------------
+    # ---- members ----
     def _begin(self, group: Group) -> None:
         if self._group is None:
             self._group = group
@@ -132,7 +140,9 @@ class Quorum:
             self._me = Member(self.copy, self._from_first(first))
 
     def _meet(self, step: int) -> None:
-        """Begin the next epoch with those members that are left, and those that ask to be admitted."""
+        """Begin the next epoch with those members that are left, and those that ask to be
+        admitted.
+        """
         assert self._group is not None
         self._peers = None
         found: Any = None
@@ -148,15 +158,19 @@ class Quorum:
         self.members = tuple(Member(*row) for row in rows)
         if self._me not in self.members:
             raise GroupError(
-                f"copy {self.copy} took longer than timeout={self.timeout:g} s, or one of its processes was lost, and "
+                f"copy {self.copy} took longer than timeout={self.timeout:g} s, or one of its "
+                "processes was lost, and "
                 "the others went on without it; start it again, or give a longer timeout"
             )
         where = f"peers/{self._epoch}/{self._group.here[0]}"
         with suppress(RuntimeError):  # of a member that is gone: the vote that follows is void
             self._peers = Peers(
-                prefixed(where, self._store.raw), self.members.index(self._me), len(self.members), self.timeout,
+                prefixed(where, self._store.raw),
+                self.members.index(self._me),
+                len(self.members),
+                self.timeout,
                 self._disturbed,
-            )  # fmt: skip
+            )
 
     def _attempt(self, fn: Callable[[Peers], T]) -> T | None:
         """What a function of the peers returns; ``None`` if one is lost."""
@@ -180,11 +194,17 @@ class Quorum:
         return self._group.gather_objects(value)[0]
 
     def _next_epoch(self) -> tuple[int, list[list[int]]]:
-        """As a member of an epoch: the next one, once each other member is known to go on or to be lost."""
+        """As a member of an epoch: the next one, once each other member is known to go on or to be
+        lost.
+        """
         epoch, end = self._epoch + 1, time.monotonic() + self.timeout
         self._store.set(f"meets/{epoch}/{self.copy}", str(self._me.start))
         while (record := self._record(epoch)) is None:
-            missing = [m for m in self.members if not self._lost(m) and self._number(f"meets/{epoch}/{m.copy}") == -1]
+            missing = [
+                m
+                for m in self.members
+                if not self._lost(m) and self._number(f"meets/{epoch}/{m.copy}") == -1
+            ]
             if not missing or time.monotonic() > end:
                 for member in missing:
                     self._store.set(f"dead/{member.copy}", str(member.start))
@@ -207,25 +227,40 @@ class Quorum:
             alive = [m for m in map(Member._make, record or []) if not self._lost(m)]
             asking = self._asking(())
             if not alive and (ended := self._number("ended")) > step:
-                raise GroupError(f"the other copies ended after step {ended}; copy {self.copy} came too late")
-            if not alive and (len(asking) == self.copies or (epoch and wait * _SLOW > 1) or time.monotonic() > end):
-                return epoch + 1, self._settled(epoch + 1, asking)  # the first epoch, or one after all were lost
+                raise GroupError(
+                    f"the other copies ended after step {ended}; copy {self.copy} came too late"
+                )
+            if not alive and (
+                len(asking) == self.copies or (epoch and wait * _SLOW > 1) or time.monotonic() > end
+            ):
+                return epoch + 1, self._settled(
+                    epoch + 1, asking
+                )  # the first epoch, or one after all were lost
             if alive and time.monotonic() > end + self.timeout:
                 raise GroupError(
-                    f"copies {[m.copy for m in alive]} did not admit copy {self.copy} within {2 * self.timeout:g} s; "
+                    f"copies {[m.copy for m in alive]} did not admit copy {self.copy} within "
+                    f"{2 * self.timeout:g} s; "
                     "a step must not take longer than the timeout"
                 )
             time.sleep(_SLOW)
         raise AssertionError
 
     def _asking(self, members: Sequence[Member]) -> list[Member]:
-        """The copies that ask to be admitted, or were among the members of a first epoch that began without them."""
+        """The copies that ask to be admitted, or were among the members of a first epoch that began
+        without them.
+        """
         asks = (Member(copy, self._number(f"asks/{copy}")) for copy in range(self.copies))
-        return [m for m in asks if m.start >= 0 and m.copy not in [each.copy for each in members] and not self._lost(m)]
+        return [
+            m
+            for m in asks
+            if m.start >= 0 and m.copy not in [each.copy for each in members] and not self._lost(m)
+        ]
 
     def _settled(self, epoch: int, members: Sequence[Member]) -> list[list[int]]:
         """The record of an epoch: that of the first who writes one."""
-        record = decode(self._store.settle(f"epochs/{epoch}", encode([list(m) for m in sorted(members)])))
+        record = decode(
+            self._store.settle(f"epochs/{epoch}", encode([list(m) for m in sorted(members)]))
+        )
         self._store.set("latest", str(epoch))
         return record
 
@@ -240,7 +275,7 @@ class Quorum:
         """A number in the store; -1 where there is none."""
         return int(self._store.get(key)) if self._store.check([key]) else -1
 
-    # ---- votes ------------------------------------------------------------------------------------------------------
+    # ---- votes ----
     def _vote(self, what: str, good: bool) -> Verdict:
         """What all ranks of all members conclude; it is void if one has no result, or is gone."""
         assert self._group is not None
@@ -248,7 +283,9 @@ class Quorum:
         verdict, wait = f"{key}/verdict", 0.0005
         if not good:
             self._store.settle(verdict, b"void")
-        elif self._store.add(key, 1) == len(self.members) * self._group.size // len(self._group.here):
+        elif self._store.add(key, 1) == len(self.members) * self._group.size // len(
+            self._group.here
+        ):
             asked = self._asking(self.members)
             self._store.settle(verdict, b"counts, then meet" if asked else b"counts")
         look = time.monotonic() + LOOK
@@ -265,21 +302,25 @@ class Quorum:
     def _disturbed(self) -> bool:
         """Whether a member is lost, or meets already for the next epoch."""
         return any(
-            self._lost(member) or self._number(f"meets/{self._epoch + 1}/{member.copy}") >= 0 for member in self.members
+            self._lost(member) or self._number(f"meets/{self._epoch + 1}/{member.copy}") >= 0
+            for member in self.members
         )
 
 
 def quorum(*, timeout: float = 60.0) -> Quorum | None:
-    """The copies of which this process is part, as ``fpipe.launch(copies=)`` and ``fpipe copies`` start them.
+    """The copies of which this process is part, as ``fpipe.launch(copies=)`` and ``fpipe copies``
+    start them.
 
     Args:
-        timeout: how many seconds the others wait for a copy that neither goes on nor is known to be lost.
+        timeout: how many seconds the others wait for a copy that neither goes on nor is known to be
+            lost.
 
     Returns:
         What ``Loop(quorum=)`` takes; ``None`` where the process was not started as part of a copy.
 
     Raises:
-        GroupError: if the environment variables contradict each other, or their store cannot be reached.
+        GroupError: if the environment variables contradict each other, or their store cannot be
+        reached.
 
     >>> print(quorum())
     None
@@ -291,7 +332,9 @@ def quorum(*, timeout: float = 60.0) -> Quorum | None:
         copy, copies = int(os.environ[COPY]), int(os.environ[COPIES])
         number = int(port)
     except (KeyError, ValueError) as error:
-        raise GroupError(f"{ADDRESS}={os.environ[ADDRESS]} with {COPY} or {COPIES} wrong: {error}") from error
+        raise GroupError(
+            f"{ADDRESS}={os.environ[ADDRESS]} with {COPY} or {COPIES} wrong: {error}"
+        ) from error
     if not 0 <= copy < copies:
         raise GroupError(f"{COPY}={copy} with {COPIES}={copies}; copies are numbered from 0")
     return Quorum(_store(host, number, timeout), copy, copies, timeout)
@@ -301,5 +344,7 @@ def _store(host: str, port: int, timeout: float) -> BoundedStore:
     try:
         store = connected(host, port, timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise GroupError(f"the store of the copies at {host}:{port} cannot be reached: {error}") from error
+        raise GroupError(
+            f"the store of the copies at {host}:{port} cannot be reached: {error}"
+        ) from error
     return BoundedStore(store, timeout, secret=os.environ.get(SECRET, ""))

@@ -23,15 +23,22 @@ _ASK = {
     "min": dist.ReduceOp.MIN,
 }
 #: By its name since torch 2.13, or the earlier one.
-_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-#: A work of torch (None: nothing to wait for), and a function that returns the result once it is complete.
+_SCATTER: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+#: A work of torch (None: nothing to wait for), and a function that returns the result once it is
+#: complete.
 Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
 
 
-def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool) -> Started:
-    """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can scatter the result.
+def start_reduce(
+    memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool
+) -> Started:
+    """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can
+    scatter the result.
 
-    Where it cannot, everything is reduced and the other parts are dropped: more bytes sent, the same bits.
+    Where it cannot, everything is reduced and the other parts are dropped: more bytes sent, the
+    same bits.
     """
     rank, size = group.rank(), group.size()
     part_of(memory, 0, size if scatter else 1)
@@ -40,7 +47,9 @@ def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatt
         return None, lambda: memory
     if way.ask == "gather":
         pieces = [torch.empty_like(carried) for _ in range(size)]
-        work = dist.all_gather([_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True)
+        work = dist.all_gather(
+            [_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True
+        )
     elif scatter and native:
         pieces = [torch.empty_like(part_of(carried, rank, size))]
         work = _SCATTER(pieces[0], carried, _ASK[way.ask], group=group, async_op=True)
@@ -53,16 +62,24 @@ def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatt
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
         result = result.div_(size) if way.divide else result
-        return (result != 0 if memory.dtype == torch.bool else result).to(memory.device, memory.dtype)
+        return (result != 0 if memory.dtype == torch.bool else result).to(
+            memory.device, memory.dtype
+        )
 
     return work, finish
 
 
 def start_gather(memory: Tensor, staged: bool, group: dist.ProcessGroup) -> Started:
-    """Start filling ``memory`` with the parts of all processes, as bytes, which every backend carries."""
+    """Start filling ``memory`` with the parts of all processes, as bytes, which every backend
+    carries.
+    """
     buffer = memory.cpu() if staged else memory
     parts = [_raw(part_of(buffer, rank, group.size())) for rank in range(group.size())]
-    work = dist.all_gather(parts, parts[group.rank()].clone(), group=group, async_op=True) if memory.numel() else None
+    work = (
+        dist.all_gather(parts, parts[group.rank()].clone(), group=group, async_op=True)
+        if memory.numel()
+        else None
+    )
     return work, lambda: memory.copy_(buffer) if staged else memory
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathering of objects through the store: no device and no backend is needed, and an error names a missing rank.
+"""Gathering of objects through the store: no device and no backend is needed, and an error names a
+missing rank.
 
-Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per step at most. This
-module must not know messages.
+Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per
+step at most. This module must not know messages.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from .data import decode, encode
 from .faults import FaultMonitor
 from .journal import BEAT, Entry
 
-_LINGER = 5.0  #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
-_POLL, _SLICE = 0.02, 0.2  #: seconds between two polls, at most, and between two looks at the calls of all ranks
+#: seconds that rank 0, which may host the store, waits at most for all others to leave a round
+_LINGER = 5.0
+_POLL, _SLICE = (
+    0.02,
+    0.2,
+)  #: seconds between two polls, at most, and between two looks at the calls of all ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
 _ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal
@@ -28,14 +33,19 @@ _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 
 
 class Rendezvous:
-    """Numbered rounds in which every rank contributes one object; a round ends when all objects were read.
+    """Numbered rounds in which every rank contributes one object; a round ends when all objects
+    were read.
 
-    ``check`` is called while a rank waits; it raises where the other ranks are known not to come. ``numbers`` are those
-    of the rounds.
+    ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
+    ``numbers`` are those of the rounds.
     """
 
     def __init__(
-        self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object], numbers: Callable[[], int]
+        self,
+        store: BoundedStore,
+        monitor: FaultMonitor,
+        check: Callable[[], object],
+        numbers: Callable[[], int],
     ):
         self._store, self._monitor, self._check = store, monitor, check
         self._next = numbers
@@ -52,7 +62,10 @@ class Rendezvous:
             store.set(f"round/{number}/{monitor.rank}", raw)
             if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
                 store.delete(*(f"{kind}/{number - 2}/{monitor.rank}" for kind in ("round", "left")))
-        objects = [obj if rank == monitor.rank else self._read(number, rank) for rank in range(monitor.size)]
+        objects = [
+            obj if rank == monitor.rank else self._read(number, rank)
+            for rank in range(monitor.size)
+        ]
         self._leave(number)
         return objects
 
@@ -73,13 +86,17 @@ class Rendezvous:
     def _appears(self, key: str, rank: int) -> bool:
         """Wait until a key is set; raises if the rank that should set it reports a failure.
 
-        A first trace may take longer than any message: while the rank traces and its process computes, the wait goes on
-        for up to ``_TRACING_LIMIT`` times as long.
+        A first trace may take longer than any message: while the rank traces and its process
+        computes, the wait goes on for up to ``_TRACING_LIMIT`` times as long.
         """
         monitor, seconds, before = self._monitor, self._monitor.timeout, None
         start = checked = now = time.monotonic()
-        look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank, last ``before``
-        while not self._store.appears(key, max(look, start + seconds), _POLL, min(look, now + _SLICE)):
+        look = start + max(
+            0.0, seconds - _ALIVE
+        )  # when to read the entry of the rank, last ``before``
+        while not self._store.appears(
+            key, max(look, start + seconds), _POLL, min(look, now + _SLICE)
+        ):
             now = time.monotonic()
             self._check()
             if now - checked > _POLL_FAILURES:
@@ -103,13 +120,17 @@ class Rendezvous:
                 for other in range(1, size):
                     self._store.appears(f"left/{number}/{other}", end, _POLL)
                 return
-            store.set(f"left/{number}/{rank}", "")  # without an answer: a store that is lost delays no rank
+            store.set(
+                f"left/{number}/{rank}", ""
+            )  # without an answer: a store that is lost delays no rank
         except RuntimeError:  # all objects were read: the next message reports a rank that is gone
             return
 
 
 def _traces(before: Entry | None, entry: Entry | None) -> bool:
-    """Whether a rank traces, and began to or used its processor between two entries, if there are two."""
+    """Whether a rank traces, and began to or used its processor between two entries, if there are
+    two.
+    """
     if entry is None or entry.peers or not entry.note.startswith(TRACING):
         return False
     return before is None or entry.note != before.note or entry.busy - before.busy > _BUSY

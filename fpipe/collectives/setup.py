@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.init``: the group of this process, from the environment variables of torchrun if they are set.
+"""``fpipe.init``: the group of this process, from the environment variables of torchrun if they are
+set.
 
-The only file that starts process groups. Device types and backends come from their tables. This module must not know
-schedules.
+The only file that starts process groups. Device types and backends come from their tables. This
+module must not know schedules.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ class MeshGroup(C10dGroup):
     def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float, journal: Journal):
         self.mesh = mesh  # of one journal: a rank of one axis may stop another's
         self.dp, self.tp = (
-            C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis, journal=journal) for axis in ("dp", "tp")
+            C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis, journal=journal)
+            for axis in ("dp", "tp")
         )
         super().__init__(mesh.get_group("pp"), device, timeout, journal=journal)
         for axis in mesh.mesh_dim_names or ():
             pg = mesh.get_group(axis)
-            if pg is not dist.group.WORLD:  # some calls of backends ignore the time-out of their wait
+            if (
+                pg is not dist.group.WORLD
+            ):  # some calls of backends ignore the time-out of their wait
                 set_timeout(pg, timeout)
 
     def close(self) -> None:
@@ -52,29 +56,39 @@ class MeshGroup(C10dGroup):
 
 
 def init(
-    pp: int | None = None, dp: int = 1, tp: int = 1, *,
-    device: str | torch.device | None = None, backend: str | None = None, timeout: float | timedelta | None = None,
-) -> MeshGroup | LocalGroup:  # fmt: skip
+    pp: int | None = None,
+    dp: int = 1,
+    tp: int = 1,
+    *,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> MeshGroup | LocalGroup:
     """The group of this process: one rank under torchrun, all ranks if there is one process.
 
-    An initialized process group is used as it is; otherwise, under torchrun, a CPU rank on Linux keeps freed memory
-    for its next step, unless ``FPIPE_KEEP_FREED=0`` or a ``MALLOC_`` variable is set. A second call returns the group
-    of the first, with its ``timeout``.
+    An initialized process group is used as it is; otherwise, under torchrun, a CPU rank on Linux
+    keeps freed memory for its next step, unless ``FPIPE_KEEP_FREED=0`` or a ``MALLOC_`` variable is
+    set. A second call returns the group of the first, with its ``timeout``.
 
     Args:
-        pp: how many ranks a pipeline has; by default the number of processes divided by ``dp * tp``.
-        dp: how many copies of the pipeline there are; ``.dp`` of the result is the group of copies, for
-            ``pipeline(dp=)``.
-        tp: how many processes work on each stage; the code of the stages calls collectives of ``.tp``.
+        pp: how many ranks a pipeline has; by default the number of processes divided by
+            ``dp * tp``.
+        dp: how many copies of the pipeline there are; ``.dp`` of the result is the group of copies,
+            for ``pipeline(dp=)``.
+        tp: how many processes work on each stage; the code of the stages calls collectives of
+            ``.tp``.
         device: of this process; by default an accelerator of the machine, else the CPU.
         backend: of torch.distributed; by default that of the device.
-        timeout: after how many seconds without a message a wait ends with an error; five minutes by default.
+        timeout: after how many seconds without a message a wait ends with an error; five minutes by
+            default.
 
     Returns:
-        The group of the pipeline that this process belongs to, with ``rank``, ``size``, ``dp`` and ``tp``.
+        The group of the pipeline that this process belongs to, with ``rank``, ``size``, ``dp`` and
+        ``tp``.
 
     Raises:
-        GroupError: if ``pp * dp * tp`` is not the number of processes, or the processes cannot connect.
+        GroupError: if ``pp * dp * tp`` is not the number of processes, or the processes cannot
+        connect.
 
     >>> init().size, init(pp=4).size  # without torchrun: all ranks are in this process
     (1, 4)
@@ -83,12 +97,17 @@ def init(
     seconds = TIMEOUT if requested is None else float(requested)
     _check(pp, dp, tp, seconds)
     started = dist.is_initialized()
-    if not started and "RANK" in os.environ and pick(device).type == "cpu":  # a process for this rank alone
+    if (
+        not started and "RANK" in os.environ and pick(device).type == "cpu"
+    ):  # a process for this rank alone
         keep_freed()
     if not started and not _launched():
         if dp * tp != 1:
             needed = dp * tp * (pp or 1)
-            raise GroupError(f"{_copies(dp, tp)} needs {needed} processes and there is one; start them with torchrun")
+            raise GroupError(
+                f"{_copies(dp, tp)} needs {needed} processes and there is one; start them with "
+                "torchrun"
+            )
         return local(devices=[pick(device)] * (pp or 1))
     picked = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
     if not started:
@@ -100,8 +119,8 @@ def init(
         for old in _GROUPS.values():  # of a destroyed process group, or of another shape
             old.close()
         _GROUPS.clear()
-        # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage
-        # more, and processes that share a stage most.
+        # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least,
+        # copies of a stage more, and processes that share a stage most.
         group = _GROUPS[key] = _group(picked, (pp, dp, tp), seconds)
     return group
 
@@ -119,46 +138,59 @@ def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) ->
         raise
     except RuntimeError as error:
         raise GroupError(
-            f"the processes could not connect ({error}). Look at {host()[0]}, which hosts the store of the job, first"
+            f"the processes could not connect ({error}). Look at {host()[0]}, which hosts the "
+            "store of the job, first"
             f"{too_many_files(error)}"
         ) from error
 
 
-#: The latest group of this process, by the arguments of ``init``, which may be called several times.
+#: The latest group of this process, by the arguments of ``init``, which may be called several
+#: times.
 _GROUPS: dict[tuple[object, ...], MeshGroup] = {}
 
 
 def adopt(
-    source: dist.ProcessGroup | DeviceMesh, device: str | torch.device | None = None, *,
-    timeout: float | timedelta = TIMEOUT, capabilities: Capabilities | None = None, purpose: str = "pp",
-) -> C10dGroup:  # fmt: skip
-    """A group over a process group or one axis of a device mesh that exists already; every rank of it calls this.
+    source: dist.ProcessGroup | DeviceMesh,
+    device: str | torch.device | None = None,
+    *,
+    timeout: float | timedelta = TIMEOUT,
+    capabilities: Capabilities | None = None,
+    purpose: str = "pp",
+) -> C10dGroup:
+    """A group over a process group or one axis of a device mesh that exists already; every rank of
+    it calls this.
 
-    Adopt a process group once and use the result for all pipelines: each call connects the processes anew.
+    Adopt a process group once and use the result for all pipelines: each call connects the
+    processes anew.
 
     Args:
         source: the process group, or a DeviceMesh with one axis, as in ``mesh["pp"]``.
-        device: of this rank; a type without an index is its current device. By default the accelerator, if the
-            process group carries its tensors, else the CPU.
+        device: of this rank; a type without an index is its current device. By default the
+            accelerator, if the process group carries its tensors, else the CPU.
         timeout: how many seconds a rank waits for another.
         capabilities: of the backend, for one that is not in fpipe's table.
-        purpose: separates groups of one process group that serve different purposes, such as "pp" and "dp".
+        purpose: separates groups of one process group that serve different purposes, such as "pp"
+            and "dp".
 
     Returns:
         a group for ``fpipe.pipeline(..., group=)``, or for ``dp=``.
 
     Raises:
-        GroupError: if ``source`` is neither, the mesh has several axes, or the process group cannot carry the device.
+        GroupError: if ``source`` is neither, the mesh has several axes, or the process group cannot
+        carry the device.
 
     >>> adopt("pp")
     Traceback (most recent call last):
         ...
-    fpipe.errors.GroupError: adopt takes a ProcessGroup or a DeviceMesh with one axis, not str 'pp'; ...
+    fpipe.errors.GroupError: adopt takes a ProcessGroup or a DeviceMesh with one axis, not str 'pp';
+    ...
     """
     pg = _process_group(source)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
-        raise GroupError(f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0")
+        raise GroupError(
+            f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
+        )
     carried = backends_of(pg)
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -170,13 +202,16 @@ def _process_group(source: object) -> dist.ProcessGroup:
     if isinstance(source, DeviceMesh):
         if source.ndim != 1:
             raise GroupError(
-                f"the mesh has the axes {source.mesh_dim_names or source.ndim}; give one of them, as in mesh['pp']"
+                f"the mesh has the axes {source.mesh_dim_names or source.ndim}; give one of them, "
+                "as in mesh['pp']"
             )
         return source.get_group()
     if not isinstance(source, dist.ProcessGroup):
         raise GroupError(
-            f"adopt takes a ProcessGroup or a DeviceMesh with one axis, not {type(source).__name__} {source!r}; "
-            "torch.distributed.group.WORLD is that of all processes, once torch.distributed is initialized"
+            "adopt takes a ProcessGroup or a DeviceMesh with one axis, not "
+            f"{type(source).__name__} {source!r}; "
+            "torch.distributed.group.WORLD is that of all processes, once torch.distributed is "
+            "initialized"
         )
     return source
 
@@ -189,7 +224,9 @@ def _check(pp: object, dp: object, tp: object, seconds: float) -> None:
     for name, ranks in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
         check_ranks(name, ranks)
     if not seconds > 0:
-        raise GroupError(f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0")
+        raise GroupError(
+            f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
+        )
 
 
 def _start(device: torch.device, backend: str | None, seconds: float) -> None:
@@ -198,7 +235,9 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
     backend = backend or kind(device.type).backends
     try:
         store, rank, size = meet(seconds)
-        monitor = FaultMonitor(BoundedStore(prefixed("connect", store), seconds), rank, size, seconds)
+        monitor = FaultMonitor(
+            BoundedStore(prefixed("connect", store), seconds), rank, size, seconds
+        )
         with closing(monitor.journal), monitor.connecting():
             wait = timedelta(seconds=seconds)
             dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
@@ -206,8 +245,10 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         raise
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, which hosts it, "
-            f"first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
+            f"the processes could not meet at the store of the job ({error}). Look at "
+            f"{host()[0]}, which hosts it, "
+            "first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, "
+            "and that "
             f"backend={backend!r} is in this build of torch{too_many_files(error)}"
         ) from error
 
@@ -217,7 +258,8 @@ def _shape(pp: int | None, dp: int, tp: int) -> int:
     ranks = world // (dp * tp) if pp is None else pp
     if ranks * dp * tp != world:
         raise GroupError(
-            f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} processes that were "
+            f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} "
+            "processes that were "
             f"started; start {max(ranks, 1) * dp * tp}, or leave pp out"
         )
     return ranks

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a call that cannot be interrupted, such as a receive of gloo, while something else is checked.
+"""Waiting for a call that cannot be interrupted, such as a receive of gloo, while something else is
+checked.
 
 This module must not know messages.
 """
@@ -18,7 +19,8 @@ _Jobs: TypeAlias = "SimpleQueue[_Task | None]"
 
 
 class Waiter:
-    """A daemon thread that makes such calls, one after another. After :meth:`wait` has raised, the call goes on there.
+    """A daemon thread that makes such calls, one after another. After :meth:`wait` has raised, the
+    call goes on there.
 
     >>> Waiter().wait(lambda: None, lambda: None, seconds=1.0)
     """
@@ -28,8 +30,12 @@ class Waiter:
         threading.Thread(target=_work, args=(self._jobs,), name="fpipe-waiter", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def wait(self, job: Callable[[], object], check: Callable[[], object], seconds: float = float("inf")) -> None:
-        """Return when ``job`` does; raise what ``job`` or ``check`` raises, and RuntimeError after so many seconds."""
+    def wait(
+        self, job: Callable[[], object], check: Callable[[], object], seconds: float = float("inf")
+    ) -> None:
+        """Return when ``job`` does; raise what ``job`` or ``check`` raises, and RuntimeError after
+        so many seconds.
+        """
         end = time.monotonic() + seconds
         task = _Task(job, threading.Lock(), [])
         task.done.acquire()  # at once: nothing else holds it yet
@@ -51,7 +57,9 @@ class _Task(NamedTuple):
 
 
 def _work(jobs: _Jobs) -> None:
-    while (task := jobs.get()) is not None:  # without a bound: the thread is a daemon that nothing waits for
+    while (
+        task := jobs.get()
+    ) is not None:  # without a bound: the thread is a daemon that nothing waits for
         try:
             task.job()
         except BaseException as error:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format of messages: few flat buffers, the same on both sides, computed from the Specs alone.
+"""The wire format of messages: few flat buffers, the same on both sides, computed from the Specs
+alone.
 
-A tensor is sent as its memory, in memory order. Small tensors of one message share one buffer of bytes; a single small
-tensor, and each large one, is sent without a copy. Sender and receiver use the same :class:`WireFormat`, so a wrong
-size or dtype is detected before anything is sent. This module must not know backends.
+A tensor is sent as its memory, in memory order. Small tensors of one message share one buffer of
+bytes; a single small tensor, and each large one, is sent without a copy. Sender and receiver use
+the same :class:`WireFormat`, so a wrong size or dtype is detected before anything is sent. This
+module must not know backends.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from ..errors import MismatchError
 from ..tree import Spec, contiguous
 from .group import check_message
 
-#: Alignment of tensors in a shared buffer: that of torch's allocator, since the bits of a product may depend on it.
+#: Alignment of tensors in a shared buffer: that of torch's allocator, since the bits of a product
+#: may depend on it.
 ALIGN = 64
 #: From this size on, copying a tensor into a shared buffer costs more than a separate message.
 ALONE = 256 * 1024
 
 
 class Buffer(NamedTuple):
-    """One buffer: (index of a tensor, its offset in bytes). The buffer of a single tensor has its dtype."""
+    """One buffer: (index of a tensor, its offset in bytes). The buffer of a single tensor has its
+    dtype.
+    """
 
     items: tuple[tuple[int, int], ...]
     bytes: int
@@ -96,8 +101,12 @@ class WireFormat:
             for buffer in self.buffers
         ]
 
-    def unpack(self, buffers: Sequence[Tensor], device: torch.device | None = None) -> tuple[Tensor, ...]:
-        """The tensors of a message, as views of its buffers; tensors without elements are created on ``device``."""
+    def unpack(
+        self, buffers: Sequence[Tensor], device: torch.device | None = None
+    ) -> tuple[Tensor, ...]:
+        """The tensors of a message, as views of its buffers; tensors without elements are created
+        on ``device``.
+        """
         if self._alone and self._plain[0] and buffers[0].shape == self.specs[0].shape:
             return (buffers[0],)
         tensors: list[Tensor | None] = [None] * len(self.specs)
@@ -108,9 +117,13 @@ class WireFormat:
                 memory = typed.get(dtype)
                 if memory is None:
                     memory = typed[dtype] = received.view(dtype)
-                tensors[index] = memory.as_strided(shape, stride, memory.storage_offset() + start // dtype.itemsize)
+                tensors[index] = memory.as_strided(
+                    shape, stride, memory.storage_offset() + start // dtype.itemsize
+                )
         return tuple(
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device) if tensor is None else tensor
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+            if tensor is None
+            else tensor
             for tensor, spec in zip(tensors, self.specs, strict=True)
         )
 
@@ -118,7 +131,11 @@ class WireFormat:
         """The memory of a tensor, in memory order; the tensor itself if it is contiguous."""
         spec = self.specs[index]
         tensor = lay_out(tensor, spec)
-        return tensor if self._plain[index] else tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+        return (
+            tensor
+            if self._plain[index]
+            else tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+        )
 
     def _joined(self, tensors: Sequence[Tensor], buffer: Buffer) -> Tensor:
         if len(buffer.items) == 1:
@@ -142,21 +159,25 @@ def _padding(device: torch.device, size: int) -> Tensor:
 def wire_format(specs: tuple[Spec, ...]) -> WireFormat:
     """The WireFormat of some Specs.
 
-    >>> wire_format((Spec((2,), (1,), torch.float32),)) is wire_format((Spec((2,), (1,), torch.float32),))
+    >>> wire_format((Spec((2,), (1,), torch.float32),)) is wire_format((Spec((2,), (1,),
+    ...     torch.float32),))
     True
     """
     return WireFormat(specs)
 
 
 def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
-    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations are resolved."""
+    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
+    are resolved.
+    """
     if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     for axis, step in enumerate(spec.stride):
         if step == 0:
             if tensor.stride(axis) != 0:
                 raise MismatchError(
-                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides {spec.stride}, of which "
+                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides "
+                    f"{spec.stride}, of which "
                     f"only a part is stored; call .contiguous() on it where the stage returns it"
                 )
             tensor = tensor.narrow(axis, 0, 1)

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fpipe draw``, ``compare``, ``train``, ``doctor`` and ``profile``, and ``fpipe.launch``."""
+"""The command line: ``fpipe draw``, ``compare``, ``train``, ``doctor`` and ``profile``, and
+``fpipe.launch``.
+"""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe check``, ``fpipe names`` and ``fpipe compare``: facts about schedules as text. Never imports torch."""
+"""``fpipe check``, ``fpipe names`` and ``fpipe compare``: facts about schedules as text. Never
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +74,18 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]
     try:
         schedule = read_file(Path(file))
         if ranks is not None and schedule.ranks != ranks:
-            raise ScheduleError(f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks")
+            raise ScheduleError(
+                f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks"
+            )
         check_schedule(schedule, training=not forward_only)
     except ScheduleError as error:
         place = {"rank": error.rank, "position": error.position, "rule": error.rule}
         return {"file": file, "good": False, "error": str(error), **place}
-    counted = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
+    counted = {
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+    }
     counted |= {"slices": schedule.slices} if schedule.slices > 1 else {}
     return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
 
@@ -104,26 +112,62 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 @counts
 @slices_option
 @costs_option
-@click.option("--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB; adds schedules of the solver.")
-@click.option("--seconds", type=float, default=0.0, metavar="SECONDS",
-              help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]")  # fmt: skip
-@click.option("--only", multiple=True, metavar="PATTERN", type=Pattern(), help="Only these schedules, such as 'ZB*'.")
-@click.option("--sort", type=click.Choice(tuple(comparison.SORTED_BY)), default="bubble", show_default=True,
-              help="The column to sort by, the least first.")  # fmt: skip
-@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Draw bubble against memory: .svg.")
+@click.option(
+    "--memory",
+    metavar="LIMIT",
+    help="What a rank may hold, such as 60GB; adds schedules of the solver.",
+)
+@click.option(
+    "--seconds",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    type=Pattern(),
+    help="Only these schedules, such as 'ZB*'.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(tuple(comparison.SORTED_BY)),
+    default="bubble",
+    show_default=True,
+    help="The column to sort by, the least first.",
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Draw bubble against memory: .svg.",
+)
 @json_option
 def compare(
-    ranks: int | None, microbatches: int | None, stages: int | None, slices: int, costs: str, memory: str | None,
-    seconds: float, only: tuple[str, ...], sort: str, out: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    slices: int,
+    costs: str,
+    memory: str | None,
+    seconds: float,
+    only: tuple[str, ...],
+    sort: str,
+    out: str | None,
+    as_json: bool,
+) -> None:
     """Compare all schedules: bubble, time, memory, messages.
 
-    Costs are those of a rank's whole share of the model: each stage of a schedule with two stages per rank costs half.
-    The bubble is 1 - work / span, where span is the longest time from the first start to the last end of one rank;
-    total is the time from the first start to the last end of all ranks. Memory is counted in activations of a whole
-    share for one microbatch, and weights in copies of a share. A message carries the activations of one microbatch, or
-    their gradient, from one rank to another. A star marks the best of each column. With --slices, schedules over slices
-    of sequences are among them.
+    Costs are those of a rank's whole share of the model: each stage of a schedule with two stages
+    per rank costs half. The bubble is 1 - work / span, where span is the longest time from the
+    first start to the last end of one rank; total is the time from the first start to the last end
+    of all ranks. Memory is counted in activations of a whole share for one microbatch, and weights
+    in copies of a share. A message carries the activations of one microbatch, or their gradient,
+    from one rank to another. A star marks the best of each column. With --slices, schedules over
+    slices of sequences are among them.
 
     \b
     fpipe compare --ranks 8 --microbatches 24
@@ -151,13 +195,21 @@ def compare(
         write_bytes(out, frontier.svg(entries).encode())
     if as_json:
         taken = None if chosen is None else chosen.name
-        print_json({"schedules": [e._asdict() for e in entries], "take": taken, "not for these counts": unsupported})
+        print_json(
+            {
+                "schedules": [e._asdict() for e in entries],
+                "take": taken,
+                "not for these counts": unsupported,
+            }
+        )
         return
     click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
     _show(entries, unsupported, chosen, memory)
 
 
-def _solved(ranks: int, microbatches: int, costs: Costs, memory: str | None, seconds: float) -> list[Entry]:
+def _solved(
+    ranks: int, microbatches: int, costs: Costs, memory: str | None, seconds: float
+) -> list[Entry]:
     """The solver's schedules, where there is a limit of memory or time for them."""
     if seconds <= 0 and memory is None:
         return []
@@ -165,7 +217,9 @@ def _solved(ranks: int, microbatches: int, costs: Costs, memory: str | None, sec
         return frontier.solved_entries(ranks, microbatches, costs, memory, seconds or 5.0, track)
 
 
-def _show(entries: list[Entry], unsupported: list[str], chosen: Entry | None, memory: str | None) -> None:
+def _show(
+    entries: list[Entry], unsupported: list[str], chosen: Entry | None, memory: str | None
+) -> None:
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:
@@ -175,27 +229,53 @@ def _show(entries: list[Entry], unsupported: list[str], chosen: Entry | None, me
         click.echo(f"\nno schedule holds at most {memory}; give more memory or more ranks")
     else:
         click.echo(
-            f"\ntake {chosen.name}: bubble {chosen.bubble:.2%}, span {chosen.span:.6g}, holds {chosen.memory:.6g}"
+            f"\ntake {chosen.name}: bubble {chosen.bubble:.2%}, span {chosen.span:.6g}, holds "
+            f"{chosen.memory:.6g}"
         )
 
 
 @click.command("solve")
 @counts
 @costs_option
-@click.option("--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB.  [default: no limit]")
-@click.option("--placement", type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False), default="any",
-              show_default=True, help="Which stages share a rank.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0.01, 86400), default=10.0, show_default=True,
-              metavar="SECONDS", help="Time of the search.")  # fmt: skip
-@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Write the schedule as .csv.")
+@click.option(
+    "--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB.  [default: no limit]"
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False),
+    default="any",
+    show_default=True,
+    help="Which stages share a rank.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 86400),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time of the search.",
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the schedule as .csv.",
+)
 def solve(
-    ranks: int | None, microbatches: int | None, stages: int | None, costs: str, memory: str | None, placement: str,
-    seconds: float, out: str | None,
-) -> None:  # fmt: skip
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    costs: str,
+    memory: str | None,
+    placement: str,
+    seconds: float,
+    out: str | None,
+) -> None:
     """Search for the best schedule for costs and memory, and write it to a file.
 
-    Costs are those of a stage. The bound is a span that no schedule can be shorter than; the gap is the distance to it.
-    Ctrl-C ends the search, and what was found is written.
+    Costs are those of a stage. The bound is a span that no schedule can be shorter than; the gap is
+    the distance to it. Ctrl-C ends the search, and what was found is written.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -206,13 +286,20 @@ def solve(
         check_suffix(out, [".csv"], "--out")
     kind: Any = {"v": "V"}.get(placement, placement)
     with as_usage_error():
-        found = solve_schedule(parse_costs(costs), p, m, kind, stages=stages, memory=memory, time_limit=seconds)
+        found = solve_schedule(
+            parse_costs(costs), p, m, kind, stages=stages, memory=memory, time_limit=seconds
+        )
     found.check()
     t = found.timeline
     counts_of = f"{found.ranks} ranks, {found.stages} stages, {found.microbatches} microbatches"
     click.echo(f"{found.name}: {counts_of}\n{found.placement!r}")
-    click.echo(f"span {t.span:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}")
-    click.echo(f"no schedule is shorter than {float(found.bound):.6g} ({found.bound.reason}): gap {found.gap:.2%}")
+    click.echo(
+        f"span {t.span:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
+    )
+    click.echo(
+        f"no schedule is shorter than {float(found.bound):.6g} ({found.bound.reason}): gap "
+        f"{found.gap:.2%}"
+    )
     if out is not None:
         found.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out} --per stage --costs {costs or 'F=1'}")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe checkpoint``: show, verify and convert checkpoints, without a pipeline and without transformers."""
+"""``fpipe checkpoint``: show, verify and convert checkpoints, without a pipeline and without
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def checkpoint() -> None:
 @checkpoint.command()
 @PATH
 @click.option("--leaves", is_flag=True, help="List every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print names, dtypes, shapes and bytes as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print names, dtypes, shapes and bytes as JSON."
+)
 def show(path: Path, leaves: bool, as_json: bool) -> None:
     """Print what a checkpoint holds; no tensor is read.
 
@@ -37,16 +41,32 @@ def show(path: Path, leaves: bool, as_json: bool) -> None:
     """
     manifest = Manifest.read(path)
     if as_json:
-        rows = {key: {"dtype": leaf.dtype, "shape": leaf.shape, "bytes": leaf.bytes} for key, leaf in _sorted(manifest)}
-        click.echo(json.dumps({"fpipe": manifest.fpipe, "trees": list(manifest.trees), "leaves": rows}, indent=2))
+        rows = {
+            key: {"dtype": leaf.dtype, "shape": leaf.shape, "bytes": leaf.bytes}
+            for key, leaf in _sorted(manifest)
+        }
+        click.echo(
+            json.dumps(
+                {"fpipe": manifest.fpipe, "trees": list(manifest.trees), "leaves": rows}, indent=2
+            )
+        )
         return
-    click.echo(f"{path}: {len(manifest.leaves)} tensors, {_size(manifest.bytes)}, {len(manifest.files)} files, "
-               f"written by fpipe {manifest.fpipe}")  # fmt: skip
+    click.echo(
+        f"{path}: {len(manifest.leaves)} tensors, {_size(manifest.bytes)}, {len(manifest.files)} "
+        "files, "
+        f"written by fpipe {manifest.fpipe}"
+    )
     for name, node in manifest.trees.items():
         below = [
-            leaf for key, leaf in manifest.leaves.items() if key == name or key.startswith((f"{name}.", f"{name}/"))
+            leaf
+            for key, leaf in manifest.leaves.items()
+            if key == name or key.startswith((f"{name}.", f"{name}/"))
         ]
-        value = repr(node[1]) if node[0] == "value" else f"{len(below)} tensors, {_size(sum(r.bytes for r in below))}"
+        value = (
+            repr(node[1])
+            if node[0] == "value"
+            else f"{len(below)} tensors, {_size(sum(r.bytes for r in below))}"
+        )
         click.echo(f"  {name}: {value}")
     for key, leaf in _sorted(manifest) if leaves else ():
         click.echo(f"    {key}  {leaf}")
@@ -55,7 +75,9 @@ def show(path: Path, leaves: bool, as_json: bool) -> None:
 @checkpoint.command()
 @PATH
 def verify(path: Path) -> int:
-    """Read every byte of a checkpoint and compare it with the hashes; the exit status is 1 if something differs."""
+    """Read every byte of a checkpoint and compare it with the hashes; the exit status is 1 if
+    something differs.
+    """
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
@@ -79,12 +101,21 @@ def verify(path: Path) -> int:
     show_default=True,
     help="What becomes a model: params, or an average of them.",
 )
-@click.option("--shard", type=Count(), default=5 << 30, show_default=True, metavar="N", help="Bytes of a file.")
+@click.option(
+    "--shard",
+    type=Count(),
+    default=5 << 30,
+    show_default=True,
+    metavar="N",
+    help="Bytes of a file.",
+)
 def convert(path: Path, out: Path, tree: str, shard: int) -> None:
-    """Convert a checkpoint to the layout of Hugging Face (safetensors files with an index), or back.
+    """Convert a checkpoint to the layout of Hugging Face (safetensors files with an index), or
+    back.
 
-    A checkpoint of fpipe becomes a model, without its configuration; safetensors files become a checkpoint with params
-    alone. Names of tensors stay, except that those of single experts are joined.
+    A checkpoint of fpipe becomes a model, without its configuration; safetensors files become a
+    checkpoint with params alone. Names of tensors stay, except that those of single experts are
+    joined.
 
     \b
     fpipe checkpoint convert runs/a/step-000000100 model/
@@ -96,19 +127,28 @@ def convert(path: Path, out: Path, tree: str, shard: int) -> None:
             hub.write_model(out, _entries(path, Manifest.read(path), tree), shard, track)
         else:
             from_entries(out, hub.entries(hub.fused(stored(path))), shard, track)
-    click.echo(f"wrote {out}" + ("; from_pretrained needs the config.json of the model there too" if model else ""))
+    click.echo(
+        f"wrote {out}"
+        + ("; from_pretrained needs the config.json of the model there too" if model else "")
+    )
 
 
 def _entries(path: Path, manifest: Manifest, tree: str) -> list[hub.Entry]:
     """The tensors of a tree like the parameters, by the names of these."""
     if tree not in manifest.slots:
-        raise CheckpointError(f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}")
+        raise CheckpointError(
+            f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}"
+        )
     keys = {name: node[1] for name, node in manifest.slots[tree].items() if node[0] == "leaf"}
     for name in sorted(manifest.slots["params"].keys() - keys.keys()):
-        raise CheckpointError(f"{tree!r} has no tensor for {name!r}; convert the parameters, or an average of all")
+        raise CheckpointError(
+            f"{tree!r} has no tensor for {name!r}; convert the parameters, or an average of all"
+        )
     missing = [key for key in keys.values() if key not in manifest.leaves]
     if missing:
-        raise CheckpointError(f"{missing[0]!r} differs between copies of the pipeline, and is no tensor of one model")
+        raise CheckpointError(
+            f"{missing[0]!r} differs between copies of the pipeline, and is no tensor of one model"
+        )
     return [_entry(path, name, key, manifest.leaves[key]) for name, key in keys.items()]
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``fpipe``: loads the commands of ``COMMANDS`` by name, and turns exceptions into one message.
+"""The command ``fpipe``: loads the commands of ``COMMANDS`` by name, and turns exceptions into one
+message.
 
-Exit status: 0 success, 1 a schedule is not valid, 2 a usage error or a failure of the command, 130 interrupted.
-Errors are one message on standard error, never a traceback (``FPIPE_TRACEBACK=1`` shows that of an internal error).
-Nothing here imports torch.
+Exit status: 0 success, 1 a schedule is not valid, 2 a usage error or a failure of the command, 130
+interrupted. Errors are one message on standard error, never a traceback (``FPIPE_TRACEBACK=1``
+shows that of an internal error). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,18 +25,42 @@ from .options import INVALID, report_error
 #: name -> (module:command, its line in `fpipe --help`); a module is loaded when its command runs
 COMMANDS = {
     "draw": ("fpipe.command.drawing:draw", "Draw a schedule by name, or one from a file."),
-    "check": ("fpipe.command.checking:check", "Check schedules in CSV files, or as text with brackets."),
+    "check": (
+        "fpipe.command.checking:check",
+        "Check schedules in CSV files, or as text with brackets.",
+    ),
     "names": ("fpipe.command.checking:names", "List the schedules that have a name."),
-    "compare": ("fpipe.command.checking:compare", "Compare all schedules: bubble, time, memory, messages."),
+    "compare": (
+        "fpipe.command.checking:compare",
+        "Compare all schedules: bubble, time, memory, messages.",
+    ),
     "solve": ("fpipe.command.checking:solve", "Search for the best schedule for costs and memory."),
     "view": ("fpipe.command.drawing:view", "Explore timelines in a browser: zoom, search, hover."),
-    "plan": ("fpipe.command.planning:plan", "Plan a large run: layouts by predicted time and memory."),
-    "rehearse": ("fpipe.command.rehearsal.command:rehearse", "Make the plans of ranks of a planned run, without GPUs."),
-    "train": ("fpipe.command.train:train", "Train a small GPT on several processes, and check its gradients."),
-    "copies": ("fpipe.command.copies:copies", "Run a script as several copies, of which any may be lost."),
-    "profile": ("fpipe.command.profile:profile", "Measure the costs of stages and messages, and write them to a file."),
+    "plan": (
+        "fpipe.command.planning:plan",
+        "Plan a large run: layouts by predicted time and memory.",
+    ),
+    "rehearse": (
+        "fpipe.command.rehearsal.command:rehearse",
+        "Make the plans of ranks of a planned run, without GPUs.",
+    ),
+    "train": (
+        "fpipe.command.train:train",
+        "Train a small GPT on several processes, and check its gradients.",
+    ),
+    "copies": (
+        "fpipe.command.copies:copies",
+        "Run a script as several copies, of which any may be lost.",
+    ),
+    "profile": (
+        "fpipe.command.profile:profile",
+        "Measure the costs of stages and messages, and write them to a file.",
+    ),
     "checkpoint": ("fpipe.command.checkpoint:checkpoint", "Show, verify or convert checkpoints."),
-    "doctor": ("fpipe.command.doctor:command", "Probe this machine's backend, and list the remedies for its faults."),
+    "doctor": (
+        "fpipe.command.doctor:command",
+        "Probe this machine's backend, and list the remedies for its faults.",
+    ),
 }
 
 #: (shell, the line that switches completion on)
@@ -67,8 +92,14 @@ class _Commands(click.Group):
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
         near = get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        if not near and any(name.lower() == schedule.lower() for schedule in (*schedule_names(), "ZBV")):
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"the commands are {', '.join(COMMANDS)}"
+        )
+        if not near and any(
+            name.lower() == schedule.lower() for schedule in (*schedule_names(), "ZBV")
+        ):
             hint = f"to draw the schedule: fpipe draw {name}"
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
 
@@ -79,8 +110,11 @@ class _Commands(click.Group):
             formatter.write_dl(COMPLETION)
 
 
-@click.group(cls=_Commands, invoke_without_command=True,
-             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})  # fmt: skip
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, message="fpipe %(version)s")
 @click.pass_context
 def fpipe(ctx: click.Context) -> None:
@@ -95,40 +129,56 @@ def fpipe(ctx: click.Context) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; ``args`` defaults to the arguments of the process.
+    """Run the command and return its exit status; ``args`` defaults to the arguments of the
+    process.
 
     >>> main(["check", "no-such-file.csv"])
     2
     """
     try:
-        status = fpipe.main(args=None if args is None else list(args), prog_name="fpipe", standalone_mode=False)
+        status = fpipe.main(
+            args=None if args is None else list(args), prog_name="fpipe", standalone_mode=False
+        )
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
-        return report_error(f"{_nearest_option(error).format_message()}  (see {where} --help)", USAGE)
+        return report_error(
+            f"{_nearest_option(error).format_message()}  (see {where} --help)", USAGE
+        )
     except click.ClickException as error:
         return report_error(error.format_message(), USAGE)
     except (click.Abort, KeyboardInterrupt):
         return report_error("interrupted", INTERRUPTED)
     except FpipeError as error:
         return report_error(str(error), INVALID if isinstance(error, ScheduleError) else USAGE)
-    except BrokenPipeError:  # the reader, say `head`, closed the pipe: nothing more may be flushed to it
+    except (
+        BrokenPipeError
+    ):  # the reader, say `head`, closed the pipe: nothing more may be flushed to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE
     except OSError as error:
-        return report_error(f"{error.filename or 'input or output'}: {error.strerror or error}", USAGE)
+        return report_error(
+            f"{error.filename or 'input or output'}: {error.strerror or error}", USAGE
+        )
     except Exception as error:
         if missing := _missing_package(error):
-            return report_error(f"this command needs {missing}, which is not installed: pip install {missing}", USAGE)
+            return report_error(
+                f"this command needs {missing}, which is not installed: pip install {missing}",
+                USAGE,
+            )
         if os.environ.get("FPIPE_TRACEBACK"):
             raise
         what = f"{type(error).__name__}: {error}"
-        return report_error(f"this is a bug in fpipe: {what}; FPIPE_TRACEBACK=1 shows the traceback", INTERNAL)
+        return report_error(
+            f"this is a bug in fpipe: {what}; FPIPE_TRACEBACK=1 shows the traceback", INTERNAL
+        )
 
 
 def _nearest_option(error: click.UsageError) -> click.UsageError:
-    """An unknown option's error with the nearest option alone; click names three, in alphabetical order."""
+    """An unknown option's error with the nearest option alone; click names three, in alphabetical
+    order.
+    """
     if not isinstance(error, click.NoSuchOption):
         return error
     near = get_close_matches(error.option_name, error.possibilities or (), n=1)

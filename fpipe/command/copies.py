@@ -18,19 +18,51 @@ from .options import Count
 
 
 @click.command("copies", context_settings={"ignore_unknown_options": True})
-@click.option("--copies", metavar="N", type=Count(), default=2, show_default=True, help="Copies of the pipeline.")
-@click.option("-p", "--ranks", metavar="N", type=Count(), default=1, show_default=True, help="Processes of a copy.")
-@click.option("--restarts", metavar="N", type=Count(0), default=3, show_default=True, help="Of each copy that fails.")
-@click.option("--serve", metavar="HOST:PORT", help="Serve copies on other machines, and start none.")
-@click.argument("script", metavar="[FILE]", required=False, type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--copies",
+    metavar="N",
+    type=Count(),
+    default=2,
+    show_default=True,
+    help="Copies of the pipeline.",
+)
+@click.option(
+    "-p",
+    "--ranks",
+    metavar="N",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Processes of a copy.",
+)
+@click.option(
+    "--restarts",
+    metavar="N",
+    type=Count(0),
+    default=3,
+    show_default=True,
+    help="Of each copy that fails.",
+)
+@click.option(
+    "--serve", metavar="HOST:PORT", help="Serve copies on other machines, and start none."
+)
+@click.argument(
+    "script", metavar="[FILE]", required=False, type=click.Path(exists=True, dir_okay=False)
+)
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def copies(
-    copies: int, ranks: int, restarts: int, serve: str | None, script: str | None, arguments: tuple[str, ...]
+    copies: int,
+    ranks: int,
+    restarts: int,
+    serve: str | None,
+    script: str | None,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run a script as several copies of a pipeline; the loss of a copy does not stop the others.
 
-    The script passes fpipe.quorum() to fpipe.Loop. With --serve, copies are started on other machines, each by torchrun
-    with the environment variables that are printed; one that is lost is noticed by the others.
+    The script passes fpipe.quorum() to fpipe.Loop. With --serve, copies are started on other
+    machines, each by torchrun with the environment variables that are printed; one that is lost is
+    noticed by the others.
     """
     if serve is not None:
         _serve(serve, copies)
@@ -48,7 +80,9 @@ def _serve(address: str, copies: int) -> None:
     secret = os.environ.get(SECRET) or secrets.token_hex(16)
     store = outcome.store(host, int(port))
     click.echo(f"export {ADDRESS}={host}:{store.port} {COPIES}={copies} {SECRET}={secret}")
-    click.echo(f"export {COPY}=0  # 0 to {copies - 1}; then torchrun --nproc-per-node ... script.py")
+    click.echo(
+        f"export {COPY}=0  # 0 to {copies - 1}; then torchrun --nproc-per-node ... script.py"
+    )
     while True:
         time.sleep(3600)
 

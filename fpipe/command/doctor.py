@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe doctor``: describe this machine, probe its backend for known faults, and list the remedies of fpipe.
+"""``fpipe doctor``: describe this machine, probe its backend for known faults, and list the
+remedies of fpipe.
 
-Two processes call the backend directly; the results are compared with the capability table. Knows no pipeline.
+Two processes call the backend directly; the results are compared with the capability table. Knows
+no pipeline.
 """
 
 from __future__ import annotations
@@ -30,9 +32,14 @@ from .launch import launch
 
 SIZES = (1, 2, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 NAMES = {
-    "float": "32- and 64-bit floats", "half": "16-bit floats", "fp8": "8-bit floats", "complex": "complex",
-    "int": "integers", "odd": "int16 and wide unsigned", "bool": "bools",
-}  # fmt: skip
+    "float": "32- and 64-bit floats",
+    "half": "16-bit floats",
+    "fp8": "8-bit floats",
+    "complex": "complex",
+    "int": "integers",
+    "odd": "int16 and wide unsigned",
+    "bool": "bools",
+}
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
 K = TypeVar("K")
@@ -41,7 +48,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Finding:
-    """One probe: the fact of the table that it tests, with its status, and "right" or a description of the fault."""
+    """One probe: the fact of the table that it tests, with its status, and "right" or a description
+    of the fault.
+    """
 
     what: str
     dtypes: str
@@ -55,14 +64,26 @@ class Finding:
 
 
 def probe(group: C10dGroup) -> list[Finding]:
-    """Probe the backend without fpipe's adaptors. A collective call, with the same findings on every process."""
+    """Probe the backend without fpipe's adaptors. A collective call, with the same findings on
+    every process.
+    """
     local = [
-        Finding(what, dtypes, group.can.fact(what, DTYPES[dtypes][0] if dtypes else None).status, _answer(ask))
+        Finding(
+            what,
+            dtypes,
+            group.can.fact(what, DTYPES[dtypes][0] if dtypes else None).status,
+            _answer(ask),
+        )
         for what, dtypes, ask in _questions(group)
     ]
     reports = group.gather_objects([(f.what, f.dtypes, f.status.name, f.result) for f in local])
-    every = zip(*([Finding(w, d, Status[s], r) for w, d, s, r in report] for report in reports), strict=True)
-    return [next((finding for finding in of_ranks if not finding.right), of_ranks[0]) for of_ranks in every]
+    every = zip(
+        *([Finding(w, d, Status[s], r) for w, d, s, r in report] for report in reports), strict=True
+    )
+    return [
+        next((finding for finding in of_ranks if not finding.right), of_ranks[0])
+        for of_ranks in every
+    ]
 
 
 def _answer(ask: Callable[[], str]) -> str:
@@ -89,7 +110,9 @@ def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
         exact = torch.amax
     wrong = []
     for size in SIZES:
-        pieces = torch.stack([(torch.arange(size) + 2 * rank) % 3 for rank in range(group.size)]).double()
+        pieces = torch.stack(
+            [(torch.arange(size) + 2 * rank) % 3 for rank in range(group.size)]
+        ).double()
         if dtype is torch.bool:
             pieces = pieces.clamp(max=1)
         x = pieces[group.rank].to(dtype).to(group.device(group.rank))
@@ -118,24 +141,32 @@ def _batched(group: C10dGroup) -> str:
     x, y = torch.full((5,), float(group.rank), device=device), torch.full((5,), -1.0, device=device)
     to, fro = (group.rank + 1) % size, (group.rank - 1) % size
     operations = ((dist.isend, x, to), (dist.irecv, y, fro))
-    batch = [dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in operations]
+    batch = [
+        dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in operations
+    ]
     for work in dist.batch_isend_irecv(batch):
         work.wait(_PATIENCE)
     return "right" if y.tolist() == [float(fro)] * 5 else _OTHER_VALUES
 
 
-# ---- report ---------------------------------------------------------------------------------------------------------
+# ---- report ----
 def remedies(can: Capabilities, cpu: Capabilities | None) -> list[str]:
     """The remedies of fpipe for the faults in the table, one sentence each.
 
     >>> remedies(Capabilities.of("xpu", "xccl"), None)[0]
     'mean of 32- and 64-bit floats, 16-bit floats: summed, then divided here'
     """
-    pairs = ((_remedy(can, cpu, op, dtypes[0]), (NAMES[name], op)) for name, dtypes in DTYPES.items() for op in OPS)
+    pairs = (
+        (_remedy(can, cpu, op, dtypes[0]), (NAMES[name], op))
+        for name, dtypes in DTYPES.items()
+        for op in OPS
+    )
     lines = []
     for remedy, where in _grouped(pairs).items():
         by_ops = _grouped((", ".join(ops), name) for name, ops in _grouped(where).items())
-        lines += [f"{ops} of {', '.join(names)}: {remedy}" for ops, names in by_ops.items() if remedy]
+        lines += [
+            f"{ops} of {', '.join(names)}: {remedy}" for ops, names in by_ops.items() if remedy
+        ]
     return lines + _of_messages(can, cpu)
 
 
@@ -161,11 +192,13 @@ def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.d
 
 
 def _of_messages(can: Capabilities, cpu: Capabilities | None) -> list[str]:
-    as_bytes = [NAMES[name] for name, dtypes in DTYPES.items() if sending(can, dtypes[0], cpu).bytes]
+    as_bytes = [
+        NAMES[name] for name, dtypes in DTYPES.items() if sending(can, dtypes[0], cpu).bytes
+    ]
     way = sending(can, torch.float32, cpu)
     remedies = {
         f"messages of {', '.join(as_bytes)}: sent as bytes": bool(as_bytes),
-        "messages: through the CPU, since this backend carries no tensors of the device": way.staged,
+        "messages: through the CPU, as this backend carries no tensors of the device": way.staged,
         "receives: posted when they are waited for, not ahead": not way.early,
         "messages: each direction of a pair in a process group of its own": way.apart,
         "batched sends and receives: never used": not can.habit("batch"),
@@ -174,7 +207,7 @@ def _of_messages(can: Capabilities, cpu: Capabilities | None) -> list[str]:
     return [remedy for remedy, applies in remedies.items() if applies]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command ----
 def visit() -> tuple[str, list[Finding]]:
     """Probe from inside a process of a group. A collective call.
 
@@ -185,11 +218,16 @@ def visit() -> tuple[str, list[Finding]]:
     device, findings = group.device(group.rank), probe(group)
     record = kind(device.type)
     lines = [
-        f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
+        f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()}",
         f"device    {device} ({record.name}), {os.cpu_count()} cores",
         f"backend   {group.can.backend}",
         *([f"messages  {group.carried}"] if group.carried else []),
-        *([f"visible   {record.visible}={os.environ.get(record.visible, '(not set)')}"] if record.visible else []),
+        *(
+            [f"visible   {record.visible}={os.environ.get(record.visible, '(not set)')}"]
+            if record.visible
+            else []
+        ),
         "",
         f"probes of {group.can.backend}, {group.size} processes:",
         *_table(findings),
@@ -197,9 +235,13 @@ def visit() -> tuple[str, list[Finding]]:
         "remedies of fpipe:",
         *(f"  {line}" for line in remedies(group.can, group.cpu) or ["none needed: all is native"]),
     ]
-    faults = [finding for finding in findings if not finding.right and finding.status is Status.NATIVE]
+    faults = [
+        finding for finding in findings if not finding.right and finding.status is Status.NATIVE
+    ]
     if faults:
-        text = "; ".join(f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in faults)
+        text = "; ".join(
+            f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in faults
+        )
         lines += ["", f"NOT IN THE TABLE: {text}. fpipe relies on the table: please report this"]
     return "\n".join(lines), faults
 
@@ -218,8 +260,13 @@ def _row(finding: Finding) -> tuple[str, str]:
 
 
 @click.command(name="doctor")
-@click.option("-n", "--processes", metavar="N", type=click.IntRange(1, 64),
-              help="Processes.  [default: 2, or the number of devices if smaller]")  # fmt: skip
+@click.option(
+    "-n",
+    "--processes",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    help="Processes.  [default: 2, or the number of devices if smaller]",
+)
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
 

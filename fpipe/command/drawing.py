@@ -21,26 +21,62 @@ from . import options
 @options.slices_option
 @options.costs_option
 @options.per_option
-@click.option("-o", "--out", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write .svg, .png, .pdf, .html, .json, .txt.")  # fmt: skip
-@click.option("--width", metavar="N", type=options.Count(),
-              help="Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]")  # fmt: skip
-@click.option("--memory/--no-memory", default=True, help="What ranks hold, below their lanes.  [default: memory]")
-@click.option("--critical", is_flag=True, help="A line through the actions on which the total depends.")
+@click.option(
+    "-o",
+    "--out",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write .svg, .png, .pdf, .html, .json, .txt.",
+)
+@click.option(
+    "--width",
+    metavar="N",
+    type=options.Count(),
+    help="Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]",
+)
+@click.option(
+    "--memory/--no-memory",
+    default=True,
+    help="What ranks hold, below their lanes.  [default: memory]",
+)
+@click.option(
+    "--critical", is_flag=True, help="A line through the actions on which the total depends."
+)
 @click.option("--messages", is_flag=True, help="A line for every message between ranks.")
-@click.option("--difference", is_flag=True,
-              help="Colour actions by how much earlier or later they end than in the first schedule.")  # fmt: skip
-@click.option("--dark/--light", default=None, help="The paper of pictures.  [default: the reader's, or light]")
-@click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
+@click.option(
+    "--difference",
+    is_flag=True,
+    help="Colour actions by how much earlier or later they end than in the first schedule.",
+)
+@click.option(
+    "--dark/--light", default=None, help="The paper of pictures.  [default: the reader's, or light]"
+)
+@click.option(
+    "--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]"
+)
 def draw(
-    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, slices: int,
-    costs: str, per: str, out: tuple[str, ...], width: int | None, memory: bool, critical: bool, messages: bool,
-    difference: bool, dark: bool | None, color: bool | None,
-) -> None:  # fmt: skip
+    schedules: tuple[str, ...],
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    slices: int,
+    costs: str,
+    per: str,
+    out: tuple[str, ...],
+    width: int | None,
+    memory: bool,
+    critical: bool,
+    messages: bool,
+    difference: bool,
+    dark: bool | None,
+    color: bool | None,
+) -> None:
     """Draw schedules by name or from files; SCHEDULE is either.
 
-    Several schedules are drawn above each other on one axis of time. Costs are those of a rank's whole share of the
-    model, so that a schedule has the same figures here, beside others and in fpipe compare.
+    Several schedules are drawn above each other on one axis of time. Costs are those of a rank's
+    whole share of the model, so that a schedule has the same figures here, beside others and in
+    fpipe compare.
 
     \b
     fpipe draw ZBV --ranks 4 --microbatches 8
@@ -52,17 +88,25 @@ def draw(
     price = options.parse_costs(costs)
     for path in out:
         options.check_suffix(path, pictures.FORMATS, "--out")
-    made = [options.named_schedule(source, ranks, microbatches, stages, slices) for source in schedules]
+    made = [
+        options.named_schedule(source, ranks, microbatches, stages, slices) for source in schedules
+    ]
     valid = list(map(options.checked, made))
     if difference and len(schedules) < 2:
-        raise options.usage_error("--difference needs two schedules; name another one, or the same with other costs")
+        raise options.usage_error(
+            "--difference needs two schedules; name another one, or the same with other costs"
+        )
     look = pictures.Look(memory, critical, messages, difference, dark, width)
     with progress("drawing"):
         with options.as_usage_error():  # costs for another number of stages
-            timelines = [s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid]
+            timelines = [
+                s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid
+            ]
         for path in out:
             pictures.save(timelines, path, look)
-        text = "" if out else pictures.draw(timelines, width=width, color=color, difference=difference)
+        text = (
+            "" if out else pictures.draw(timelines, width=width, color=color, difference=difference)
+        )
     for path in out:
         click.echo(f"wrote {path} ({_size(path)})")
     click.echo(text, nl=False, color=True)
@@ -72,14 +116,21 @@ def draw(
 @click.argument("path", metavar="FILE|DIR", type=click.Path(exists=True, path_type=Path))
 @options.costs_option
 @options.per_option
-@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-              help="The page.  [default: beside FILE, or in DIR]")  # fmt: skip
-@click.option("--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page.  [default: beside FILE, or in DIR]",
+)
+@click.option(
+    "--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]"
+)
 def view(path: Path, costs: str, per: str, out: Path | None, show: bool) -> None:
     """Explore timelines in a browser: zoom, search, hover.
 
-    FILE is a timeline saved as .json, or a schedule as CSV. DIR is a folder of timelines, as written by fpipe train;
-    they are shown above each other. The page needs no network.
+    FILE is a timeline saved as .json, or a schedule as CSV. DIR is a folder of timelines, as
+    written by fpipe train; they are shown above each other. The page needs no network.
 
     \b
     fpipe view run/
@@ -90,9 +141,13 @@ def view(path: Path, costs: str, per: str, out: Path | None, show: bool) -> None
     else:
         out = out or (path / "timeline.html" if path.is_dir() else path.with_suffix(".html"))
         if out.suffix.lower() != ".html":
-            raise click.BadParameter(f"{out}: the page is a file that ends in .html", param_hint="--out")
+            raise click.BadParameter(
+                f"{out}: the page is a file that ends in .html", param_hint="--out"
+            )
         if out.exists() and b'content="fpipe"' not in out.read_bytes()[:4096]:
-            raise options.usage_error(f"{out} exists, and fpipe did not write it; give another name with --out")
+            raise options.usage_error(
+                f"{out} exists, and fpipe did not write it; give another name with --out"
+            )
         with progress(f"drawing {path}"):
             pictures.save(_timelines(path, options.parse_costs(costs), per), out)
         click.echo(f"wrote {out} ({_size(out)})")
@@ -117,4 +172,10 @@ def _timelines(path: Path, price: Costs, per: str) -> Sequence[pictures.Drawable
 
 def _size(path: str | Path) -> str:
     count = Path(path).stat().st_size
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB" if count >= 1e3 else f"{count} bytes"
+    return (
+        f"{count / 1e6:.1f} MB"
+        if count >= 1e6
+        else f"{count / 1e3:.0f} kB"
+        if count >= 1e3
+        else f"{count} bytes"
+    )

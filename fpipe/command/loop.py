@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.Loop``: train, log, checkpoint, resume. A loop of your own can do the same with ``save`` and ``load``.
+"""``fpipe.Loop``: train, log, checkpoint, resume. A loop of your own can do the same with ``save``
+and ``load``.
 
-A run is a function of the parameters that it began with and of ``batch(step)``; checkpoints hold what it has become.
-This module must not know how checkpoints are written.
+A run is a function of the parameters that it began with and of ``batch(step)``; checkpoints hold
+what it has become. This module must not know how checkpoints are written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Data with a position that is saved: numbers, text, tensors, and dicts, lists and tuples of them."""
+    """Data with a position that is saved: numbers, text, tensors, and dicts, lists and tuples of
+    them.
+    """
 
     def state_dict(self) -> Any:
         """The position, after the batches that were taken."""
@@ -63,24 +66,27 @@ class Trained(NamedTuple):
 class Loop:
     """Train with checkpoints from which an interrupted run continues with the same bits.
 
-    After a failure, start the program again, as ``torchrun --max-restarts`` does: ``run`` continues from the last
-    complete checkpoint. At SIGTERM all processes finish their step, write a checkpoint, and the signal ends them. With
-    ``seed=`` of the pipeline, each step draws other numbers, by seed and step.
+    After a failure, start the program again, as ``torchrun --max-restarts`` does: ``run`` continues
+    from the last complete checkpoint. At SIGTERM all processes finish their step, write a
+    checkpoint, and the signal ends them. With ``seed=`` of the pipeline, each step draws other
+    numbers, by seed and step.
 
     Args:
         pipe: a pipeline with a loss.
         tx: the gradient transform.
-        path: the folder of the run, which all processes share: one folder per checkpoint, and ``log.jsonl``; without
-            it nothing is written.
+        path: the folder of the run, which all processes share: one folder per checkpoint, and
+            ``log.jsonl``; without it nothing is written.
         every: steps from a checkpoint to the next one. They are written behind the next steps.
         keep: how many checkpoints stay.
         keep_every: checkpoints of multiples of this step stay too; 0: none.
-        log: called with a record of each step, on the first process; by default records are lines of ``log.jsonl``. A
-            record has ``step`` (from 1), ``loss`` and ``seconds``, ``rate`` if the transform has one learning rate, and
-            ``norm``, that of the gradients before clipping, if it clips by it.
-        quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may be lost: the others
-            go on with the mean of their gradients, and a copy that was started again takes over their state. Each
-            record has the number of ``copies`` that took part. Which data a copy trains on is up to ``batch``.
+        log: called with a record of each step, on the first process; by default records are lines
+            of ``log.jsonl``. A record has ``step`` (from 1), ``loss`` and ``seconds``, ``rate`` if
+            the transform has one learning rate, and ``norm``, that of the gradients before
+            clipping, if it clips by it.
+        quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may
+            be lost: the others go on with the mean of their gradients, and a copy that was started
+            again takes over their state. Each record has the number of ``copies`` that took part.
+            Which data a copy trains on is up to ``batch``.
 
     >>> import tempfile, fpipe
     >>> pipe = fpipe.pipeline(
@@ -108,19 +114,28 @@ class Loop:
         if not isinstance(self.tx, Transform):
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
-            raise CheckpointError(f"path={self.path!r}; give the folder of the run, or leave it out")
+            raise CheckpointError(
+                f"path={self.path!r}; give the folder of the run, or leave it out"
+            )
         if self.pipe.config.loss is None:
             raise StageError("the pipeline has no loss; give one with a loss")
         if self.quorum is not None and len(axes(self.pipe)) > 1:
-            raise UnsupportedError("Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out")
+            raise UnsupportedError(
+                "Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out"
+            )
         numbers = self.every, self.keep, self.keep_every
-        if any(type(number) is not int for number in numbers) or min(self.every, self.keep) < 1 or self.keep_every < 0:
+        if (
+            any(type(number) is not int for number in numbers)
+            or min(self.every, self.keep) < 1
+            or self.keep_every < 0
+        ):
             raise CheckpointError(
-                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give whole numbers: a loop "
+                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give "
+                "whole numbers: a loop "
                 "writes a checkpoint every step at most, and keeps one at least"
             )
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
+    # ---- checkpoints ----
     @property
     def _folder(self) -> RunFolder:
         return RunFolder(self.path, self.pipe)
@@ -132,7 +147,8 @@ class Loop:
             Numbers of steps, ascending.
 
         >>> import fpipe, tempfile
-        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
         >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
         >>> loop.checkpoints()
         ()
@@ -149,7 +165,8 @@ class Loop:
             A path, whether or not the folder exists.
 
         >>> import fpipe, tempfile
-        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
         >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
         >>> loop.folder(4).name
         'step-000000004'
@@ -169,7 +186,12 @@ class Loop:
         if self.path is None or not self._leads:
             return None
         position = batch.state_dict() if isinstance(batch, Stateful) else None
-        more = {"state": now.state, "step": now.step, "seed": self.pipe.config.seed, "data": self._by_copy(position)}
+        more = {
+            "state": now.state,
+            "step": now.step,
+            "seed": self.pipe.config.seed,
+            "data": self._by_copy(position),
+        }
         return save(self.folder(now.step), self.pipe, params=now.params, wait=False, **more)
 
     def _by_copy(self, position: Any) -> dict[str, Any]:
@@ -186,36 +208,42 @@ class Loop:
         if self._first:
             self._folder.remove_old(self.keep, self.keep_every)
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training ----
     def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
-        """Train until ``steps`` steps are done, in this run and those that it continues; every process calls it.
+        """Train until ``steps`` steps are done, in this run and those that it continues; every
+        process calls it.
 
         Args:
-            params: what the first run begins with, placed: ``pipe.place(params)``, or ``pipe.shard`` with ``zero=``.
-            batch: the arguments of a step by its number, from 0: ``(x, *targets)``, or this and a dict of side inputs.
-                If it has ``state_dict`` and ``load_state_dict``, its position is saved too, for each copy of the
-                pipeline.
+            params: what the first run begins with, placed: ``pipe.place(params)``, or
+                ``pipe.shard`` with ``zero=``.
+            batch: the arguments of a step by its number, from 0: ``(x, *targets)``, or this and a
+                dict of side inputs. If it has ``state_dict`` and ``load_state_dict``, its position
+                is saved too, for each copy of the pipeline.
             steps: in all.
 
         Returns:
-            ``(params, state, step)``; if stages carry state, ``state`` is ``(state of the transform, states of the
-            stages)``.
+            ``(params, state, step)``; if stages carry state, ``state`` is
+            ``(state of the transform, states of the stages)``.
 
         Raises:
             BatchError: if ``batch`` is no function, such as a loader.
             CheckpointError: if the last checkpoint is of another model, or damaged.
 
         >>> import fpipe, tempfile
-        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
         >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
-        >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)], lambda step: (torch.ones(1),), steps=2)
+        >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)],
+        ...     lambda step: (torch.ones(1),), steps=2)
         >>> step, params
         (2, [tensor([0.8100]), tensor([0.8100])])
         """
         if not callable(batch):
             raise BatchError(
-                f"batch is a {type(batch).__name__}; it must be a function of the step that returns (x, *targets). For "
-                "a loader, give a function that takes the batch of that step from it (docs: A training run, Data)"
+                f"batch is a {type(batch).__name__}; it must be a function of the step that "
+                "returns (x, *targets). For "
+                "a loader, give a function that takes the batch of that step from it (docs: A "
+                "training run, Data)"
             )
         with _signalled() as signalled:
             now, saving = self._begin(params, batch), None
@@ -248,17 +276,27 @@ class Loop:
         if self.quorum is None:
             return self._start(params, batch)
         if isinstance(batch, Stateful):
-            raise UnsupportedError("with quorum=, data must depend on the step and the copy alone; give a function")
+            raise UnsupportedError(
+                "with quorum=, data must depend on the step and the copy alone; give a function"
+            )
         if not self.quorum.running(self.pipe.group):
             return self._joined(self._start(params, batch))
         now = self._joined(self._initial(params)._replace(step=-1))
-        return self._start(params, batch) if now.step < 0 else now  # the others were lost in the meantime
+        return (
+            self._start(params, batch) if now.step < 0 else now
+        )  # the others were lost in the meantime
 
     def _initial(self, params: Sequence[Any]) -> Trained:
         """Before the first step."""
         state, config = self.tx.init(params), self.pipe.config
         if config.stateful:
-            state = state, [s.initial_state if i in config.here else None for i, s in enumerate(config.functions)]
+            state = (
+                state,
+                [
+                    s.initial_state if i in config.here else None
+                    for i, s in enumerate(config.functions)
+                ],
+            )
         return Trained(list(params), state, 0)
 
     def _of_tx(self, now: Trained) -> Any:
@@ -280,23 +318,34 @@ class Loop:
         if step is None:
             return self._initial(params)
         names = "params", "state", "step", "seed", "data"
-        params, state, step, seed, data = load(self.folder(step), self.pipe, *names, like=list(params))
+        params, state, step, seed, data = load(
+            self.folder(step), self.pipe, *names, like=list(params)
+        )
         if seed != self.pipe.config.seed:
             raise CheckpointError(
-                f"the run in {self.path} has seed={seed}, and the pipeline seed={self.pipe.config.seed}; build the "
+                f"the run in {self.path} has seed={seed}, and the pipeline "
+                f"seed={self.pipe.config.seed}; build the "
                 "pipeline with the same seed, or begin a run in another folder"
             )
         if isinstance(batch, Stateful):
-            copy, copies = (0, 1) if self.pipe.copies is None else (self.pipe.copies.part, self.pipe.copies.group.size)
+            copy, copies = (
+                (0, 1)
+                if self.pipe.copies is None
+                else (self.pipe.copies.part, self.pipe.copies.group.size)
+            )
             if len(data) != copies or data[str(copy)] is None:
                 raise CheckpointError(
-                    f"the run in {self.path} has positions in the data of {len(data)} copies of the pipeline, and "
-                    f"there are {copies}; continue with as many, or with data that depend on the step alone"
+                    f"the run in {self.path} has positions in the data of {len(data)} copies of "
+                    "the pipeline, and "
+                    f"there are {copies}; continue with as many, or with data that depend on the "
+                    "step alone"
                 )
             batch.load_state_dict(data[str(copy)])
         return Trained(params, state, step)
 
-    def _step(self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]) -> tuple[Any, Trained]:
+    def _step(
+        self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]
+    ) -> tuple[Any, Trained]:
         if self.quorum is not None and self.quorum.changed:
             now = self._joined(now)
         args: Any = batch(now.step)
@@ -319,7 +368,9 @@ class Loop:
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
 
     def _mean(self, loss: Any, grads: Any, now: Trained) -> Any:
-        """The means over the copies that take part; those that were lost in this step have no share in it."""
+        """The means over the copies that take part; those that were lost in this step have no share
+        in it.
+        """
         assert self.quorum is not None
         leaves, spec = flatten((loss, grads))
         while (means := self.quorum.mean(leaves, now.step)) is None:
@@ -354,7 +405,9 @@ def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
 
 @contextmanager
 def _signalled() -> Iterator[list[int]]:
-    """Collects SIGTERM, if this is the main thread; the handler that was there is back when the context ends."""
+    """Collects SIGTERM, if this is the main thread; the handler that was there is back when the
+    context ends.
+    """
     found: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.launch(..., on="ray")``: one actor of a Ray cluster for each rank.
 
-A placement group reserves a bundle for each rank, all or none; ranks of one node are adjacent. Ray is imported when
-it is used. Knows nothing of the function.
+A placement group reserves a bundle for each rank, all or none; ranks of one node are adjacent. Ray
+is imported when it is used. Knows nothing of the function.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from .outcome import Report, call, collect, environment, results, store
 
 ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in order of preference
 _RESERVATION = 60.0  #: seconds to wait for free resources, which a growing cluster needs
-_RELEASE = 5.0  #: seconds to wait at least: Ray releases the resources of an earlier run with a delay
+_RELEASE = (
+    5.0  #: seconds to wait at least: Ray releases the resources of an earlier run with a delay
+)
 
 
 def launch(
-    fn: Callable[[], Any], ranks: int, timeout: float | None, env: dict[str, str], resource: str | None
+    fn: Callable[[], Any],
+    ranks: int,
+    timeout: float | None,
+    env: dict[str, str],
+    resource: str | None,
 ) -> list[Any]:
-    """See ``fpipe.launch``. This process holds the store, so it must be on the cluster's network."""
+    """See ``fpipe.launch``. This process holds the store, so it must be on the cluster's
+    network.
+    """
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
@@ -34,7 +42,9 @@ def launch(
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
-        if not group.wait(_RESERVATION if timeout is None else min(max(timeout, _RELEASE), _RESERVATION)):
+        if not group.wait(
+            _RESERVATION if timeout is None else min(max(timeout, _RELEASE), _RESERVATION)
+        ):
             raise LaunchError(_insufficient(ranks, bundle, ray.cluster_resources()))
         actors = [_actor(ray, group, index, bundle) for index in range(ranks)]
         nodes = ray.get([actor.node.remote() for actor in actors])
@@ -43,7 +53,12 @@ def launch(
         envs = _environments(sorted(nodes, key=nodes.index), tcp_store, secrets.token_hex(16), env)
         sent = ray.put(fn)  # once, not once for each rank
         refs = [actor.run.remote(sent, env) for actor, env in zip(actors, envs, strict=True)]
-        reports = collect(refs, lambda left, seconds: ray.wait(left, timeout=seconds)[0], partial(_read, ray), timeout)
+        reports = collect(
+            refs,
+            lambda left, seconds: ray.wait(left, timeout=seconds)[0],
+            partial(_read, ray),
+            timeout,
+        )
         return results(reports, ranks, timeout)
     finally:
         for actor in actors:
@@ -55,9 +70,14 @@ def _ray() -> Any:
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
-        raise LaunchError(f"on='ray' needs Ray ({error}); pip install '.[ray]' in a checkout of fpipe") from error
+        raise LaunchError(
+            f"on='ray' needs Ray ({error}); pip install '.[ray]' in a checkout of fpipe"
+        ) from error
     if import_module("ray.util.client").ray.is_connected():
-        raise LaunchError("this process is a client outside the Ray cluster; submit the script as a job of the cluster")
+        raise LaunchError(
+            "this process is a client outside the Ray cluster; submit the script as a job of the "
+            "cluster"
+        )
     return ray
 
 
@@ -74,15 +94,22 @@ def _insufficient(ranks: int, bundle: dict[str, float], has: dict[str, float]) -
     wanted = ", ".join(f"{count * ranks:g} {name}" for name, count in bundle.items())
     there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
     return (
-        f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start fewer ranks, wait for "
+        f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start "
+        "fewer ranks, wait for "
         f"the jobs that run there, or name the resource of each rank, as in on='ray:CPU'"
     )
 
 
 def _actor(ray: Any, group: Any, index: int, bundle: dict[str, float]) -> Any:
     more = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
-    where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
+    where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=index
+    )
+    options: dict[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": bundle.get("GPU", 0),
+        "scheduling_strategy": where,
+    }
     return ray.remote(_Rank).options(resources=more, max_restarts=0, **options).remote()
 
 
@@ -108,7 +135,9 @@ def _adjacent(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index]))
 
 
-def _environments(nodes: Sequence[str], tcp_store: Any, secret: str, more: dict[str, str]) -> list[dict[str, str]]:
+def _environments(
+    nodes: Sequence[str], tcp_store: Any, secret: str, more: dict[str, str]
+) -> list[dict[str, str]]:
     """The environment of each rank; local ranks count from 0 on each node."""
     return [
         environment(rank, len(nodes), tcp_store, secret)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``fpipe.Loop`` logs of a step, and the file ``log.jsonl``. It must not know pipelines or checkpoints."""
+"""What ``fpipe.Loop`` logs of a step, and the file ``log.jsonl``. It must not know pipelines or
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from ..transforms import Transform
 from ..transforms.norms import ClipState
 
-#: What is logged of a step: its number (from 1), loss and seconds, and rate and norm where the transform has them.
+#: What is logged of a step: its number (from 1), loss and seconds, and rate and norm where the
+#: transform has them.
 Record: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 
@@ -29,7 +32,9 @@ def part_of(state: Any, kind: type[T]) -> T | None:
 
 
 class Before(NamedTuple):
-    """What is known before a step: its learning rate, and the state of the clipping; None where there is none."""
+    """What is known before a step: its learning rate, and the state of the clipping; None where
+    there is none.
+    """
 
     rate: float | None
     clipping: ClipState | None
@@ -40,16 +45,26 @@ class Before(NamedTuple):
         return cls(None if tx.rate is None else tx.rate(state), part_of(state, ClipState))
 
     def figures(self, state: Any) -> Record:
-        """The rate, and from the state after the step the norm: none if the step was skipped before it was computed."""
+        """The rate, and from the state after the step the norm: none if the step was skipped before
+        it was computed.
+        """
         clipping = part_of(state, ClipState)
         norm = None if clipping is None or clipping is self.clipping else clipping.norm.item()
-        return {name: value for name, value in (("rate", self.rate), ("norm", norm)) if value is not None}
+        return {
+            name: value
+            for name, value in (("rate", self.rate), ("norm", norm))
+            if value is not None
+        }
 
 
 def log_to(path: Path, step: int) -> Callable[[Record], object]:
     """Appends records to a file, of which the lines up to a step stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [line for line in path.read_text().splitlines() if _number(line) <= step] if path.exists() else []
+    kept = (
+        [line for line in path.read_text().splitlines() if _number(line) <= step]
+        if path.exists()
+        else []
+    )
     path.write_text("".join(f"{line}\n" for line in kept))
 
     def log(record: Record) -> None:

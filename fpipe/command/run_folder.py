@@ -24,7 +24,8 @@ class RunFolder(NamedTuple):
     """Where a run is; without a path it has no checkpoints.
 
     >>> import fpipe, tempfile, torch
-    >>> folder = RunFolder(tempfile.mkdtemp(), fpipe.pipeline([torch.mul] * 2, group=fpipe.local(2)))
+    >>> folder = RunFolder(tempfile.mkdtemp(),
+    ...     fpipe.pipeline([torch.mul] * 2, group=fpipe.local(2)))
     >>> folder.of(4).name, folder.complete(), folder.latest()
     ('step-000000004', (), None)
     """
@@ -44,11 +45,19 @@ class RunFolder(NamedTuple):
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> tuple[int, ...]:
-        """The steps that have a complete checkpoint, ascending; with ``tp=``, one of all ranks of a stage."""
-        return tuple(step for step in self.steps() if all(map(is_complete, folders_of(self.of(step), self.pipe))))
+        """The steps that have a complete checkpoint, ascending; with ``tp=``, one of all ranks of a
+        stage.
+        """
+        return tuple(
+            step
+            for step in self.steps()
+            if all(map(is_complete, folders_of(self.of(step), self.pipe)))
+        )
 
     def latest(self) -> int | None:
-        """The last complete checkpoint, as the first process sees it; every process calls it before a run."""
+        """The last complete checkpoint, as the first process sees it; every process calls it before
+        a run.
+        """
         steps = self.complete()
         row = (steps[-1], "") if steps else (-1, self._of_others())
         for axis in axes(self.pipe):
@@ -56,7 +65,8 @@ class RunFolder(NamedTuple):
         step, others = row
         if others:
             raise CheckpointError(
-                f"the run in {self.path} has a checkpoint {others} with another number of ranks a stage (tp=); "
+                f"the run in {self.path} has a checkpoint {others} with another number of ranks a "
+                "stage (tp=); "
                 "continue with that number, or begin a run in another folder"
             )
         if is_first(self.pipe):
@@ -64,14 +74,18 @@ class RunFolder(NamedTuple):
         return None if step < 0 else step
 
     def _give_up_after(self, step: int) -> None:
-        """With ``tp=``, this part of later checkpoints that lack another part: these steps will be saved again."""
+        """With ``tp=``, this part of later checkpoints that lack another part: these steps will be
+        saved again.
+        """
         for later in self.steps():
             part = folder_of(self.of(later), self.pipe)
             if later > step and part != self.of(later):
                 (part / NAME).unlink(missing_ok=True)
 
     def _of_others(self) -> str:
-        """A complete checkpoint that was written with another ``tp=``; empty text if there is none."""
+        """A complete checkpoint that was written with another ``tp=``; empty text if there is
+        none.
+        """
         for step in reversed(self.steps()):
             folder = self.of(step)
             for other in (folder, *sorted(folder.glob("tp-*-of-*"))):
@@ -80,7 +94,9 @@ class RunFolder(NamedTuple):
         return ""
 
     def remove_old(self, keep: int, keep_every: int) -> None:
-        """Leave so many complete checkpoints, and those of multiples of a step; one process calls it."""
+        """Leave so many complete checkpoints, and those of multiples of a step; one process calls
+        it.
+        """
         complete = self.complete()
         for step in complete[:-keep]:
             if not keep_every or step % keep_every:

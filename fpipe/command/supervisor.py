@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several copies of a pipeline, each a job of its own: one that fails is started again, and the others go on.
+"""Several copies of a pipeline, each a job of its own: one that fails is started again, and the
+others go on.
 
-This module holds the store that the copies share and says which of them are lost; what they do about it is in
-``collectives/quorum.py``. It must not know how processes are started.
+This module holds the store that the copies share and says which of them are lost; what they do
+about it is in ``collectives/quorum.py``. It must not know how processes are started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..collectives.quorum import ADDRESS, COPIES, COPY, SECRET
 from ..errors import LaunchError
 from . import outcome
 
-#: Starts the ranks of one copy with these variables, and calls back at its first failure: the results by rank.
+#: Starts the ranks of one copy with these variables, and calls back at its first failure: the
+#: results by rank.
 Start = Callable[[dict[str, str], Callable[[], None]], list[Any]]
 
 
@@ -27,7 +29,9 @@ class Supervisor:
 
     def __init__(self, start: Start, copies: int, restarts: int, address: str = "127.0.0.1"):
         if copies < 1 or restarts < 0:
-            raise LaunchError(f"copies={copies}, restarts={restarts}; give at least one copy, and restarts from 0")
+            raise LaunchError(
+                f"copies={copies}, restarts={restarts}; give at least one copy, and restarts from 0"
+            )
         self._start, self._copies, self._restarts = start, copies, restarts
         self._tcp, self._secret = outcome.store(address), secrets.token_hex(16)
         self._store = BoundedStore(self._tcp, 60.0, secret=self._secret)
@@ -37,9 +41,13 @@ class Supervisor:
         self._ended = threading.Event()  # a copy has a result
 
     def run(self) -> list[list[Any] | None]:
-        """The results by copy; ``None`` for a copy that was lost for good. Raises the first error if all were."""
+        """The results by copy; ``None`` for a copy that was lost for good. Raises the first error
+        if all were.
+        """
         threads = [
-            threading.Thread(target=self._supervise, args=(copy,), name=f"fpipe-copy-{copy}", daemon=True)
+            threading.Thread(
+                target=self._supervise, args=(copy,), name=f"fpipe-copy-{copy}", daemon=True
+            )
             for copy in range(self._copies)
         ]
         for thread in threads:

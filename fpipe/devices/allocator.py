@@ -13,11 +13,13 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 def keep_freed() -> bool:
-    """Keep up to 1 GiB of freed memory, in blocks up to 32 MiB, where the C library is glibc's; whether it does.
+    """Keep up to 1 GiB of freed memory, in blocks up to 32 MiB, where the C library is glibc's;
+    whether it does.
 
-    Without this, glibc returns large blocks to the system as soon as they are freed, and the next step faults every
-    page in again. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read when a process is loaded, which is
-    too late in a forked one. Settings for malloc in the environment take precedence.
+    Without this, glibc returns large blocks to the system as soon as they are freed, and the next
+    step faults every page in again. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read
+    when a process is loaded, which is too late in a forked one. Settings for malloc in the
+    environment take precedence.
     """
     if os.environ.get(SWITCH) == "0" or any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of this process: its choice, memory, random seed and synchronization, through ``torch.accelerator``.
+"""The device of this process: its choice, memory, random seed and synchronization, through
+``torch.accelerator``.
 
-The functions accept the CPU too, which has no memory counters or streams, so that callers need no special case. This
-module must not know groups and stages.
+The functions accept the CPU too, which has no memory counters or streams, so that callers need no
+special case. This module must not know groups and stages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Memory(NamedTuple):
 def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:
     """The device of this process: the argument, else the accelerator of the machine, else the CPU.
 
-    A missing index is 0 if exactly one device is visible (one was assigned to each process), else ``local_rank``.
+    A missing index is 0 if exactly one device is visible (one was assigned to each process), else
+    ``local_rank``.
 
     Args:
         device: a device or its name; by default the accelerator.
@@ -53,7 +55,11 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     >>> pick("cpu")
     device(type='cpu')
     """
-    picked = _parse(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
+    picked = (
+        _parse(device)
+        if device is not None
+        else torch.accelerator.current_accelerator(check_available=True)
+    )
     if picked is None or picked.type == "cpu":
         return torch.device("cpu")
     if picked.type == "meta":
@@ -62,14 +68,17 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     index = picked.index if picked.index is not None else (0 if count == 1 else local_rank)
     if index >= count:
         raise GroupError(
-            f"device '{picked.type}:{index}' is not available: {count} of its type are visible; start at most one "
-            f"process per device, or set {kind(picked.type).visible or 'the visible devices'} so that more are visible"
+            f"device '{picked.type}:{index}' is not available: {count} of its type are visible; "
+            "start at most one "
+            f"process per device, or set {kind(picked.type).visible or 'the visible devices'} so "
+            "that more are visible"
         )
     return torch.device(picked.type, index)
 
 
 def current(device: str | torch.device) -> torch.device:
-    """A device with the index that it has in this process: ``cuda`` is its current device, ``cpu:0`` is the CPU.
+    """A device with the index that it has in this process: ``cuda`` is its current device,
+    ``cpu:0`` is the CPU.
 
     Args:
         device: a device or its name.
@@ -95,19 +104,25 @@ def _parse(device: str | torch.device) -> torch.device:
         if package is not None:
             import_module(package)  # first: it registers the name with torch
     except ImportError as error:
-        raise GroupError(f"device {type!r} needs the package {package}, which cannot be imported ({error})") from error
+        raise GroupError(
+            f"device {type!r} needs the package {package}, which cannot be imported ({error})"
+        ) from error
     try:
         return torch.device(device)
     except RuntimeError as error:
         known = ", ".join(KINDS)
-        raise GroupError(f"{device!r} is not a device; name a type, as in {known}, or one with an index") from error
+        raise GroupError(
+            f"{device!r} is not a device; name a type, as in {known}, or one with an index"
+        ) from error
 
 
 def _count(type: str) -> int:
     try:
         return int(torch.get_device_module(type).device_count())
     except (RuntimeError, AttributeError) as error:
-        raise GroupError(f"device {type!r} is not available in this build of torch; leave device= out") from error
+        raise GroupError(
+            f"device {type!r} is not available in this build of torch; leave device= out"
+        ) from error
 
 
 def memory(device: torch.device) -> Memory | None:
@@ -124,7 +139,9 @@ def memory(device: torch.device) -> Memory | None:
     """
     if not _current(device):
         return None
-    return Memory(torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device))
+    return Memory(
+        torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    )
 
 
 def synchronize(device: torch.device) -> None:
@@ -140,7 +157,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def default_attention(device: str | torch.device) -> str:
-    """The attention implementation for a model: ``"sdpa"`` on devices with fused kernels, else ``"eager"``.
+    """The attention implementation for a model: ``"sdpa"`` on devices with fused kernels, else
+    ``"eager"``.
 
     Accepts devices whose package is not loaded, which torch does not know by name.
 
@@ -157,14 +175,19 @@ def default_attention(device: str | torch.device) -> str:
 
 
 def distrusted(devices: Iterable[torch.device]) -> str | None:
-    """The type of the given devices on which torch.compile is not trusted, since several are used, here or elsewhere.
+    """The type of the given devices on which torch.compile is not trusted, since several are used,
+    here or elsewhere.
 
-    >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0), torch.device("xpu", 1)])
+    >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0),
+    ...     torch.device("xpu", 1)])
     (True, 'xpu')
     """
     others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     counts = Counter(device.type for device in set(devices))
-    return next((type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many), None)
+    return next(
+        (type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many),
+        None,
+    )
 
 
 def _current(device: torch.device) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of kernels: the work that a function starts on a device, recorded once and started again as a whole.
+"""Graphs of kernels: the work that a function starts on a device, recorded once and started again
+as a whole.
 
 Knows devices and functions; no groups or stages.
 """
@@ -19,7 +20,9 @@ _NAMES = ("CUDAGraph", "XPUGraph", "NPUGraph")
 
 
 class Recorded(NamedTuple, Generic[T]):
-    """What a function returned, whose tensors ``replay`` fills anew from the memory that the function read."""
+    """What a function returned, whose tensors ``replay`` fills anew from the memory that the
+    function read.
+    """
 
     results: T
     replay: Callable[[], object]
@@ -31,8 +34,8 @@ Record = Callable[[Callable[[], Any]], Recorded[Any]]
 def recorder(device: torch.device) -> Record | None:
     """A function that records another one on a device; None where torch records no graphs.
 
-    While a function is recorded none of its kernels run: only ``replay`` runs them. Work that waits for the device, or
-    copies from ordinary memory of the host, cannot be recorded and raises.
+    While a function is recorded none of its kernels run: only ``replay`` runs them. Work that waits
+    for the device, or copies from ordinary memory of the host, cannot be recorded and raises.
 
     >>> recorder(torch.device("cpu")) is None
     True
@@ -41,10 +44,16 @@ def recorder(device: torch.device) -> Record | None:
         return None
     module = torch.get_device_module(device)
     kind = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), None)
-    return None if kind is None or not hasattr(module, "graph") else partial(_record, module, kind, device)
+    return (
+        None
+        if kind is None or not hasattr(module, "graph")
+        else partial(_record, module, kind, device)
+    )
 
 
-def _record(module: Any, kind: Callable[[], Any], device: torch.device, fn: Callable[[], T]) -> Recorded[T]:
+def _record(
+    module: Any, kind: Callable[[], Any], device: torch.device, fn: Callable[[], T]
+) -> Recorded[T]:
     graph = kind()
     with module.device(device):
         module.synchronize()

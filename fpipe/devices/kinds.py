@@ -41,20 +41,31 @@ class DeviceKind:
         >>> kind("cuda").backends, kind("cpu").backends
         ('cpu:gloo,cuda:nccl', 'gloo')
         """
-        return self.backend if self.type == "cpu" or self.backend == "gloo" else f"cpu:gloo,{self.type}:{self.backend}"
+        return (
+            self.backend
+            if self.type == "cpu" or self.backend == "gloo"
+            else f"cpu:gloo,{self.type}:{self.backend}"
+        )
 
 
 _ROWS = (
     DeviceKind("cpu", "gloo", attention="sdpa", name="CPU"),
     DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", attention="sdpa", name="NVIDIA or AMD GPU"),
-    # The device selector of oneAPI is read and never set: it can hide a device that attention kernels need.
-    # The fused attention needs is_causal=True; explicit masks take a slow path.
-    DeviceKind("xpu", "xccl", "ZE_AFFINITY_MASK", attention="sdpa", fused_mask=False, compile_many=False,
-               name="Intel GPU"),
+    # The device selector of oneAPI is read and never set: it can hide a device that attention
+    # kernels need. The fused attention needs is_causal=True; explicit masks take a slow path.
+    DeviceKind(
+        "xpu",
+        "xccl",
+        "ZE_AFFINITY_MASK",
+        attention="sdpa",
+        fused_mask=False,
+        compile_many=False,
+        name="Intel GPU",
+    ),
     DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", name="Ascend NPU"),
     DeviceKind("hpu", "hccl", "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", name="Gaudi"),
     DeviceKind("mps", "gloo", name="Apple GPU"),
-)  # fmt: skip
+)
 KINDS = MappingProxyType({row.type: row for row in _ROWS})
 
 
@@ -70,4 +81,6 @@ def kind(type: str) -> DeviceKind:
     >>> kind("cuda").visible, kind("newcomer").attention
     ('CUDA_VISIBLE_DEVICES', 'eager')
     """
-    return KINDS.get(type) or DeviceKind(type, "gloo", compile_many=False, name=f"unknown device {type!r}")
+    return KINDS.get(type) or DeviceKind(
+        type, "gloo", compile_many=False, name=f"unknown device {type!r}"
+    )

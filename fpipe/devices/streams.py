@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random streams: the default generators of devices.
 
-Torch has one default generator per device and process, and operations such as dropout draw from it whatever the thread.
-Programs that draw therefore run one at a time in a process, each on a stream of its own. Knows no stages or programs.
+Torch has one default generator per device and process, and operations such as dropout draw from it
+whatever the thread. Programs that draw therefore run one at a time in a process, each on a stream
+of its own. Knows no stages or programs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Streams: TypeAlias = Sequence[tuple[torch.device, torch.Tensor]]
 
 #: Held by the thread that draws, or that traces a function.
 _LOCK = RLock()
-#: The seconds that a thread waits for it. Programs of two threads that also communicate could wait for each other.
+#: The seconds that a thread waits for it. Programs of two threads that also communicate could wait
+#: for each other.
 PATIENCE = 600.0
 
 
@@ -42,12 +44,17 @@ def exclusive() -> Iterator[None]:
 
 
 def drawn(
-    run: Callable[[list[Any]], T], box: list[Any], device: torch.device, start: int | torch.Tensor | None,
+    run: Callable[[list[Any]], T],
+    box: list[Any],
+    device: torch.device,
+    start: int | torch.Tensor | None,
     leaves: bool = False,
-) -> tuple[T, torch.Tensor | None]:  # fmt: skip
-    """``run(box)`` on a stream of its own, which starts at a seed or a state; with ``leaves``, the state after it too.
+) -> tuple[T, torch.Tensor | None]:
+    """``run(box)`` on a stream of its own, which starts at a seed or a state; with ``leaves``, the
+    state after it too.
 
-    The stream of the device is as before then. ``None`` draws from the stream of the device as it is.
+    The stream of the device is as before then. ``None`` draws from the stream of the device as it
+    is.
 
     >>> draw, cpu = lambda box: torch.rand(1).item(), torch.device("cpu")
     >>> (first, state), (again, _) = drawn(draw, [], cpu, 7, leaves=True), drawn(draw, [], cpu, 7)
@@ -92,12 +99,14 @@ def restore_streams(states: Streams) -> None:
 def _take() -> None:
     if not _LOCK.acquire(timeout=PATIENCE):
         raise GroupError(
-            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} seconds, and only one "
-            "thread of a process can; run pipelines that draw inside collectives in processes of their own"
+            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
+            "seconds, and only one "
+            "thread of a process can; run pipelines that draw inside collectives in processes of "
+            "their own"
         )
 
 
-# ---- one device -----------------------------------------------------------------------------------------------------
+# ---- one device ----
 # All of these name the device: torch.cuda.manual_seed, for example, seeds the current one.
 
 

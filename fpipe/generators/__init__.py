@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules by name: one family of generators per file, the catalogue of names, and tools that compare schedules.
+"""Schedules by name: one family of generators per file, the catalogue of names, and tools that
+compare schedules.
 
-A generator is a pure function of counts. It knows nothing of tensors or processes; ``Schedule.check`` decides whether
-its result is valid.
+A generator is a pure function of counts. It knows nothing of tensors or processes;
+``Schedule.check`` decides whether its result is valid.
 """
 
 from .catalogue import (
@@ -18,6 +19,13 @@ from .catalogue import (
 )
 
 __all__ = [
-    "Source", "about_schedule", "is_path", "make_schedule", "read_schedule", "register_schedule", "schedule_from",
-    "schedule_names", "unregister_schedule",
-]  # fmt: skip
+    "Source",
+    "about_schedule",
+    "is_path",
+    "make_schedule",
+    "read_schedule",
+    "register_schedule",
+    "schedule_from",
+    "schedule_names",
+    "unregister_schedule",
+]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proposes cuts into stages of even cost, and simulates the gain.
 
-Costs are numbers, one for each thing that must stay whole (a layer, an embedding, a head), or modules whose cost is
-estimated from their parameters. This module uses schedules and the simulator; it does not import torch.
+Costs are numbers, one for each thing that must stay whole (a layer, an embedding, a head), or
+modules whose cost is estimated from their parameters. This module uses schedules and the simulator;
+it does not import torch.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _BUDGET = 2_000_000
 
 @dataclass(frozen=True)
 class Balance:
-    """A proposal: ``cuts`` begin stages 1, 2, ...; ``sizes`` and ``costs`` are the stages' counts and costs.
+    """A proposal: ``cuts`` begin stages 1, 2, ...; ``sizes`` and ``costs`` are the stages' counts
+    and costs.
 
-    ``even`` is the cut into equal counts, for comparison; ``timeline`` and ``even_timeline`` are what the simulator
-    says of both. ``str()`` shows them side by side.
+    ``even`` is the cut into equal counts, for comparison; ``timeline`` and ``even_timeline`` are
+    what the simulator says of both. ``str()`` shows them side by side.
     """
 
     cuts: tuple[Any, ...]
@@ -70,29 +72,42 @@ class Balance:
         columns = zip(self.sizes, self.costs, even.sizes, even.costs, strict=True)
         for stage, (size, cost, even_size, even_cost) in enumerate(columns):
             rank = ",".join(map(str, self.schedule.placement.ranks_of(stage)))
-            lines.append(f"{stage:5d}  {rank:>4s}  {size:7d}  {cost:9.4g}  {even_size:8d}  {even_cost:9.4g}")
+            lines.append(
+                f"{stage:5d}  {rank:>4s}  {size:7d}  {cost:9.4g}  {even_size:8d}  {even_cost:9.4g}"
+            )
         for title, timeline in (("balanced", self.timeline), ("evenly", self.even_timeline)):
             lines.append(f"{title:>8s}: total {timeline.total:.4g}, bubble {timeline.bubble:.1%}")
-        return "\n".join([*lines, f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)"])
+        return "\n".join(
+            [
+                *lines,
+                f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)",
+            ]
+        )
 
 
 def balance(
-    costs: Any, ranks: int, placement: str | Placement | Schedule = "1F1B", *, stages: int | None = None,
+    costs: Any,
+    ranks: int,
+    placement: str | Placement | Schedule = "1F1B",
+    *,
+    stages: int | None = None,
     microbatches: int | None = None,
-) -> Balance:  # fmt: skip
+) -> Balance:
     """Propose cuts that make a step short: items stay in order, every stage gets one at least.
 
     Args:
-        costs: of the items: numbers in the order of the forward, a mapping from names to numbers, or modules (a list, a
-            mapping, or one module for its children), whose costs are estimated.
+        costs: of the items: numbers in the order of the forward, a mapping from names to numbers,
+            or modules (a list, a mapping, or one module for its children), whose costs are
+            estimated.
         ranks: how many ranks there are.
-        placement: a schedule by name, a ``Schedule``, ``"loop"``, ``"v"`` or a ``Placement`` of either kind.
+        placement: a schedule by name, a ``Schedule``, ``"loop"``, ``"v"`` or a ``Placement`` of
+            either kind.
         stages: how many stages there are; by default those of the placement.
         microbatches: for a schedule by name; by default twice the number of ranks.
 
     Returns:
-        A value with ``cuts`` (names, as ``from_module`` takes them, where there are names), ``sizes``, ``costs`` of
-        stages, and the ``gain`` over stages of equal counts.
+        A value with ``cuts`` (names, as ``from_module`` takes them, where there are names),
+        ``sizes``, ``costs`` of stages, and the ``gain`` over stages of equal counts.
 
     Raises:
         StageError: if there are fewer items than stages, or a cost is no number.
@@ -117,47 +132,58 @@ def balance(
 
 
 def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Where contiguous parts begin so that the largest cost is least and then the others are as even as possible.
+    """Where contiguous parts begin so that the largest cost is least and then the others are as
+    even as possible.
 
     >>> spread([1, 1, 1, 1, 4], 3)
     (0, 2, 4)
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise StageError(f"{count} items cannot be cut into {parts} parts; every part needs one at least")
+        raise StageError(
+            f"{count} items cannot be cut into {parts} parts; every part needs one at least"
+        )
     sums = [0.0, *accumulate(costs)]
     ends = range(count + 1)
     # by the number of parts, then of items: the least possible largest cost
     least = sums
     for k in range(2, parts + 1):
-        least = [min((max(least[i], sums[j] - sums[i]) for i in range(k - 1, j)), default=inf) for j in ends]
+        least = [
+            min((max(least[i], sums[j] - sums[i]) for i in range(k - 1, j)), default=inf)
+            for j in ends
+        ]
     bound = least[count] * (1 + 1e-12)
     # the same for the sum of squares of costs up to that one, with the places where the parts begin
     best: list[tuple[float, tuple[int, ...]]] = [(inf, ()) for _ in ends]
     best[0] = (0.0, ())
     for k in range(1, parts + 1):
         squares = [
-            [(best[i][0] + cost * cost, i) for i in range(k - 1, j) if (cost := sums[j] - sums[i]) <= bound]
+            [
+                (best[i][0] + cost * cost, i)
+                for i in range(k - 1, j)
+                if (cost := sums[j] - sums[i]) <= bound
+            ]
             for j in ends
         ]
-        best = [(value, (*best[i][1], i)) for value, i in (min(some, default=(inf, 0)) for some in squares)]
+        best = [
+            (value, (*best[i][1], i))
+            for value, i in (min(some, default=(inf, 0)) for some in squares)
+        ]
     return best[count][1]
 
 
 def estimate(module: Any) -> float:
     """What a module costs a token: the entries of its matrices, lookups excepted.
 
-    ``module`` is anything with ``modules()`` as an ``nn.Module`` has it. A vocabulary head counts in full, an
-    embedding nothing.
+    ``module`` is anything with ``modules()`` as an ``nn.Module`` has it. A vocabulary head counts
+    in full, an embedding nothing.
     """
     counted = (child for child in module.modules() if "Embedding" not in type(child).__name__)
     parameters = {id(p): p for child in counted for p in child.parameters(recurse=False)}
     return float(sum(p.numel() for p in parameters.values() if p.dim() > 1))
 
 
-# ---- inside ----------------------------------------------------------------------------------------------------------
-
-
+# ---- inside ----
 def _items(costs: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     if hasattr(costs, "named_children"):
         costs = dict(costs.named_children())
@@ -167,13 +193,24 @@ def _items(costs: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
         values = list(costs)
         names = tuple(range(len(values)))
     else:
-        raise StageError(f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them")
+        raise StageError(
+            f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them"
+        )
     items = tuple(estimate(v) if hasattr(v, "modules") else v for v in values)
     for name, item in zip(names, items, strict=True):
-        if isinstance(item, bool) or not isinstance(item, (int, float)) or not isfinite(item) or item < 0:
-            raise StageError(f"the cost of {name!r} is {item!r}; costs are finite numbers, 0 or more")
+        if (
+            isinstance(item, bool)
+            or not isinstance(item, (int, float))
+            or not isfinite(item)
+            or item < 0
+        ):
+            raise StageError(
+                f"the cost of {name!r} is {item!r}; costs are finite numbers, 0 or more"
+            )
     if not any(items):
-        raise StageError("all costs are 0; give what forward costs in each item, measured or estimated")
+        raise StageError(
+            "all costs are 0; give what forward costs in each item, measured or estimated"
+        )
     return names, tuple(map(float, items))
 
 
@@ -182,13 +219,17 @@ def _schedule(
 ) -> Schedule:
     if isinstance(placement, Schedule):
         if placement.ranks != ranks:
-            raise ScheduleError(f"the schedule is for {placement.ranks} ranks, not {ranks}; make both agree")
+            raise ScheduleError(
+                f"the schedule is for {placement.ranks} ranks, not {ranks}; make both agree"
+            )
         return placement
     if isinstance(placement, Placement):
         stages = placement.stages
         looped = stages % ranks == 0 and placement == Placement.loop(ranks, stages // ranks)
         if not looped and placement != Placement.v(ranks):
-            raise ScheduleError(f"no schedule is known for {placement}; pass the Schedule that will run")
+            raise ScheduleError(
+                f"no schedule is known for {placement}; pass the Schedule that will run"
+            )
         placement = "loop" if looped else "v"
     if not isinstance(placement, str):
         known = ", ".join(schedule_names()[:3])
@@ -207,7 +248,9 @@ def _simulate(schedule: Schedule, costs: Sequence[float]) -> Timeline:
     return schedule.simulate(Costs(F=costs, I=costs, W=costs))
 
 
-def _score(schedule: Schedule, items: Sequence[float], starts: Sequence[int]) -> tuple[float, float]:
+def _score(
+    schedule: Schedule, items: Sequence[float], starts: Sequence[int]
+) -> tuple[float, float]:
     costs = _sums(items, starts)
     return _simulate(schedule, costs).total, sum(cost * cost for cost in costs)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a name, a file, a function or a ``Schedule`` becomes a ``Schedule``; the catalogue of names is part of it.
+"""How a name, a file, a function or a ``Schedule`` becomes a ``Schedule``; the catalogue of names
+is part of it.
 
-A new schedule is one function and one row in ``TABLE`` or, for users, one call of :func:`register_schedule`.
+A new schedule is one function and one row in ``TABLE`` or, for users, one call of
+:func:`register_schedule`.
 """
 
 from __future__ import annotations
@@ -38,10 +40,33 @@ from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 #: The names of the catalogue, for completion in editors; a registered name is any text.
 Name: TypeAlias = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "ZBV", "DualPipeV",
-    "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "InterleavedZB1P", "InterleavedZB2P", "VHalf",
-    "VMin", "V", "DualPipe", "Chimera", "BitPipe", "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
-]  # fmt: skip
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "ZBV",
+    "DualPipeV",
+    "Eager1F1B",
+    "Overlapped1F1B",
+    "ZBH1",
+    "ZBH2",
+    "ZB1P",
+    "ZB2P",
+    "InterleavedZB1P",
+    "InterleavedZB2P",
+    "VHalf",
+    "VMin",
+    "V",
+    "DualPipe",
+    "Chimera",
+    "BitPipe",
+    "Hanayo",
+    "Seq1F1B",
+    "SeqZBH1",
+    "auto",
+]
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
@@ -128,20 +153,27 @@ def orders_slices(name: str) -> bool:
 
 
 def make_schedule(
-    name: Name | str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None,
+    name: Name | str,
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    *,
+    memory: float | None = None,
     slices: int = 1,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The schedule called ``name`` for these counts.
 
     Args:
         name: one of :func:`schedule_names`; case, blanks, ``-`` and ``_`` do not matter.
         ranks: how many ranks there are.
         microbatches: how many microbatches a step has.
-        stages: how many stages there are in all; by default one or two for each rank, depending on the schedule.
-        memory: for ``"V"``: the share of the memory of 1F1B that a rank may hold, from a third to 1.
-        slices: into how many slices the sequence of each microbatch is cut. "Seq1F1B" and "SeqZBH1" order slices as
-            others do microbatches; of any other schedule, each action becomes one for each slice (see
-            ``Schedule.sliced``).
+        stages: how many stages there are in all; by default one or two for each rank, depending on
+            the schedule.
+        memory: for ``"V"``: the share of the memory of 1F1B that a rank may hold, from a third to
+            1.
+        slices: into how many slices the sequence of each microbatch is cut. "Seq1F1B" and "SeqZBH1"
+            order slices as others do microbatches; of any other schedule, each action becomes one
+            for each slice (see ``Schedule.sliced``).
 
     Returns:
         A ``Schedule``.
@@ -161,7 +193,9 @@ def make_schedule(
     stages, slices = None if stages is None else _count("stages", stages), _count("slices", slices)
     entry = _entry(name)
     if memory is not None and not entry.limited:
-        raise ScheduleError(f"{entry.name} has no memory=; leave it out, or take 'V'", rule="memory")
+        raise ScheduleError(
+            f"{entry.name} has no memory=; leave it out, or take 'V'", rule="memory"
+        )
     if not entry.per_rank:
         made = _registered(entry, ranks, microbatches, stages)
         return made if made.slices == slices else made.sliced(slices)
@@ -169,8 +203,14 @@ def make_schedule(
     actions = 2 * max(count, ranks) * microbatches * slices
     if actions > MOST_ACTIONS:
         cut = f" of {slices} slices" if slices > 1 else ""
-        what = f"{max(count, ranks)} stages and {microbatches} microbatches{cut} are {actions:,} forwards and backwards"
-        rule = f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches"
+        what = (
+            f"{max(count, ranks)} stages and {microbatches} microbatches{cut} are {actions:,} "
+            "forwards and backwards"
+        )
+        rule = (
+            f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or "
+            "microbatches"
+        )
         raise ScheduleError(f"{what}; {rule}", rule="size")
     limits = {} if memory is None else {"memory": memory}
     with uncollected():
@@ -184,14 +224,15 @@ def schedule_from(
 ) -> Schedule:
     """The schedule that ``source`` describes; not yet checked.
 
-    ``source`` is a name for :func:`make_schedule`, the path of a file (see :func:`is_path`), a function
-    ``(ranks, microbatches) -> Schedule``, or a Schedule, which is returned as it is. A name is made with these counts,
-    and a function is called with them. A file and a Schedule have their own counts, and a function may return others:
-    the caller compares them with what it needs.
+    ``source`` is a name for :func:`make_schedule`, the path of a file (see :func:`is_path`), a
+    function ``(ranks, microbatches) -> Schedule``, or a Schedule, which is returned as it is. A
+    name is made with these counts, and a function is called with them. A file and a Schedule have
+    their own counts, and a function may return others: the caller compares them with what it needs.
 
     >>> schedule_from("1F1B", ranks=2, microbatches=3)
     Schedule(1F1B, ranks=2, microbatches=3, stages=2)
-    >>> schedule_from(lambda ranks, microbatches: make_schedule("ZBV", ranks, microbatches), 2, 3).stages
+    >>> schedule_from(lambda ranks, microbatches: make_schedule("ZBV", ranks, microbatches), 2,
+    ...     3).stages
     4
     """
     if isinstance(source, Schedule):
@@ -207,8 +248,8 @@ def schedule_from(
 
 
 def is_path(source: str) -> bool:
-    """Whether :func:`schedule_from` reads ``source`` as a path: it ends in .csv or .txt, contains a separator of
-    folders, or is an existing file whose name is no schedule's.
+    """Whether :func:`schedule_from` reads ``source`` as a path: it ends in .csv or .txt, contains a
+    separator of folders, or is an existing file whose name is no schedule's.
 
     >>> is_path("plan.csv"), is_path("1F1B")
     (True, False)
@@ -218,8 +259,11 @@ def is_path(source: str) -> bool:
     return os.path.isfile(source) and _key(source) not in _KNOWN
 
 
-def read_schedule(path: str | PathLike[str], track: Callable[[list[str]], Iterable[str]] = iter) -> Schedule:
-    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it; ``track`` yields its lines.
+def read_schedule(
+    path: str | PathLike[str], track: Callable[[list[str]], Iterable[str]] = iter
+) -> Schedule:
+    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it; ``track``
+    yields its lines.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plan.txt")
@@ -237,11 +281,13 @@ def register_schedule(name: str, fn: Maker) -> Maker: ...
 @overload
 def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
 def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
-    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`; also a decorator.
+    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`;
+    also a decorator.
 
     Args:
         name: of the schedule; a registered name is replaced, a built-in one is refused.
-        fn: ``fn(ranks, microbatches)``, which may take ``stages=`` too, the requested number or None.
+        fn: ``fn(ranks, microbatches)``, which may take ``stages=`` too, the requested number or
+            None.
 
     Returns:
         ``fn``; without ``fn`` a decorator.
@@ -262,10 +308,14 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
         raise _refuse(f"a schedule cannot be called {name!r}; use letters or digits")
     taken = _KNOWN.get(_key(name))
     if taken and taken.per_rank:
-        raise _refuse(f"{name!r} is built in (as {taken.name}) and is not replaced; register another name")
+        raise _refuse(
+            f"{name!r} is built in (as {taken.name}) and is not replaced; register another name"
+        )
     if not callable(fn):
         remedy = "a Schedule needs no name, it can be passed wherever a name can"
-        raise _refuse(f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; {remedy}")
+        raise _refuse(
+            f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; {remedy}"
+        )
     _KNOWN[_key(name)] = _Entry(name, fn, per_rank=0)
     return fn
 
@@ -276,10 +326,13 @@ def unregister_schedule(name: str) -> None:
     >>> unregister_schedule("GPipe")
     Traceback (most recent call last):
     ...
-    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be removed
+    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be
+    removed
     """
     if _key(name) not in _KNOWN or _KNOWN[_key(name)].per_rank:
-        raise _refuse(f"no schedule is registered as {name!r}; only registered names can be removed")
+        raise _refuse(
+            f"no schedule is registered as {name!r}; only registered names can be removed"
+        )
     del _KNOWN[_key(name)]
 
 
@@ -288,8 +341,14 @@ def _entry(name: object) -> _Entry:
     if key in _KNOWN:
         return _KNOWN[key]
     names = {_key(n): n for n in (*schedule_names(), *_ALSO)}
-    close = [names[key] for key in difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)]
-    remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(schedule_names())}"
+    close = [
+        names[key] for key in difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)
+    ]
+    remedy = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"there are {', '.join(schedule_names())}"
+    )
     raise _refuse(f"no schedule is called {name!r}; {remedy}")
 
 
@@ -299,7 +358,9 @@ def _count(what: str, value: Any) -> int:
     except TypeError:
         number = 0
     if number < 1 or isinstance(value, bool):
-        raise ScheduleError(f"{what}={value!r}, but there must be a whole number of {what}, 1 or more", rule=what)
+        raise ScheduleError(
+            f"{what}={value!r}, but there must be a whole number of {what}, 1 or more", rule=what
+        )
     return number
 
 
@@ -310,7 +371,8 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
     if entry.exactly and stages != wanted:
         what = f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}"
         raise ScheduleError(
-            f"{what}; give stages={wanted} or leave it out, and a pipeline {wanted} functions", rule="stages"
+            f"{what}; give stages={wanted} or leave it out, and a pipeline {wanted} functions",
+            rule="stages",
         )
     unit = ranks * entry.step
     if stages % unit:
@@ -327,7 +389,10 @@ def _registered(entry: _Entry, ranks: int, microbatches: int, stages: int | None
     result = _returned(entry.make(ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(result, what)):
-            returned = f"returned a schedule with {getattr(result, what)}; request that number, or correct the function"
+            returned = (
+                f"returned a schedule with {getattr(result, what)}; request that number, "
+                "or correct the function"
+            )
             raise ScheduleError(f"{who} was called for {what}={number} and {returned}", rule=what)
     return result
 

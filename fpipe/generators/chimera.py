@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chimera: two pipelines in opposite directions, each in the gaps of the other.
 
-Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021
-(arXiv:2107.06925). Every stage is on two ranks; half of the microbatches go down and half up, p in a unit.
-With a forward as long as a backward, microbatch i of a unit goes down through stage s at s + 2i and comes back at
-2p - 1 - s + 2i, and those that go up take the other parity. Two units for 4 ranks; capitals are the direction that
-enters at the nearer end, and each unit's last backwards lie among the next unit's first forwards:
+Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
+Pipelines", 2021 (arXiv:2107.06925). Every stage is on two ranks; half of the microbatches go down
+and half up, p in a unit. With a forward as long as a backward, microbatch i of a unit goes down
+through stage s at s + 2i and comes back at 2p - 1 - s + 2i, and those that go up take the other
+parity. Two units for 4 ranks; capitals are the direction that enters at the nearer end, and each
+unit's last backwards lie among the next unit's first forwards:
 
     rank 0   F F f b f b B F B F f b f b B B
     rank 1   F f F f b B b F B f F f b B b B
     rank 2   as rank 1 }
     rank 3   as rank 0 }  with both directions changed
 
-So a row is two streams, one for each parity: F of the unit and then b, and f and then B. Where m is no multiple of p
-the units are a little larger, which costs no time; for fewer than p microbatches a unit is drawn and the last ones are
-left out. At F = B a rank idles for p - 2 passes; it holds p/2 + 1 (the outermost) to p activations.
+So a row is two streams, one for each parity: F of the unit and then b, and f and then B. Where m is
+no multiple of p the units are a little larger, which costs no time; for fewer than p microbatches a
+unit is drawn and the last ones are left out. At F = B a rank idles for p - 2 passes; it holds p/2 +
+1 (the outermost) to p activations.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches
 
 
 def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Chimera; every stage on two ranks. Of an odd count of microbatches one more goes down than up.
+    """Chimera; every stage on two ranks. Of an odd count of microbatches one more goes down than
+    up.
 
     >>> print(make_chimera(2, 2, 2))
     [0F0, 1F1, 1B1, 0B0]
@@ -39,18 +42,28 @@ def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
 
     def rows(going_down: int, going_up: int) -> Sequence[Row]:
         half = ranks // 2
-        units, drawn_down, drawn_up = max(1, going_up // half), max(going_down, half), max(going_up, half)
+        units, drawn_down, drawn_up = (
+            max(1, going_up // half),
+            max(going_down, half),
+            max(going_up, half),
+        )
         drawn = drawn_down + drawn_up
         down, up = evenly(range(drawn_down), units), evenly(range(drawn_down, drawn), units)
         upper = [_row(near, ranks - 1 - near, down, up) for near in range(half)]
         lower = [_row(near, ranks - 1 - near, up, down) for near in range(half)]
-        return keep(upper + lower[::-1], drawn, (*range(going_down), *range(drawn_down, drawn_down + going_up)))
+        return keep(
+            upper + lower[::-1],
+            drawn,
+            (*range(going_down), *range(drawn_down, drawn_down + going_up)),
+        )
 
     return in_pairs("Chimera", ranks, microbatches, rows)
 
 
 def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
-    """The row of a rank that is stage ``near`` of the direction ``first`` and stage ``far`` of the other."""
+    """The row of a rank that is stage ``near`` of the direction ``first`` and stage ``far`` of the
+    other.
+    """
     even: list[Leg] = [(near, "F", first), (far, "B", second)]
     odd: list[Leg] = [(far, "F", second), (near, "B", first)]
     count = sum(map(len, first)) + sum(map(len, second))
@@ -68,7 +81,8 @@ def stream(legs: Iterable[Leg]) -> Iterator[Action]:
 
 
 def two_streams(lead: int, count: int, even: Iterator[Action], odd: Iterator[Action]) -> Row:
-    """Two streams of ``count`` actions in the order of 1F1B: ``lead`` of the first, then one of each, then the rest.
+    """Two streams of ``count`` actions in the order of 1F1B: ``lead`` of the first, then one of
+    each, then the rest.
 
     >>> two_streams(1, 2, tape(0, "F", range(2)), tape(0, "B", range(2)))
     (0F0, 0B0, 0F1, 0B1)

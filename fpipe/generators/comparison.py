@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All schedules side by side: what each would cost at the same counts and the same price per rank.
 
-The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a rank pays half
-for each, and memory is counted in whole shares too.
+The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a
+rank pays half for each, and memory is counted in whole shares too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Entry(NamedTuple):
     bubble: float  # 1 - work / span
     total: float  # from the first start of all to the last end of all
     span: float  # the longest time from a rank's first start to its last end
-    memory: float  # the most that a rank holds, in activations of a whole share for one microbatch, or in bytes
+    # the most that a rank holds, in activations of a whole share for one microbatch, or in bytes
+    memory: float
     weights: float  # copies of a share that a rank holds: 2 if every stage is on two ranks
     messages: int  # between ranks, each one microbatch's activations or their gradient
     volume: float  # their bytes, where the costs know them
@@ -45,20 +46,32 @@ def per_share(costs: Costs, schedule: Schedule) -> Costs:
     for name in ("F", "I", "W", "B", "overlap", "saved", "kept"):
         value = getattr(costs, name)
         if value is not None and not isinstance(value, (int, float)):
-            rule = "schedules with different stages are compared by a rank's whole share; give one number"
-            raise ScheduleError(f"{name}={value!r} is one number per stage, but {rule}", rule="costs")
+            rule = (
+                "schedules with different stages are compared by a rank's whole share; give "
+                "one number"
+            )
+            raise ScheduleError(
+                f"{name}={value!r} is one number per stage, but {rule}", rule="costs"
+            )
         scaled[name] = None if value is None else value * part
     return replace(costs, **scaled)
 
 
 def compare(
-    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None, slices: int = 1,
-    names: Sequence[str] | None = None, track: Callable[[Sequence[str]], Iterator[str]] = iter,
-) -> tuple[list[Entry], list[str]]:  # fmt: skip
-    """An entry for every named schedule that these counts allow, the least bubble first; and why others are left out.
+    ranks: int,
+    microbatches: int,
+    *,
+    stages: int | None = None,
+    costs: Costs | None = None,
+    slices: int = 1,
+    names: Sequence[str] | None = None,
+    track: Callable[[Sequence[str]], Iterator[str]] = iter,
+) -> tuple[list[Entry], list[str]]:
+    """An entry for every named schedule that these counts allow, the least bubble first; and why
+    others are left out.
 
-    ``names`` are all by default. ``track`` passes them on one by one, to show progress. ``slices`` are those of the
-    schedules that order slices of sequences; with one they are 1F1B and ZB-H1.
+    ``names`` are all by default. ``track`` passes them on one by one, to show progress. ``slices``
+    are those of the schedules that order slices of sequences; with one they are 1F1B and ZB-H1.
 
     >>> entries, _ = compare(4, 8)
     >>> entries[0].name, entries[0].bubble, entries[0].total
@@ -93,12 +106,23 @@ def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
     t = schedule.simulate(per_share(costs, schedule))
     held = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     memory, weights = max(t.peak_bytes), held * schedule.ranks / schedule.stages
-    return Entry(name, schedule.stages, max(t.bubble, 0.0), t.total, t.span, memory, weights, t.messages, t.volume)
+    return Entry(
+        name,
+        schedule.stages,
+        max(t.bubble, 0.0),
+        t.total,
+        t.span,
+        memory,
+        weights,
+        t.messages,
+        t.volume,
+    )
 
 
-# ---- as text --------------------------------------------------------------------------------------------------------
+# ---- as text ----
 def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
-    """Lines of text, the least of each column with a star where it is not the same in all; ``best`` decorates it.
+    """Lines of text, the least of each column with a star where it is not the same in all; ``best``
+    decorates it.
 
     >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
     schedule       stages  bubble   total   span   memory   weights   messages
@@ -108,7 +132,9 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     columns = _columns(entries)
     wide = max((len(entry.name) for entry in entries), default=8)
     cells = [[show(getattr(entry, field)) for field, show in columns.items()] for entry in entries]
-    widths = [max(len(field), *(len(row[k]) for row in cells), 0) for k, field in enumerate(columns)]
+    widths = [
+        max(len(field), *(len(row[k]) for row in cells), 0) for k, field in enumerate(columns)
+    ]
     heads = [f"{field:>{size}} " for field, size in zip(columns, widths, strict=True)]
     yield "  ".join(["schedule".ljust(wide), "stages", *heads]).rstrip()
     for entry, row in zip(entries, cells, strict=True):
@@ -122,7 +148,12 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
 def _columns(entries: Sequence[Entry]) -> dict[str, Callable[[Any], str]]:
     """Field -> how it is shown."""
     memory = _bytes if max((e.memory for e in entries), default=0) >= 4096 else number
-    columns = {"bubble": lambda v: f"{100 * v:.2f}%", "total": number, "span": number, "memory": memory}
+    columns = {
+        "bubble": lambda v: f"{100 * v:.2f}%",
+        "total": number,
+        "span": number,
+        "memory": memory,
+    }
     volume = {"volume": _bytes} if any(entry.volume for entry in entries) else {}
     return {**columns, "weights": lambda v: f"{v:g}x", "messages": str, **volume}
 
@@ -133,5 +164,7 @@ def _is_best(entry: Entry, entries: Sequence[Entry], field: str) -> bool:
 
 
 def _bytes(value: float) -> str:
-    power, prefix = next(((p, n) for p, n in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if value >= 2**p), (0, "B"))
+    power, prefix = next(
+        ((p, n) for p, n in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if value >= 2**p), (0, "B")
+    )
     return f"{value / 2**power:.4g} {prefix}"

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DualPipe and DualPipeV: a forward and a backward run as one, so that each hides the other's communication.
+"""DualPipe and DualPipeV: a forward and a backward run as one, so that each hides the other's
+communication.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), and the DualPipe repository published with it;
-the V is DualPipe cut in half.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), and the DualPipe repository
+published with it; the V is DualPipe cut in half.
 
-DualPipeV: the model goes down the ranks and up again; capitals are a rank's first chunk, small letters its second.
-``X`` is F and b as one, ``Y`` is f and B as one. Three ranks, seven microbatches, phase by phase:
+DualPipeV: the model goes down the ranks and up again; capitals are a rank's first chunk, small
+letters its second. ``X`` is F and b as one, ``Y`` is f and B as one. Three ranks, seven
+microbatches, phase by phase:
 
     rank 0   FFFF  Ff      iWfiWf  XYXY      bYbY  bI      WIWI  W
     rank 1   FF    FfFf    iWf     XYXYXY    bY    bBiI    WI    WW
     rank 2         FfFfFf          FbYXYXYXY       bBbIiI        WWW
 
-The Ws leave first in, first out. All of this is there when there are two microbatches a rank; with fewer, it is drawn
-for that many and the first ones are left out (with the last ones left out it would be slower), and a fused action that
-loses a half becomes the other half.
+The Ws leave first in, first out. All of this is there when there are two microbatches a rank; with
+fewer, it is drawn for that many and the first ones are left out (with the last ones left out it
+would be slower), and a fused action that loses a half becomes the other half.
 
-DualPipe: every stage is on two ranks, one for each direction, and half of the microbatches go each way. Each
-half of the ranks, from its outer end inwards, runs the patterns above with capitals for the direction that enters at
-that end. Six ranks run the patterns of three, in each half:
+DualPipe: every stage is on two ranks, one for each direction, and half of the microbatches go each
+way. Each half of the ranks, from its outer end inwards, runs the patterns above with capitals for
+the direction that enters at that end. Six ranks run the patterns of three, in each half:
 
-    stages   0 and 5 | 1 and 4 | 2 and 3 | 3 and 2 | 4 and 1 | 5 and 0     of the microbatches going down and up
-    pattern     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
+    stages   0 and 5 | 1 and 4 | 2 and 3 | 3 and 2 | 4 and 1 | 5 and 0     of the microbatches going
+    down and up pattern     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
 """
 
 from __future__ import annotations
@@ -38,17 +40,22 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
     """DualPipeV; two stages a rank.
 
     >>> print(make_dual_pipe_v(1, 3, 2))
-    [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2, 0W2]
+    [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2,
+    0W2]
     """
     drawn = max(2 * ranks, microbatches)
     batches = range(drawn)
-    rows = [_row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks)]
+    rows = [
+        _row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches))
+        for r in range(ranks)
+    ]
     rows = keep(rows, drawn, batches[drawn - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
 
 
 def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """DualPipe; every stage on two ranks. Of an odd count of microbatches one more goes down than up.
+    """DualPipe; every stage on two ranks. Of an odd count of microbatches one more goes down than
+    up.
 
     >>> print(make_dual_pipe(2, 2, 2))
     [0F0, 1F1, 1B1, 0I0, 0W0]
@@ -59,9 +66,15 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
         drawn = max(ranks, going_down)
         down, up = range(drawn), range(drawn, 2 * drawn)
         patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
-        upper = [_row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)]
-        lower = [_row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)]
-        return keep(upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :]))
+        upper = [
+            _row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)
+        ]
+        lower = [
+            _row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)
+        ]
+        return keep(
+            upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :])
+        )
 
     return in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
 
@@ -71,10 +84,21 @@ def _pattern(p: int, r: int, m: int) -> str:
     gap, near = p - r - 1, r + 1
     main = "XY" * (m - 2 * p + near)
     if gap == 0:
-        main = "Fb" + main[1:]  # at the bottom of the V fusing the first pair would only make it wait
+        main = (
+            "Fb" + main[1:]
+        )  # at the bottom of the V fusing the first pair would only make it wait
     turn = "bB" * near
     turn = turn[:near] + turn[near:].replace("b", "i").replace("B", "I")
-    return "F" * (2 * gap) + "Ff" * near + "iWf" * gap + main + "bY" * gap + turn + "WI" * gap + "W" * near
+    return (
+        "F" * (2 * gap)
+        + "Ff" * near
+        + "iWf" * gap
+        + main
+        + "bY" * gap
+        + turn
+        + "WI" * gap
+        + "W" * near
+    )
 
 
 def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
@@ -82,11 +106,23 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
     queue: deque[Action] = deque()
     f0, b0, i0 = _chunk(*first, queue)
     f1, b1, i1 = _chunk(*second, queue)
-    hand: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1, "W": oldest(queue)}
+    hand: dict[str, Tape] = {
+        "F": f0,
+        "B": b0,
+        "I": i0,
+        "f": f1,
+        "b": b1,
+        "i": i1,
+        "W": oldest(queue),
+    }
     return deal(pattern, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
 
 
 def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[Action], ...]:
     """The tapes of a stage's F, B and I; I goes on with the microbatch at which B stopped."""
     back = iter(batches)
-    return tape(stage, "F", batches), tape(stage, "B", back), queueing(tape(stage, "I", back), queue)
+    return (
+        tape(stage, "F", batches),
+        tape(stage, "B", back),
+        queueing(tape(stage, "I", back), queue),
+    )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards alone, for evaluation: the forwards of any schedule, in an order that does not leave room for backwards.
+"""Forwards alone, for evaluation: the forwards of any schedule, in an order that does not leave
+room for backwards.
 
-A schedule for training spaces its forwards so that backwards fit between them. Without backwards most orders have no
-gap: those of one stage a rank and of a loop idle for p - 1 chunk passes, which is the least. A V does have: VMin on
-3 ranks (capitals are a rank's first chunk, small letters its second):
+A schedule for training spaces its forwards so that backwards fit between them. Without backwards
+most orders have no gap: those of one stage a rank and of a loop idle for p - 1 chunk passes, which
+is the least. A V does have: VMin on 3 ranks (capitals are a rank's first chunk, small letters its
+second):
 
     rank 0   F F F . . f . f F f F . . f F . . f . . . f
     rank 1   . F F F f . f . f F . . f F . . f F . . f .        in the order of VMin
@@ -13,9 +15,10 @@ gap: those of one stage a rank and of a loop idle for p - 1 chunk passes, which 
     rank 1   . F F F f F f F f F f . f . f .        as they come: idle 2(p - 1), the least
     rank 2   . . F f F f F f F f F f F f . .
 
-Each rank runs, whenever it is free, the forward that has arrived, of its latest stage that has one: results come out
-early, and few values wait. Every stage keeps the order of its microbatches, so that a state which goes from one to the
-next stays the same. No name makes such a schedule, since a name's schedule can be trained with; pipelines do it.
+Each rank runs, whenever it is free, the forward that has arrived, of its latest stage that has one:
+results come out early, and few values wait. Every stage keeps the order of its microbatches, so
+that a state which goes from one to the next stays the same. No name makes such a schedule, since a
+name's schedule can be trained with; pipelines do it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ def forwards_alone(schedule: Schedule) -> Schedule:
     (22.0, 16.0)
     """
     forwards = schedule.only("F")
-    if schedule.slices > 1 or not any(len({part.stage for part in plain(row)}) > 1 for row in forwards):
+    if schedule.slices > 1 or not any(
+        len({part.stage for part in plain(row)}) > 1 for row in forwards
+    ):
         return forwards
     rows = tuple(map(tuple, _as_they_come(forwards)))
     other = Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
@@ -46,7 +51,9 @@ def forwards_alone(schedule: Schedule) -> Schedule:
 
 
 def _as_they_come(schedule: Schedule) -> list[list[Action]]:
-    """By rank, its forwards in the order of time, each as soon as it can run, those of later stages first."""
+    """By rank, its forwards in the order of time, each as soon as it can run, those of later stages
+    first.
+    """
     queues: list[dict[int, deque[int]]] = []
     for row in schedule:
         held: dict[int, deque[int]] = {}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPipe: all forwards, then all backwards.
 
-Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (arXiv:1811.06965).
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019
+(arXiv:1811.06965).
 
     rank 0   0 1 2 3 . . . . . . 0 0 1 1 2 2 3 3
     rank 1   . 0 1 2 3 . . . 0 0 1 1 2 2 3 3          a forward takes one place, a backward two
@@ -23,4 +24,6 @@ def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1F1, 1B0, 1B1]
     """
-    return one_a_rank("GPipe", ["F" * microbatches + "B" * microbatches] * ranks, microbatches, stages)
+    return one_a_rank(
+        "GPipe", ["F" * microbatches + "B" * microbatches] * ranks, microbatches, stages
+    )

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several chunks of the model on each rank, dealt in a loop: stage s on rank s % p.
 
-Interleaved 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-2021 (arXiv:2104.04473). Microbatches go in groups of about p: the first chunk for the whole group, then the next
-chunk; backwards take the chunks from the last. For v = 2 and p = 2 (capitals the first chunk, small ones the second):
+Interleaved 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", 2021 (arXiv:2104.04473). Microbatches go in groups of about p: the first chunk
+for the whole group, then the next chunk; backwards take the chunks from the last. For v = 2 and p =
+2 (capitals the first chunk, small ones the second):
 
-    rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 ...        warm-up: 2(p - r - 1) + (v - 1) g forwards
-    rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 ...        then F, B, F, B, then the backwards that are left
+    rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 ...        warm-up: 2(p - r - 1) + (v - 1) g
+    forwards rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 ...        then F, B, F, B, then the
+    backwards that are left
 
 Idle (p - 1)(F + B)/v a rank; p + (p - 1)/v activations.
 
-Looped BFS: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023 (arXiv:2211.05953). All microbatches of a chunk,
-then the next chunk, and the way back in exactly the opposite order. The same idle time, m activations; a chunk's
-parameters are needed only twice, which suits sharded ones.
+Looped BFS: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023 (arXiv:2211.05953). All
+microbatches of a chunk, then the next chunk, and the way back in exactly the opposite order. The
+same idle time, m activations; a chunk's parameters are needed only twice, which suits sharded ones.
 
     rank 0   F0 F1 f0 f1 b1 b0 B1 B0
 """
@@ -32,30 +34,43 @@ _Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
 
 
 def by_groups(
-    name: str, pattern: Callable[[int, int, int], str], ranks: int, microbatches: int, stages: int, group: int = 0
+    name: str,
+    pattern: Callable[[int, int, int], str],
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    group: int = 0,
 ) -> Schedule:
-    """Microbatches in groups of ``group`` (``ranks`` by default) or a little more: each group through every chunk,
-    backwards from the last.
+    """Microbatches in groups of ``group`` (``ranks`` by default) or a little more: each group
+    through every chunk, backwards from the last.
 
-    ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has ``ahead`` of them before
-    its last chunk.
+    ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has
+    ``ahead`` of them before its last chunk.
 
     >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
-    chunks, groups = stages // ranks, evenly(range(microbatches), max(1, microbatches // (group or ranks)))
+    chunks, groups = (
+        stages // ranks,
+        evenly(range(microbatches), max(1, microbatches // (group or ranks))),
+    )
     order = [(c, m) for group in groups for c in range(chunks) for m in group]
     back = [(chunks - 1 - c, m) for c, m in order]
     ahead = (chunks - 1) * len(groups[0])
-    rows = [_row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)]
+    rows = [
+        _row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)
+    ]
     return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, name)
 
 
 def _row(pattern: str, rank: int, ranks: int, order: _Order, back: _Order) -> Row:
     """A rank's row: forwards in one order of (chunk, microbatch), backwards in another."""
     orders: dict[Op, _Order] = {"F": order, "B": back, "I": back, "W": back}
-    tapes = {op: tape([c * ranks + rank for c, _ in o], op, [m for _, m in o]) for op, o in orders.items()}
+    tapes = {
+        op: tape([c * ranks + rank for c, _ in o], op, [m for _, m in o])
+        for op, o in orders.items()
+    }
     return deal(pattern, tapes)
 
 
@@ -66,7 +81,10 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
     """
-    pattern = lambda rank, total, ahead: one_forward_one_backward(total, 2 * (ranks - rank) - 1 + ahead)
+
+    def pattern(rank, total, ahead):
+        return one_forward_one_backward(total, 2 * (ranks - rank) - 1 + ahead)
+
     return by_groups("Interleaved1F1B", pattern, ranks, microbatches, stages)
 
 

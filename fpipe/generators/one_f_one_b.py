@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """1F1B: a rank runs one backward for each forward as soon as it can, and so holds few activations.
 
-Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021 (arXiv:2006.09503);
-Fan et al., "DAPPLE", 2021 (arXiv:2007.01045).
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021
+(arXiv:2006.09503); Fan et al., "DAPPLE", 2021 (arXiv:2007.01045).
 
     rank 0   F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 ...      warm-up: p - r forwards
     rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 ...      then B, F, B, F
@@ -10,15 +10,16 @@ Fan et al., "DAPPLE", 2021 (arXiv:2007.01045).
 
 Idle (p - 1)(F + B) a rank, as in GPipe; rank r holds p - r activations.
 
-The eager form ("Eager 1F1B": Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022,
-arXiv:2211.05322) warms up with 2(p - r) - 1 forwards: the same idle time, about twice the activations, and each
-value has a step's time to travel in.
+The eager form ("Eager 1F1B": Zhuang et al., "On Optimizing the Communication of Model Parallelism",
+2022, arXiv:2211.05322) warms up with 2(p - r) - 1 forwards: the same idle time, about twice the
+activations, and each value has a step's time to travel in.
 
-The overlapped form warms up as the eager one, and fuses each further forward with a backward that does not need it, so
-that one's communication can run beside the other's computation:
+The overlapped form warms up as the eager one, and fuses each further forward with a backward that
+does not need it, so that one's communication can run beside the other's computation:
 
     rank 0   F0 F1 F2 .. .. F3B0 F4B1 F5B2 B3 ...
-    rank 1   .. F0 .. F1B0 F2B1 F3B2 ...           one more forward than 1F1B here, two more on the rank before
+    rank 1   .. F0 .. F1B0 F2B1 F3B2 ...           one more forward than 1F1B here, two more on the
+    rank before
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    patterns = [one_forward_one_backward(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
+    patterns = [
+        one_forward_one_backward(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)
+    ]
     return one_a_rank("Eager1F1B", patterns, microbatches, stages)
 
 

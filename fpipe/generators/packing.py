@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs sequences of different lengths into microbatches that cost alike. Knows numbers alone, no tensors."""
+"""Packs sequences of different lengths into microbatches that cost alike. Knows numbers alone, no
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ ROUNDS = 200
 
 def pack(
     lengths: Sequence[int], *, microbatches: int, cost: Callable[[int], float] = lambda n: float(n)
-) -> list[list[int]]:  # fmt: skip
-    """Distribute sequences over microbatches whose costs are alike: the dearest one is as cheap as can be found.
+) -> list[list[int]]:
+    """Distribute sequences over microbatches whose costs are alike: the dearest one is as cheap as
+    can be found.
 
-    A pipeline waits for its dearest microbatch. Attention costs grow with the square of a length, so equal numbers of
-    tokens are not equal costs.
+    A pipeline waits for its dearest microbatch. Attention costs grow with the square of a length,
+    so equal numbers of tokens are not equal costs.
 
     Args:
         lengths: of the sequences.
@@ -30,7 +33,8 @@ def pack(
         For each microbatch the indices of its sequences, ascending.
 
     Raises:
-        BatchError: if there are fewer sequences than microbatches, or a cost is negative or no number.
+        BatchError: if there are fewer sequences than microbatches, or a cost is negative or no
+        number.
 
     >>> pack([8, 1, 4, 3, 2, 6], microbatches=3)
     [[0], [1, 2, 3], [4, 5]]
@@ -39,7 +43,8 @@ def pack(
     """
     if microbatches < 1 or len(lengths) < microbatches:
         raise BatchError(
-            f"{len(lengths)} sequences cannot fill microbatches={microbatches}; give between 1 and {len(lengths)}"
+            f"{len(lengths)} sequences cannot fill microbatches={microbatches}; give between 1 "
+            f"and {len(lengths)}"
         )
     costs = [float(cost(length)) for length in lengths]
     for length, found in zip(lengths, costs, strict=True):
@@ -50,7 +55,9 @@ def pack(
 
 
 def _largest_first(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Each sequence, the dearest first, joins the cheapest microbatch; no microbatch stays empty."""
+    """Each sequence, the dearest first, joins the cheapest microbatch; no microbatch stays
+    empty.
+    """
     heap = [(0.0, 0, n) for n in range(count)]  # cost, number of sequences, microbatch
     packed: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -61,8 +68,13 @@ def _largest_first(costs: Sequence[float], count: int) -> list[list[int]]:
 
 
 def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
-    """Exchanges between the dearest microbatch and another one, as long as the dearer of both gets cheaper."""
-    key = lambda i: (costs[i], i)
+    """Exchanges between the dearest microbatch and another one, as long as the dearer of both gets
+    cheaper.
+    """
+
+    def key(i):
+        return (costs[i], i)
+
     packed = [sorted(members, key=key) for members in packed]
     totals = [sum(costs[i] for i in members) for members in packed]
     for _ in range(ROUNDS):
@@ -71,7 +83,9 @@ def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int
         if found is None:
             return packed
         other, out, into = found
-        packed[dearest] = sorted([i for i in packed[dearest] if i != out] + ([] if into is None else [into]), key=key)
+        packed[dearest] = sorted(
+            [i for i in packed[dearest] if i != out] + ([] if into is None else [into]), key=key
+        )
         packed[other] = sorted([i for i in packed[other] if i != into] + [out], key=key)
         moved = costs[out] - (0.0 if into is None else costs[into])
         totals[dearest], totals[other] = totals[dearest] - moved, totals[other] + moved
@@ -80,11 +94,12 @@ def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int
 
 def _best_exchange(
     packed: Sequence[Sequence[int]], totals: Sequence[float], costs: Sequence[float], dearest: int
-) -> tuple[int, int, int | None] | None:  # fmt: skip
-    """The other microbatch, the sequence that leaves the dearest one, and the one that it gets for it, if any.
+) -> tuple[int, int, int | None] | None:
+    """The other microbatch, the sequence that leaves the dearest one, and the one that it gets for
+    it, if any.
 
-    Between two microbatches half the difference of their costs should move, so only the sequences whose costs are next
-    to the cost that this asks for are tried.
+    Between two microbatches half the difference of their costs should move, so only the sequences
+    whose costs are next to the cost that this asks for are tried.
     """
     best, limit = None, totals[dearest] * (1 - 1e-12)
     for other in (n for n in range(len(packed)) if n != dearest):

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules over slices of sequences: first in first out over microbatches, backwards from the last slice.
+"""Schedules over slices of sequences: first in first out over microbatches, backwards from the last
+slice.
 
 Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism", 2024 (arXiv:2406.03488).
 
-A microbatch is cut into k slices of its sequence, and slices run as microbatches do elsewhere. The state of a sequence,
-such as the keys and values of causal attention, goes from each slice to the next one on the same rank, so the backward
-of the last slice is the first that can run. The last rank therefore begins with k forwards, rank r with p - r + k - 1.
+A microbatch is cut into k slices of its sequence, and slices run as microbatches do elsewhere. The
+state of a sequence, such as the keys and values of causal attention, goes from each slice to the
+next one on the same rank, so the backward of the last slice is the first that can run. The last
+rank therefore begins with k forwards, rank r with p - r + k - 1.
 
     rank 0   F0.0 F0.1 F1.0 F1.1 .... .... B0.1 ...        p = 3, k = 2
     rank 1   .... F0.0 F0.1 F1.0 .... B0.1 F1.1 B0.0 ...
     rank 2   .... .... F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 ...
 
-Idle (p - 1)(F + B)/k a rank, and (p - r + k - 1)/k activations of a whole microbatch. With one slice this is 1F1B.
+Idle (p - 1)(F + B)/k a rank, and (p - r + k - 1)/k activations of a whole microbatch. With one
+slice this is 1F1B.
 
-The form with the backward in two (I, W) follows ZB-H1: idle (p - 1)(F + I - W)/k for the same activations.
+The form with the backward in two (I, W) follows ZB-H1: idle (p - 1)(F + I - W)/k for the same
+activations.
 """
 
 from __future__ import annotations
@@ -44,5 +48,7 @@ def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) 
     [1F0.0, 1F0.1, 1I0.1, 1I0.0, 1W0.1, 1W0.0]
     """
     warm_ups = [ranks - rank + slices - 1 for rank in range(ranks)]
-    patterns = [zero_bubble(microbatches * slices, warm_up, rank) for rank, warm_up in enumerate(warm_ups)]
+    patterns = [
+        zero_bubble(microbatches * slices, warm_up, rank) for rank, warm_up in enumerate(warm_ups)
+    ]
     return one_a_rank("SeqZBH1", patterns, microbatches, stages, slices)

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """V-Min and V-Half: the V of ZBV with a third and a half of its memory.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). A microbatch is a building block:
-the slots of its four passes (F of a rank's first chunk, f of its second, i, I) on every rank, placed so that the block
-can be repeated every six slots without a clash. How long activations live in it decides the memory. V-Min on 4 ranks:
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). A microbatch is
+a building block: the slots of its four passes (F of a rank's first chunk, f of its second, i, I) on
+every rank, placed so that the block can be repeated every six slots without a clash. How long
+activations live in it decides the memory. V-Min on 4 ranks:
 
     slot     0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
-    rank 0   F                           f   i                           I       down, up, down again and up again,
-    rank 1       F                   f           i                   I           a slot a rank; V-Half takes two slots
-    rank 2           F           f                   i           I               a rank on its ways down
-    rank 3               F   f                           i   I
+    rank 0   F                           f   i                           I       down, up, down
+    again and up again, rank 1       F                   f           i                   I
+    a slot a rank; V-Half takes two slots rank 2           F           f                   i
+    I               a rank on its ways down rank 3               F   f                           i
+    I
 
-Then all is squeezed: every rank runs its passes in the order of the repeated blocks, each as soon as it can. While the
-pass whose turn it is cannot run yet, an I, an i or (where the block has slack, and never above the memory limit) an F
-comes early. W runs where there is nothing else to do, or where a forward must wait for its memory.
+Then all is squeezed: every rank runs its passes in the order of the repeated blocks, each as soon
+as it can. While the pass whose turn it is cannot run yet, an I, an i or (where the block has slack,
+and never above the memory limit) an F comes early. W runs where there is nothing else to do, or
+where a forward must wait for its memory.
 
-With k chunk activations held, 2((p + 4) // 3) in V-Min and 2((p + 2) // 2) in V-Half, a rank idles at unit cost for
-3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) chunk passes, from about p microbatches on.
+With k chunk activations held, 2((p + 4) // 3) in V-Min and 2((p + 2) // 2) in V-Half, a rank idles
+at unit cost for 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) chunk passes, from about p
+microbatches on.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ _PERIOD = 6  #: of slots: F, f, i, I and their two W
 
 
 class Block(NamedTuple):
-    """Where the passes F, f, i, I of microbatch 0 stand, for each rank; and what a rank may hold, in chunks."""
+    """Where the passes F, f, i, I of microbatch 0 stand, for each rank; and what a rank may hold,
+    in chunks.
+    """
 
     places: Sequence[tuple[int, int, int, int]]
     limit: int
@@ -62,7 +68,9 @@ def v_half(p: int) -> Block:
     ((0, 10, 14, 25), 6)
     """
     slack = (3 - 3 * p) % _PERIOD
-    places = [(2 * r, 3 * p - 2 - r, 3 * p - 1 + slack + 2 * r, 6 * p - 2 + slack - r) for r in range(p)]
+    places = [
+        (2 * r, 3 * p - 2 - r, 3 * p - 1 + slack + 2 * r, 6 * p - 2 + slack - r) for r in range(p)
+    ]
     return Block(places, 2 * ((p + 2) // 2), slack)
 
 
@@ -92,7 +100,9 @@ def _make(name: str, block: Block, microbatches: int, stages: int) -> Schedule:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One of a rank's four passes: its next microbatch, and the slot from which each microbatch can run."""
+    """One of a rank's four passes: its next microbatch, and the slot from which each microbatch can
+    run.
+    """
 
     place: int  #: of the next microbatch in the repeated blocks
     stage: int
@@ -111,14 +121,18 @@ def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
         one, two = rank, stages - 1 - rank
         first = _Pass(places[0], one, "F", forward[one - 1] if rank else at_once, forward[one])
         second = _Pass(places[1], two, "F", forward[two - 1], forward[two])
-        second_back = _Pass(places[2], two, "I", backward[two + 1] if rank else forward[two], backward[two])
+        second_back = _Pass(
+            places[2], two, "I", backward[two + 1] if rank else forward[two], backward[two]
+        )
         first_back = _Pass(places[3], one, "I", backward[one + 1], backward[one])
         ranks.append([first, second, second_back, first_back])
     return ranks
 
 
 def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
-    """What a rank runs in each slot: the pass whose turn it is, an early one, the oldest W, or nothing."""
+    """What a rank runs in each slot: the pass whose turn it is, an early one, the oldest W, or
+    nothing.
+    """
     first, _, second_back, first_back = passes
     early = (first_back, second_back, first) if block.slack else (first_back, second_back)
     left, waiting = list(passes), deque[Action]()
@@ -128,7 +142,14 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
         chosen: _Pass | None = turn
         if turn.can[turn.microbatch] > slot:
             ready = (one for one in early if one in left and one.can[one.microbatch] <= slot)
-            chosen = next((one for one in ready if one.op != "F" or _fits(one, left, held, live, block.limit)), None)
+            chosen = next(
+                (
+                    one
+                    for one in ready
+                    if one.op != "F" or _fits(one, left, held, live, block.limit)
+                ),
+                None,
+            )
         elif turn.op == "F" and held == block.limit:
             chosen = None
         if chosen is None:
@@ -155,9 +176,14 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
 
 
 def _fits(forward: _Pass, passes: list[_Pass], held: int, live: int, limit: int) -> bool:
-    """Whether this forward can come now and leave enough memory for every pass between now and its turn."""
+    """Whether this forward can come now and leave enough memory for every pass between now and its
+    turn.
+    """
     between = sorted(
-        (place, one.op) for one in passes if one is not forward for place in range(one.place, forward.place, _PERIOD)
+        (place, one.op)
+        for one in passes
+        if one is not forward
+        for place in range(one.place, forward.place, _PERIOD)
     )
     steps = (1 if op == "F" else -1 for _, op in between)
     return held < limit and max(accumulate(steps, initial=live + 1)) <= limit

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines: orders of a V with the least idle time that its memory allows.
 
-The frontier of time and memory is that of Qi et al., "Pipeline Parallelism with Controllable Memory", 2024
-(arXiv:2405.15362). At unit cost a pass that goes down the ranks without a wait is a line: it runs on rank r at slot
-2x + r. One that goes up runs at slot 2x + 2p - 1 - r. Lines whose x differ never share a slot, and neither do a line
-down and a line up. So the schedule is two words, of the lines down and of those up, where x counts letters: on the last
-rank, which runs a letter down and one up in turn. 4 ranks that hold 4 chunks, small letters for their second chunk:
+The frontier of time and memory is that of Qi et al., "Pipeline Parallelism with Controllable
+Memory", 2024 (arXiv:2405.15362). At unit cost a pass that goes down the ranks without a wait is a
+line: it runs on rank r at slot 2x + r. One that goes up runs at slot 2x + 2p - 1 - r. Lines whose x
+    differ never share a slot, and neither do a line
+down and a line up. So the schedule is two words, of the lines down and of those up, where x counts
+letters: on the last rank, which runs a letter down and one up in turn. 4 ranks that hold 4 chunks,
+    small letters for their second chunk:
 
-    down   F F . . i W F i W F ...      rank 0   F . F . . . . f i f w . F . i I w W F f i I w W F f i I ...
-    up     f f . . I W f I W f ...      rank 3   . . . F f F f . . . . i I w W F f i I w W F f i I w W F f ...
+    down   F F . . i W F i W F ...      rank 0   F . F . . . . f i f w . F . i I w W F f i I w W F f
+    i I ... up     f f . . I W f I W f ...      rank 3   . . . F f F f . . . . i I w W F f i I w W F
+    f i I w W F f ...
 
-The backward of a microbatch comes p letters after its forward, or later. A rank's memory holds as many chunks as the
-letters F less the letters W that have passed it. So the words begin with F as often as the memory allows, half of it
-each, and wait until the first backward can come, after p letters. Then I, W and F take turns, so that no memory is
-empty, until the last forward; the last backward comes p letters later. An odd chunk belongs to the word down, and the
-last forward of the word up then runs without waiting for a W: every rank runs one W between two letters, and all that
+The backward of a microbatch comes p letters after its forward, or later. A rank's memory holds as
+many chunks as the letters F less the letters W that have passed it. So the words begin with F as
+often as the memory allows, half of it each, and wait until the first backward can come, after p
+letters. Then I, W and F take turns, so that no memory is empty, until the last forward; the last
+backward comes p letters later. An odd chunk belongs to the word down, and the last forward of the
+word up then runs without waiting for a W: every rank runs one W between two letters, and all that
 follows is a slot later.
 
-That leaves the last rank no wait that its memory does not force on it. The first ranks have slots without a letter, so
-they run F and i before their lines, from rank 0 on: an F only if all that comes until its line still fits in memory. To
-save memory they run f later, as long as i needs it no earlier. ``v_memory`` has a drawing.
+That leaves the last rank no wait that its memory does not force on it. The first ranks have slots
+without a letter, so they run F and i before their lines, from rank 0 on: an F only if all that
+comes until its line still fits in memory. To save memory they run f later, as long as i needs it no
+earlier. ``v_memory`` has a drawing.
 
-A rank idles for 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) slots with k chunks, from 2p microbatches on.
+A rank idles for 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) slots with k chunks, from 2p
+microbatches on.
 """
 
 from __future__ import annotations
@@ -29,12 +35,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: What a rank runs: F of its first chunk, f of its second, i, I, and a W; or what does not fit in memory.
+#: What a rank runs: F of its first chunk, f of its second, i, I, and a W; or what does not fit in
+#: memory.
 _FIRST, _SECOND, _SECOND_BACK, _FIRST_BACK, _W, _BLOCKED = range(6)
 
 
 class _Slots(NamedTuple):
-    """When F, f, i and I of each microbatch run on a rank; or which letters they are in their words."""
+    """When F, f, i and I of each microbatch run on a rank; or which letters they are in their
+    words.
+    """
 
     first: list[int]
     second: list[int]
@@ -43,8 +52,8 @@ class _Slots(NamedTuple):
 
 
 def line_orders(ranks: int, microbatches: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """By rank, the order of (pass, microbatch) within a memory of so many chunks, at least those of V-Min; pass s is
-    the F of stage s, and pass ``2 * ranks + s`` is its I.
+    """By rank, the order of (pass, microbatch) within a memory of so many chunks, at least those of
+    V-Min; pass s is the F of stage s, and pass ``2 * ranks + s`` is its I.
 
     >>> line_orders(2, 2, 4)[1]
     [(1, 0), (2, 0), (1, 1), (2, 1), (6, 0), (5, 0), (6, 1), (5, 1)]
@@ -54,7 +63,9 @@ def line_orders(ranks: int, microbatches: int, chunks: int) -> list[list[tuple[i
     orders, stages, before = [], 2 * ranks, None
     for down in range(ranks):
         up = stages - 1 - down
-        before = _Rank(_lines(words, down, up, last if chunks % 2 else None), chunks, before).run(down)
+        before = _Rank(_lines(words, down, up, last if chunks % 2 else None), chunks, before).run(
+            down
+        )
         passes = zip((down, up, stages + up, stages + down), before, strict=True)
         row = [(slot, one, k) for one, slots in passes for k, slot in enumerate(slots)]
         orders.append([(one, k) for _, one, k in sorted(row)])
@@ -81,9 +92,15 @@ def _words(ranks: int, microbatches: int, chunks: int) -> tuple[_Slots, int]:
 def _lines(words: _Slots, down: int, up: int, last: int | None) -> _Slots:
     """The slots of these letters on a rank; a slot later after the letter down that is ``last``."""
     end = 2 * last + down if last is not None else None
-    when = lambda letters, at: [slot + (end is not None and slot > end) for slot in (2 * x + at for x in letters)]
+
+    def when(letters, at):
+        return [slot + (end is not None and slot > end) for slot in (2 * x + at for x in letters)]
+
     return _Slots(
-        when(words.first, down), when(words.second, up), when(words.second_back, down), when(words.first_back, up)
+        when(words.first, down),
+        when(words.second, up),
+        when(words.second_back, down),
+        when(words.first_back, up),
     )
 
 
@@ -111,7 +128,9 @@ class _Rank:
     def __init__(self, lines: _Slots, limit: int, before: _Slots | None):
         self.lines, self.limit, self.before = lines, limit, before
         self.turns = {
-            slot: (what, k) for what in (_FIRST, _SECOND_BACK, _FIRST_BACK) for k, slot in enumerate(lines[what])
+            slot: (what, k)
+            for what in (_FIRST, _SECOND_BACK, _FIRST_BACK)
+            for k, slot in enumerate(lines[what])
         }
 
     def run(self, slot: int) -> _Slots:
@@ -128,7 +147,9 @@ class _Rank:
         return slots
 
     def _turn(self, slot: int, state: _State) -> int | None:
-        """What runs in a slot: the line, an f whose line has passed, a W, or an i before its line."""
+        """What runs in a slot: the line, an f whose line has passed, a W, or an i before its
+        line.
+        """
         what, k = self.turns.get(slot, (_W, -1))
         if k >= 0 and k >= state.counts[what]:
             return _BLOCKED if what == _FIRST and state.held >= self.limit else what
@@ -139,14 +160,18 @@ class _Rank:
         return _SECOND_BACK if self._arrived(_SECOND_BACK, slot, state) else None
 
     def _arrived(self, what: int, slot: int, state: _State) -> bool:
-        """Whether there is a next F or i that the rank before has run; rank 0 may run any F, and i after its f."""
+        """Whether there is a next F or i that the rank before has run; rank 0 may run any F, and i
+        after its f.
+        """
         k = state.counts[what]
         if k == len(self.lines.first) or (what == _SECOND_BACK and k >= state.counts[_SECOND]):
             return False
         return self.before is None or self.before[what][k] < slot
 
     def _fits(self, slot: int, state: _State) -> bool:
-        """Whether all until the line of the next F fits in memory and comes in time, if that F runs now."""
+        """Whether all until the line of the next F fits in memory and comes in time, if that F runs
+        now.
+        """
         if state.held >= self.limit:
             return False
         stop, state = self.lines.first[state.counts[_FIRST]], state.after(_FIRST)
@@ -157,7 +182,9 @@ class _Rank:
         return not self._late(stop + 1, state)
 
     def _late(self, slot: int, state: _State) -> bool:
-        """Whether an f should have run before this slot: on the rank before it, or i on rank 0, needs it."""
+        """Whether an f should have run before this slot: on the rank before it, or i on rank 0,
+        needs it.
+        """
         needs = self.lines.second_back if self.before is None else self.before.second
         return self._next(needs, state.counts[_SECOND]) <= slot
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V: the V of ZBV with any memory between that of V-Min and that of ZBV, and the least idle time at unit cost.
+"""V: the V of ZBV with any memory between that of V-Min and that of ZBV, and the least idle time at
+unit cost.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362), has the frontier; ``v_lines`` has
-the orders that reach it. Each pass runs as soon as it can, and a W where there is nothing else to do, or where a
-forward must wait for its memory. 4 ranks that hold 6 of ZBV's 8 chunks (small letters are a rank's second chunk):
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362), has the
+frontier; ``v_lines`` has the orders that reach it. Each pass runs as soon as it can, and a W where
+there is nothing else to do, or where a forward must wait for its memory. 4 ranks that hold 6 of
+ZBV's 8 chunks (small letters are a rank's second chunk):
 
     rank 0   F F F F F . . f i w f i w f i I w F W f i I w F W f i I w F W f
     rank 1   . F F F F . f . f i w f i w I i W w f F I i W w f F I i W w f F
@@ -43,7 +45,9 @@ def make_v(ranks: int, microbatches: int, stages: int, memory: float = 1.0) -> S
     if chunks >= stages:
         made = make_zbv(ranks, microbatches, stages)
         return Schedule(made.rows, made.placement, microbatches, "V")
-    problem = Problem.of(Costs(), Placement.v(ranks).paths[0], ranks, microbatches, (float(chunks),) * ranks)
+    problem = Problem.of(
+        Costs(), Placement.v(ranks).paths[0], ranks, microbatches, (float(chunks),) * ranks
+    )
     filled = fill(problem, line_orders(ranks, microbatches, chunks), lower_bound(problem, Costs()))
     assert filled is not None, "lines fit in the memory"
     return problem.schedule(filled.rows, "V")

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZBV: zero bubble on a V, with the memory of 1F1B.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 6. The model goes down the ranks and
-up again, so rank 0 holds the first chunk (capitals) and the last one (small letters). Three ranks, six microbatches:
+Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 6. The model goes
+down the ranks and up again, so rank 0 holds the first chunk (capitals) and the last one (small
+letters). Three ranks, six microbatches:
 
     rank 0   F F F F F f i w f i w f i w F I W f i w I W f i w I W f i w I W I W I W
     rank 1   F F F f F f i w f i w F I W f i w F I W f i w I W f i w I i I W I W w W
     rank 2   F f F f F f i w F I W f i w F I W f i w F I W f i w I i I i I W w w W W
 
-At unit cost no rank idles between its first action and its last; a rank holds p activations. It is drawn for at
-least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
+At unit cost no rank idles between its first action and its last; a rank holds p activations. It is
+drawn for at least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     drawn = max(2 * ranks - 1, microbatches)
     rows = (
-        deal(_pattern(ranks, rank, drawn), tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True))
+        deal(
+            _pattern(ranks, rank, drawn),
+            tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True),
+        )
         for rank in range(ranks)
     )
-    return Schedule(keep(rows, drawn, range(microbatches)), Placement.v(ranks), microbatches, "ZBVZeroBubble")
+    return Schedule(
+        keep(rows, drawn, range(microbatches)), Placement.v(ranks), microbatches, "ZBVZeroBubble"
+    )
 
 
 def _pattern(p: int, r: int, m: int) -> str:

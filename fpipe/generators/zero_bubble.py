@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero bubble: the backward cut in two, and the half that nothing waits for (W) put where a rank would idle.
+"""Zero bubble: the backward cut in two, and the half that nothing waits for (W) put where a rank
+would idle.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241).
 
-ZB-H1 keeps the memory of 1F1B: p - r forwards first, then I, W, F, I, W, F ..., where rank r lags r Ws behind.
+ZB-H1 keeps the memory of 1F1B: p - r forwards first, then I, W, F, I, W, F ..., where rank r lags r
+Ws behind.
 
     rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 ...
     rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 ...      idle (p - 1)(F + I - W)
     rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 ...
 
-ZB-H2 warms up with 2(p - r) - 1 forwards and lags 2r behind: no idle time on a rank between its own first action and
-its last at unit cost, for 2p - 1 activations.
+ZB-H2 warms up with 2(p - r) - 1 forwards and lags 2r behind: no idle time on a rank between its own
+first action and its last at unit cost, for 2p - 1 activations.
 
-The interleaved form does the same with several chunks on each rank, in the order of Interleaved 1F1B; its warm-up is
-(p - r - 1) + (v - 1) g forwards, as I is half as long as B.
+The interleaved form does the same with several chunks on each rank, in the order of Interleaved
+1F1B; its warm-up is (p - r - 1) + (v - 1) g forwards, as I is half as long as B.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
     """
-    patterns = [zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
+    patterns = [
+        zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)
+    ]
     return one_a_rank("ZBH2", patterns, microbatches, stages)
 
 
 def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
-    """The pattern of a rank that runs I, W, F, I, W, F, ... after its first forwards, ``lag`` Ws behind.
+    """The pattern of a rank that runs I, W, F, I, W, F, ... after its first forwards, ``lag`` Ws
+    behind.
 
     >>> zero_bubble(3, warm_up=2, lag=1)
     'FFIFIWIWW'
@@ -63,5 +68,8 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
-    pattern = lambda rank, total, ahead: zero_bubble(total, ranks - rank + ahead, lag=rank)
+
+    def pattern(rank, total, ahead):
+        return zero_bubble(total, ranks - rank + ahead, lag=rank)
+
     return by_groups("InterleavedZeroBubble", pattern, ranks, microbatches, stages)

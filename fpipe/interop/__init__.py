@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other people's models, trainers and configurations; no other package knows them.
 
-This package does not import transformers or torchtitan: it reads attributes of the objects that it is passed.
-``pipelining`` loads torch's package of that name when it is first used.
+This package does not import transformers or torchtitan: it reads attributes of the objects that it
+is passed. ``pipelining`` loads torch's package of that name when it is first used.
 """
 
 from importlib import import_module as _import_module
@@ -16,7 +16,16 @@ from .modules import from_module, to_module
 if TYPE_CHECKING:
     from . import pipelining as pipelining
 
-__all__ = ["Bound", "bind", "filled", "from_module", "huggingface", "pipelining", "to_module", "torchtitan"]
+__all__ = [
+    "Bound",
+    "bind",
+    "filled",
+    "from_module",
+    "huggingface",
+    "pipelining",
+    "to_module",
+    "torchtitan",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a model of the transformers package as a stage function, by what its families share: a list of layers.
+"""A part of a model of the transformers package as a stage function, by what its families share: a
+list of layers.
 
-Between its layers each family has code of its own (scales, position embeddings, masks, soft caps). A stage therefore
-runs the model's forward, in which the units of other stages return the values that the stage received, or blanks of
-their shape where no unit of this stage or a later one depends on them. This module must not know any family.
+Between its layers each family has code of its own (scales, position embeddings, masks, soft caps).
+A stage therefore runs the model's forward, in which the units of other stages return the values
+that the stage received, or blanks of their shape where no unit of this stage or a later one depends
+on them. This module must not know any family.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from ._router import Router, Totals
 from ._structure import Structure, is_rotary, outside
 
 #: Arguments of forward that are side inputs of all stages.
-SIDES = ("attention_mask", "position_ids", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+SIDES = (
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+)
 
 
 def takes(model: nn.Module, name: str) -> bool:
@@ -48,7 +56,11 @@ def sides_of(model: nn.Module) -> tuple[str, ...]:
 
 def keywords_of(model: nn.Module) -> dict[str, Any]:
     """Arguments that every call of the model gets."""
-    return {name: value for name, value in {"use_cache": False, "return_dict": True}.items() if takes(model, name)}
+    return {
+        name: value
+        for name, value in {"use_cache": False, "return_dict": True}.items()
+        if takes(model, name)
+    }
 
 
 def result_of(out: Any) -> torch.Tensor:
@@ -62,9 +74,7 @@ def result_of(out: Any) -> torch.Tensor:
     return found
 
 
-# ---- one call of a stage ---------------------------------------------------------------------------------------------
-
-
+# ---- one call of a stage ----
 class _Done(BaseException):
     """The calls of a stage have run: leaves the model's forward."""
 
@@ -72,7 +82,9 @@ class _Done(BaseException):
 class _Run:
     """One call of a stage: the values that it has, and the side inputs."""
 
-    def __init__(self, part: DecoderPart, values: dict[Value, torch.Tensor], side: Mapping[str, Any]):
+    def __init__(
+        self, part: DecoderPart, values: dict[Value, torch.Tensor], side: Mapping[str, Any]
+    ):
         self.part, self.values, self.side = part, values, side
         self.numbers = count()
         self.router_logits: list[torch.Tensor] = []
@@ -111,7 +123,8 @@ def _visit(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
     visits = stage.flow.visits
     if number >= len(visits) or visits[number].unit != name:
         raise StageError(
-            f"{stage.name} runs {name!r} where the model did not when it was cut; which modules run must not depend on "
+            f"{stage.name} runs {name!r} where the model did not when it was cut; which modules "
+            "run must not depend on "
             "the inputs"
         )
     visit = visits[number]
@@ -140,7 +153,9 @@ def _alone(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _rotary(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module for rotary embeddings: returns those passed as a side input, if any."""
+    """The forward of a module for rotary embeddings: returns those passed as a side input, if
+    any.
+    """
     run = _RUN.get()
     embeddings = None if run is None else run.side.get("position_embeddings")
     if embeddings is None:
@@ -150,18 +165,20 @@ def _rotary(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_router_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a decoder that keeps its routers' logits, whatever the model around it asks for."""
+    """The forward of a decoder that keeps its routers' logits, whatever the model around it asks
+    for.
+    """
     out, run = forward(*args, **kwargs | {"output_router_logits": True}), _RUN.get()
     if run is not None:
         run.router_logits[:] = out.router_logits or ()
     return out
 
 
-# ---- the module of a stage -------------------------------------------------------------------------------------------
-
-
+# ---- the module of a stage ----
 class _Zero:
-    """In place of a probability of 0 to drop a layer: the comparison of a random number with it is known."""
+    """In place of a probability of 0 to drop a layer: the comparison of a random number with it is
+    known.
+    """
 
     def __gt__(self, other: object) -> bool:
         return False
@@ -178,11 +195,17 @@ def with_configs(model: nn.Module, copy: nn.Module, configs: Mapping[int, Any]) 
 
 
 def part_module(
-    model: nn.Module, structure: Structure, flow: Flow, part: Part, configs: Mapping[int, Any], as_blocks: bool
+    model: nn.Module,
+    structure: Structure,
+    flow: Flow,
+    part: Part,
+    configs: Mapping[int, Any],
+    as_blocks: bool,
 ) -> nn.Module:
     """A clone of the model whose units know that they run in a stage.
 
-    ``configs`` are those that replace others, by their identity; ``as_blocks``: equal layers are traced once.
+    ``configs`` are those that replace others, by their identity; ``as_blocks``: equal layers are
+    traced once.
     """
     copy = with_configs(model, clone(model), configs)
     mine = {flow.visits[number].unit for number in range(part.first, part.stop)}
@@ -207,7 +230,9 @@ def part_module(
 
 
 def _fill(rotary: nn.Module) -> None:
-    """Compute the buffers of a module for rotary embeddings on the device "meta", which no checkpoint holds."""
+    """Compute the buffers of a module for rotary embeddings on the device "meta", which no
+    checkpoint holds.
+    """
     if any(buffer.is_meta for buffer in rotary.buffers()) and hasattr(rotary, "config"):
         with torch.device("cpu"):
             filled = dict(type(rotary)(config=rotary.config).named_buffers())
@@ -217,7 +242,9 @@ def _fill(rotary: nn.Module) -> None:
 
 
 def _strip(copy: nn.Module, unused: Collection[nn.Module]) -> None:
-    """Remove the buffers and hooks of units that other stages run; their parameters have no data."""
+    """Remove the buffers and hooks of units that other stages run; their parameters have no
+    data.
+    """
     inside = {child for unit in unused for child in unit.modules()}
     for child in inside - {child for _, child in outside(copy, unused)}:
         without_buffers(child)
@@ -226,54 +253,83 @@ def _strip(copy: nn.Module, unused: Collection[nn.Module]) -> None:
 def _is_checkpointed(model: nn.Module, unit: str) -> bool:
     """Whether a layer, or what contains it, checkpoints."""
     names = [unit.rsplit(".", up)[0] for up in range(unit.count(".") + 1)]
-    return any(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in names)
+    return any(
+        getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in names
+    )
 
 
 def _checkpointed(layer: nn.Module) -> Callable[..., Any]:
-    """The forward of a layer that is computed again in the backward, then with the parameters of this call."""
+    """The forward of a layer that is computed again in the backward, then with the parameters of
+    this call.
+    """
     plain = object.__new__(type(layer))
     plain.__dict__.update(layer.__dict__)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors = dict(layer.named_parameters(remove_duplicate=False))
         tensors |= dict(layer.named_buffers(remove_duplicate=False))
-        run = lambda *args, **kwargs: functional_call(plain, tensors, args, kwargs, tie_weights=False)
+
+        def run(*args, **kwargs):
+            return functional_call(plain, tensors, args, kwargs, tie_weights=False)
+
         return remat(run)(*args, **kwargs)
 
     return forward
 
 
 def names_of(module: nn.Module, structure: Structure, flow: Flow, part: Part) -> list[str]:
-    """The names of the parameters that a stage uses, in a clone for it, and of the buffers that have no values."""
-    mine = {module.get_submodule(flow.visits[number].unit) for number in range(part.first, part.stop)}
+    """The names of the parameters that a stage uses, in a clone for it, and of the buffers that
+    have no values.
+    """
+    mine = {
+        module.get_submodule(flow.visits[number].unit) for number in range(part.first, part.stop)
+    }
     units = {module.get_submodule(name) for name in structure.units.values()}
     names: list[str] = []
     for prefix, child in module.named_modules(remove_duplicate=False):
         if child in mine:
-            names += [f"{prefix}.{name}" for name, _ in child.named_parameters(remove_duplicate=False)]
-            names += [f"{prefix}.{name}" for name, buffer in child.named_buffers() if buffer.is_meta]
+            names += [
+                f"{prefix}.{name}" for name, _ in child.named_parameters(remove_duplicate=False)
+            ]
+            names += [
+                f"{prefix}.{name}" for name, buffer in child.named_buffers() if buffer.is_meta
+            ]
     everything = dict(module.named_parameters(remove_duplicate=False))
     shared = {id(everything[name]) for name in part.parameters}
     names += [name for name, parameter in everything.items() if id(parameter) in shared]
     for prefix, child in outside(module, units):
-        names += [f"{prefix}{name}" for name, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
+        names += [
+            f"{prefix}{name}"
+            for name, buffer in child.named_buffers(recurse=False)
+            if buffer.is_meta
+        ]
     return list(dict.fromkeys(names))
 
 
-# ---- a stage ---------------------------------------------------------------------------------------------------------
-
-
+# ---- a stage ----
 class DecoderPart(Pure):
-    """Some layers of a model as a stage function; the first also embeds, the last also computes logits.
+    """Some layers of a model as a stage function; the first also embeds, the last also computes
+    logits.
 
-    ``inputs`` are the names of the arguments of forward that the first stage gets; ``owner`` is the name of the module
-    that collects the routers' logits.
+    ``inputs`` are the names of the arguments of forward that the first stage gets; ``owner`` is the
+    name of the module that collects the routers' logits.
     """
 
     def __init__(
-        self, module: nn.Module, claim: Claim, *, structure: Structure, flow: Flow, part: Part, inputs: Sequence[str],
-        sides: Sequence[str], always: Sequence[str], router: Router | None, owner: str, name: str,
-    ):  # fmt: skip
+        self,
+        module: nn.Module,
+        claim: Claim,
+        *,
+        structure: Structure,
+        flow: Flow,
+        part: Part,
+        inputs: Sequence[str],
+        sides: Sequence[str],
+        always: Sequence[str],
+        router: Router | None,
+        owner: str,
+        name: str,
+    ):
         self.flow, self.part, self.inputs, self.router = flow, part, tuple(inputs), router
         self.first, self.last = part.first == 0, part.stop == len(flow.visits)
         self.gives = frozenset(part.gives)
@@ -283,11 +339,15 @@ class DecoderPart(Pure):
         self.blanks: dict[Value, Any] = {}
         if not self.first or router is not None:
             known = [*part.takes] or [Value(-1, leaf) for leaf in range(len(inputs))]
-            leaves = [leaf for visit in flow.visits for leaf in visit.leaves if isinstance(leaf, Value)]
+            leaves = [
+                leaf for visit in flow.visits for leaf in visit.leaves if isinstance(leaf, Value)
+            ]
             for value in [*(Value(-1, leaf) for leaf in range(len(inputs))), *leaves]:
                 self.blanks[value] = blank_sizes(flow, value, known, always)
         read = flow.parameters - set(self.aliases)
-        self.unused = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in read}
+        self.unused = {
+            name: p for name, p in module.named_parameters(remove_duplicate=False) if name in read
+        }
         if router is not None:
             inner = module.get_submodule(owner)
             inner.forward = partial(_with_router_logits, inner.forward)
@@ -297,15 +357,26 @@ class DecoderPart(Pure):
         values, totals = self._received(x)
         run = _Run(self, values, side)
         keywords = {name: side[name] for name in self.forwarded if side.get(name) is not None}
-        keywords |= {} if self.router is None else {"output_router_logits": False}  # no loss of a few layers alone
+        keywords |= (
+            {} if self.router is None else {"output_router_logits": False}
+        )  # no loss of a few layers alone
         given = {name: run.value(Value(-1, leaf)) for leaf, name in enumerate(self.inputs)}
         device = next(iter(values.values())).device
-        for name, like in self.unused.items():  # what code between units of other stages computes with them is not used
-            tensors[name] = torch.full((), float("nan"), dtype=like.dtype, device=device).expand(like.shape)
+        for (
+            name,
+            like,
+        ) in (
+            self.unused.items()
+        ):  # what code between units of other stages computes with them is not used
+            tensors[name] = torch.full((), float("nan"), dtype=like.dtype, device=device).expand(
+                like.shape
+            )
         token, y = _RUN.set(run), None
         try:
             y = result_of(
-                functional_call(self.module, tensors, (), given | keywords | self.keywords, tie_weights=False)
+                functional_call(
+                    self.module, tensors, (), given | keywords | self.keywords, tie_weights=False
+                )
             )
         except _Done:
             pass
@@ -325,7 +396,9 @@ class DecoderPart(Pure):
         if self.first:
             given: Mapping[str, Any] = x if isinstance(x, Mapping) else {self.inputs[0]: x}
             if set(given) != set(self.inputs):
-                raise StageError(f"{self.name} takes {', '.join(self.inputs)}, and gets {', '.join(given)}")
+                raise StageError(
+                    f"{self.name} takes {', '.join(self.inputs)}, and gets {', '.join(given)}"
+                )
             return {Value(-1, leaf): given[name] for leaf, name in enumerate(self.inputs)}, None
         leaves = x if isinstance(x, tuple) else (x,)
         count = len(self.part.takes)

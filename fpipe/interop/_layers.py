@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equal layers of a model as blocks, which are traced once (``fpipe.block``).
 
-Two layers are equal if they are of one class and all that they hold beside tensors is equal, down to their submodules.
-A layer's number is left out as long as its forward does not use it. This module must not know models or stages.
+Two layers are equal if they are of one class and all that they hold beside tensors is equal, down
+to their submodules. A layer's number is left out as long as its forward does not use it. This
+module must not know models or stages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 def as_blocks(module: nn.Module) -> nn.Module:
-    """The module, with the items of its lists of modules as blocks; of a list inside another item, that item."""
+    """The module, with the items of its lists of modules as blocks; of a list inside another item,
+    that item.
+    """
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             for layer in child.children():
@@ -54,7 +57,8 @@ class Layer:
         tensors = dict(self.layer.named_parameters(remove_duplicate=False))
         tensors |= dict(self.layer.named_buffers(remove_duplicate=False))
         result = shared.block(tensors, args, kwargs)
-        # Its first call finds out whether it uses its number, and then the result is that of another layer.
+        # Its first call finds out whether it uses its number, and then the result is that of
+        # another layer.
         return forward(self.layer, *args, **kwargs) if shared.uses else result
 
 
@@ -73,9 +77,12 @@ def _used(name: str) -> Callable[..., Any]:
     return method
 
 
-_METHODS = """__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __bool__ __index__ __int__ __float__ __neg__ __abs__
-__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __mod__ __rmod__ __floordiv__ __rfloordiv__ __truediv__ __rtruediv__
-__pow__ __rpow__ __and__ __rand__ __or__ __ror__ __str__ __repr__ __format__"""
+_METHODS = """
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __bool__ __index__ __int__ __float__ __neg__
+__abs__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __mod__ __rmod__ __floordiv__
+__rfloordiv__ __truediv__ __rtruediv__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __str__
+__repr__ __format__
+"""
 for _name in _METHODS.split():
     setattr(_Number, _name, _used(_name))
 
@@ -93,11 +100,15 @@ class _Shared:
                     vars(child)[name] = _Number(value, self)
         self.block = Block(self._run)
 
-    def _run(self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         given = dict(tensors)
         result = functional_call(self.layer, given, args, dict(kwargs), tie_weights=False)
         if any(given[name] is not value for name, value in tensors.items()):
-            raise RuntimeError("a layer replaces one of its tensors")  # so that it runs without a block
+            raise RuntimeError(
+                "a layer replaces one of its tensors"
+            )  # so that it runs without a block
         return result
 
 
@@ -110,7 +121,9 @@ _OF_LAYER: WeakKeyDictionary[nn.Module, _Shared] = WeakKeyDictionary()
 
 def _shared(layer: nn.Module) -> _Shared | None:
     """What a layer shares with its equals; ``None`` where it must run by itself."""
-    if any(held for child in layer.modules() for name, held in vars(child).items() if "hooks" in name):
+    if any(
+        held for child in layer.modules() for name, held in vars(child).items() if "hooks" in name
+    ):
         return None
     key = _key(layer)
     shared = _SHARED.get(key) or _Shared(layer)
@@ -120,11 +133,26 @@ def _shared(layer: nn.Module) -> _Shared | None:
 
 def _key(module: nn.Module) -> Hashable:
     """Equal for equal modules: all that they hold but their tensors."""
-    held = ((name, value) for name, value in vars(module).items() if name not in ("forward", *REGISTERED))
-    tokens = frozenset((name, "number" if name in _NUMBERS else _token(value)) for name, value in held)
-    parameters = tuple((name, parameter.requires_grad) for name, parameter in module.named_parameters(recurse=False))
+    held = (
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in ("forward", *REGISTERED)
+    )
+    tokens = frozenset(
+        (name, "number" if name in _NUMBERS else _token(value)) for name, value in held
+    )
+    parameters = tuple(
+        (name, parameter.requires_grad)
+        for name, parameter in module.named_parameters(recurse=False)
+    )
     buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
-    return type(module), tokens, parameters, buffers, tuple((n, _key(child)) for n, child in module.named_children())
+    return (
+        type(module),
+        tokens,
+        parameters,
+        buffers,
+        tuple((n, _key(child)) for n, child in module.named_children()),
+    )
 
 
 def _token(value: object) -> Hashable:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts the forward of a module into pieces: one small ``torch.fx`` graph for every stage.
 
-The nodes of a graph are submodules and what happens between them. A submodule without a cut inside is one node,
-whatever it computes. Values that a later piece needs are passed from piece to piece, so residuals and skips across a
-cut need no special case. This module must not know parameters or stages.
+The nodes of a graph are submodules and what happens between them. A submodule without a cut inside
+is one node, whatever it computes. Values that a later piece needs are passed from piece to piece,
+so residuals and skips across a cut need no special case. This module must not know parameters or
+stages.
 """
 
 from __future__ import annotations
@@ -31,16 +32,35 @@ from torch.fx.proxy import TraceError
 from .. import tree
 from ..errors import StageError
 
-#: Functions that make a tensor out of sizes: by itself fx does not record a call of them with proxies.
-_FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
-_TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
+#: Functions that make a tensor out of sizes: by itself fx does not record a call of them with
+#: proxies.
+_FACTORIES = (
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.zeros,
+)
+_TRACE_ERRORS = (
+    TraceError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    KeyError,
+    IndexError,
+)
 _STRAIGHT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
 #: Parts of the names of random functions, which must not run twice.
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
 
 
 class Piece(NamedTuple):
-    """A graph from one cut to the next: its placeholders are ``x`` and then the side inputs in ``sides``."""
+    """A graph from one cut to the next: its placeholders are ``x`` and then the side inputs in
+    ``sides``.
+    """
 
     graph: fx.Graph
     sides: tuple[str, ...]
@@ -60,8 +80,14 @@ def pieces(module: nn.Module, cuts: Sequence[str], side: Sequence[str] = ()) -> 
 
 
 def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
-    if isinstance(cuts, str) or not isinstance(cuts, Iterable) or not all(isinstance(cut, str) for cut in cuts):
-        raise StageError(f"cuts={cuts!r}; give a list of submodule names, such as ['layers.2', 'layers.4']")
+    if (
+        isinstance(cuts, str)
+        or not isinstance(cuts, Iterable)
+        or not all(isinstance(cut, str) for cut in cuts)
+    ):
+        raise StageError(
+            f"cuts={cuts!r}; give a list of submodule names, such as ['layers.2', 'layers.4']"
+        )
     known = dict(module.named_modules(remove_duplicate=False))
     for cut in cuts:
         if not cut or cut not in known:
@@ -82,13 +108,23 @@ class _Forward(NamedTuple):
     nodes: list[fx.Node]
     output: fx.Node
     piece_of: dict[fx.Node, int]
-    repeated: set[fx.Node]  # depend on side inputs and the module's tensors alone: recomputed where they are needed
+    repeated: set[
+        fx.Node
+    ]  # depend on side inputs and the module's tensors alone: recomputed where they are needed
 
     def crossing(self, index: int) -> list[fx.Node]:
-        """The values computed before piece ``index`` and used in it or later, in the order of computation."""
-        later = {node for node in (*self.nodes, self.output) if self.piece_of[node] >= index} - self.repeated
+        """The values computed before piece ``index`` and used in it or later, in the order of
+        computation.
+        """
+        later = {
+            node for node in (*self.nodes, self.output) if self.piece_of[node] >= index
+        } - self.repeated
         before = (node for node in (self.x, *self.nodes) if self.piece_of[node] < index)
-        return [node for node in before if node not in self.repeated and not later.isdisjoint(node.users)]
+        return [
+            node
+            for node in before
+            if node not in self.repeated and not later.isdisjoint(node.users)
+        ]
 
 
 def _forward(graph: fx.Graph, cuts: Sequence[str]) -> _Forward:
@@ -110,27 +146,39 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
     calls = [f"{node.target}." if node.op == "call_module" else "" for node in nodes]
     positions: list[int] = []
     for cut in cuts:
-        position = next((index for index, name in enumerate(calls) if name.startswith(f"{cut}.")), None)
+        position = next(
+            (index for index, name in enumerate(calls) if name.startswith(f"{cut}.")), None
+        )
         if position is None:
-            raise StageError(f"cuts names {cut!r}, but forward never calls it; name a submodule that runs")
+            raise StageError(
+                f"cuts names {cut!r}, but forward never calls it; name a submodule that runs"
+            )
         positions.append(position)
     for (before, first), (after, second) in pairwise(zip(cuts, positions, strict=True)):
         if second <= first:
             raise StageError(
-                f"cuts has {after!r} after {before!r}, but forward runs it first; give cuts in forward's order"
+                f"cuts has {after!r} after {before!r}, but forward runs it first; give cuts in "
+                "forward's order"
             )
-    if positions and not any(node.op in ("call_module", "get_attr") for node in nodes[: positions[0]]):
+    if positions and not any(
+        node.op in ("call_module", "get_attr") for node in nodes[: positions[0]]
+    ):
         raise StageError(
-            f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be empty; leave it out"
+            f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be "
+            "empty; leave it out"
         )
     return positions
 
 
 def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
-    """Whether a value depends on side inputs and the module's tensors alone, and costs nothing to compute again."""
+    """Whether a value depends on side inputs and the module's tensors alone, and costs nothing to
+    compute again.
+    """
     if node.op == "get_attr":
         return True
-    if node.op not in ("call_function", "call_method") or any(n not in repeated for n in node.all_input_nodes):
+    if node.op not in ("call_function", "call_method") or any(
+        n not in repeated for n in node.all_input_nodes
+    ):
         return False
     name = str(getattr(node.target, "__name__", node.target))
     return not name.endswith("_") and not any(word in name for word in _RANDOM)
@@ -144,7 +192,9 @@ def _piece(forward: _Forward, index: int) -> Piece:
     outputs = list(forward.output.all_input_nodes) if last else forward.crossing(index + 1)
     nodes = [n for n in forward.nodes if forward.piece_of[n] == index and n not in forward.repeated]
     x = graph.placeholder(str(forward.x.target) if index == 0 else "x")
-    copied |= {side: graph.placeholder(str(side.target), default_value=None) for side in forward.sides}
+    copied |= {
+        side: graph.placeholder(str(side.target), default_value=None) for side in forward.sides
+    }
     if len(inputs) == 1:
         copied[inputs[0]] = x
     else:
@@ -170,30 +220,36 @@ def _piece(forward: _Forward, index: int) -> Piece:
     return Piece(graph, tuple(str(side.target) for side in sides), tuple(names))
 
 
-# ---- the forward as a graph ------------------------------------------------------------------------------------------
-
-
+# ---- the forward as a graph ----
 def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) -> fx.Graph:
-    """Record a forward; its placeholders are the first argument and those that ``side`` names or have no default."""
+    """Record a forward; its placeholders are the first argument and those that ``side`` names or
+    have no default.
+    """
     arguments = inspect.signature(module.forward).parameters.values()
     inputs = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = set(side) - {p.name for p in inputs[1:]}
     if unknown or not inputs:
         raise StageError(
-            f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond its first one; "
+            f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
+            "its first one; "
             f"it has {', '.join(p.name for p in inputs[1:]) or 'none'}"
         )
-    fixed = {p.name: p.default for p in inputs[1:] if p.default is not p.empty and p.name not in side}
+    fixed = {
+        p.name: p.default for p in inputs[1:] if p.default is not p.empty and p.name not in side
+    }
     try:
         graph = _Tracer(cuts).trace(module, concrete_args=fixed)
     except _TRACE_ERRORS as error:
         raise StageError(
-            f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: {_reason(error)}. "
+            f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: "
+            f"{_reason(error)}. "
             "Keep what depends on values inside submodules, or write the stages as functions "
             "(fpipe.interop.huggingface.stages cuts causal models of the transformers package)"
         ) from error
     for node in graph.nodes:
-        if node.target in _FACTORIES:  # a graph's code finds functions of torch without torch.fx.wrap
+        if (
+            node.target in _FACTORIES
+        ):  # a graph's code finds functions of torch without torch.fx.wrap
             node.meta.pop("is_wrapped", None)
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         if str(node.target).lstrip("*") in fixed or str(node.target).startswith("*"):
@@ -202,23 +258,39 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
 
 
 def _reason(error: Exception) -> str:
-    """Why a forward cannot be recorded, by the line of it that fails on values that are not known."""
+    """Why a forward cannot be recorded, by the line of it that fails on values that are not
+    known.
+    """
     # After a use of torch.compile, a frame of the compiler surrounds torch.fx.
     files = [(f, Path(f.filename).as_posix()) for f in traceback.extract_tb(error.__traceback__)]
-    frames = [f for f, name in files if f.filename != __file__ and not re.search("/torch/(fx|_dynamo)/", name)]
+    frames = [
+        f
+        for f, name in files
+        if f.filename != __file__ and not re.search("/torch/(fx|_dynamo)/", name)
+    ]
     if not frames:  # torch.fx failed to call it at all
         return "a decorator hides its arguments, or it takes them as *args"
     last = next(
-        (f for f in reversed(frames) if not re.search("/torch/(nn/modules|functional)", f.filename)), frames[-1]
+        (
+            f
+            for f in reversed(frames)
+            if not re.search("/torch/(nn/modules|functional)", f.filename)
+        ),
+        frames[-1],
     )
     line = last.line or ""
-    at = f"{last.filename}:{last.lineno} ({line}{' ...)' if line.count('(') > line.count(')') else ''})"
+    at = (
+        f"{last.filename}:{last.lineno} "
+        f"({line}{' ...)' if line.count('(') > line.count(')') else ''})"
+    )
     if isinstance(error, TraceError):
         return f"a value decides what it computes, at {at}"
     if isinstance(error, AttributeError) and "Proxy" not in str(error):
         return (
-            f"{error}, at {at}: what the forward of a submodule stores on it has no value when stages are cut; let the "
-            "submodule return it (a loss of a stage is fpipe.Stage(fn, aux_loss=True), see 'MoE and overlap')"
+            f"{error}, at {at}: what the forward of a submodule stores on it has no value when "
+            "stages are cut; let the "
+            "submodule return it (a loss of a stage is fpipe.Stage(fn, aux_loss=True), see 'MoE "
+            "and overlap')"
         )
     return f"it needs a value that is known only when it runs, at {at}"
 
@@ -237,8 +309,12 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, cuts: Sequence[str]):
         super().__init__(autowrap_functions=_FACTORIES)
-        self._autowrap_search.append(torch)  # where fx looks for them, beside the globals of the forward
-        self.traced = {cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)}
+        self._autowrap_search.append(
+            torch
+        )  # where fx looks for them, beside the globals of the forward
+        self.traced = {
+            cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)
+        }
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.traced
@@ -253,7 +329,9 @@ class _Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         frame = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.fx", __name__)):
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(
+            ("torch.fx", __name__)
+        ):
             frame = frame.f_back
         value = None if frame is None else _passing_value(frame)
         return super().to_bool(obj) if value is None else value
@@ -280,29 +358,39 @@ def as_node(cls: type[dict]) -> None:
         optree.register_pytree_node(cls, parts, rebuild, namespace=tree.NAMESPACE)
 
 
-# ---- checks in a forward ---------------------------------------------------------------------------------------------
-
-
+# ---- checks in a forward ----
 def _passing_value(frame: FrameType) -> bool | None:
-    """The value with which the test that a frame evaluates does not raise; None if it decides anything else.
+    """The value with which the test that a frame evaluates does not raise; None if it decides
+    anything else.
 
-    An assertion about sizes, or ``if ...: raise``, is no choice between two computations, so it may be assumed to pass.
+    An assertion about sizes, or ``if ...: raise``, is no choice between two computations, so it may
+    be assumed to pass.
     """
     span = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
-    blocks = (getattr(node, name, None) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))
+    blocks = (
+        getattr(node, name, None)
+        for node in ast.walk(tree)
+        for name in ("body", "orelse", "finalbody")
+    )
     for block in (block for block in blocks if isinstance(block, list)):
         for index, statement in enumerate(block):
             # Python 3.11 reports the span of the statement, later versions that of the test
             conditions = _conditions(statement, block[index + 1 :])
-            values = {value for test, value in conditions if span in (_span(test), _span(statement))}
+            values = {
+                value for test, value in conditions if span in (_span(test), _span(statement))
+            }
             if len(values) == 1:
                 return values.pop()
     return None
 
 
-def _conditions(statement: ast.stmt, following: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
-    """The conditions of a statement that does nothing but raise for some, each with the value that does not raise."""
+def _conditions(
+    statement: ast.stmt, following: Sequence[ast.stmt]
+) -> Iterator[tuple[ast.expr, bool]]:
+    """The conditions of a statement that does nothing but raise for some, each with the value that
+    does not raise.
+    """
     if isinstance(statement, ast.Assert):
         yield from _tests(statement.test, True)
     elif isinstance(statement, ast.If) and _raises(statement.body):
@@ -316,7 +404,9 @@ def _raises(block: Sequence[ast.stmt]) -> bool:
 
 
 def _tests(test: ast.expr, value: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """The conditions that a test combines, each with the value that lets the whole have its value."""
+    """The conditions that a test combines, each with the value that lets the whole have its
+    value.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _tests(test.operand, not value)
     elif isinstance(test, ast.BoolOp):

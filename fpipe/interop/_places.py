@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where modules keep their parameters and buffers, so that they are found at each use without a walk. No stages."""
+"""Where modules keep their parameters and buffers, so that they are found at each use without a
+walk. No stages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import nn
 
 
 class Place(NamedTuple):
-    """Where a module keeps a parameter or a buffer: the value is looked up at each use, since it may be replaced."""
+    """Where a module keeps a parameter or a buffer: the value is looked up at each use, since it
+    may be replaced.
+    """
 
     owner: Mapping[str, Any]
     key: str
@@ -40,5 +44,6 @@ def places_of(module: nn.Module) -> dict[str, Place]:
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module, under all of their names."""
     return {
-        **dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)),
-    }  # fmt: skip
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

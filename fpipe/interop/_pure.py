@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module without its weights, run with weights that are passed in: the base of every stage made from a module.
+"""A module without its weights, run with weights that are passed in: the base of every stage made
+from a module.
 
-``clone`` copies the tree of modules (not the tensors), ``claims`` says which stage has which parameter under which
-name, and ``Pure`` runs a clone as a pure function. This module must not know how a model was cut.
+``clone`` copies the tree of modules (not the tensors), ``claims`` says which stage has which
+parameter under which name, and ``Pure`` runs a clone as a pure function. This module must not know
+how a model was cut.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from ..stage import Engine, Stage, Weight
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
+def clone(
+    module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None
+) -> nn.Module:
     """The same tree of modules with parameters that hold no data, and with some modules replaced.
 
     Buffers are shared, not copied; so is every other attribute.
@@ -45,11 +49,18 @@ def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None 
     def copy(module: nn.Module) -> nn.Module:
         if module not in clones:
             clones[module] = object.__new__(type(module))
-            hooks = {name: v.copy() for name, v in vars(module).items() if "hooks" in name and isinstance(v, dict)}
+            hooks = {
+                name: v.copy()
+                for name, v in vars(module).items()
+                if "hooks" in name and isinstance(v, dict)
+            }
             clones[module].__dict__.update(
                 vars(module) | hooks,
                 _buffers=dict(module._buffers),
-                _parameters={name: p if p is None else without_data(p) for name, p in module._parameters.items()},
+                _parameters={
+                    name: p if p is None else without_data(p)
+                    for name, p in module._parameters.items()
+                },
                 _modules={name: m if m is None else copy(m) for name, m in module._modules.items()},
             )
         return clones[module]
@@ -83,18 +94,24 @@ class Claim:
 
 
 def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
-    """Parameters for each stage from the names that it uses; the same parameter in two stages becomes a tie.
+    """Parameters for each stage from the names that it uses; the same parameter in two stages
+    becomes a tie.
 
     Buffers on "meta" have no values and cannot be constants: they are parameters without gradients.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
-    >>> first, second = claims(nn.Sequential(a, b), [["0.weight", "0.bias"], ["1.weight", "1.bias"]])
+    >>> first, second = claims(nn.Sequential(a, b),
+    ...     [["0.weight", "0.bias"], ["1.weight", "1.bias"]])
     >>> first.ties, second.ties
     ((('0.weight', '0.weight'),), (('1.weight', '0.weight'),))
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    empty = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+    empty = {
+        name: buffer
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.is_meta
+    }
     parameters |= empty
     first: dict[int, str] = {}
     group = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
@@ -106,13 +123,18 @@ def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
         aliases = {name: key.setdefault(group[name], name) for name in stage}
         params = {name: parameters[name].detach() for name in key.values()}
         frozen = tuple(name for name in params if not parameters[name].requires_grad)
-        ties = tuple((name, shared) for shared, name in key.items() if stages[shared] > 1 and shared not in empty)
+        ties = tuple(
+            (name, shared)
+            for shared, name in key.items()
+            if stages[shared] > 1 and shared not in empty
+        )
         result.append(Claim(params, aliases, frozen, ties, groups=tuple(key)))
     return result
 
 
 def running(module: nn.Module, patterns: Sequence[str] = (), always: bool = False) -> list[str]:
-    """The buffers that a forward changes: the statistics of norms in training, and those that the patterns name.
+    """The buffers that a forward changes: the statistics of norms in training, and those that the
+    patterns name.
 
     ``always``: those of norms in evaluation too.
 
@@ -135,19 +157,26 @@ def running(module: nn.Module, patterns: Sequence[str] = (), always: bool = Fals
 
 
 def _weights(claim: Claim) -> dict[str, Weight]:
-    """The parameters of a stage by name, without data, with their first names in the whole model."""
+    """The parameters of a stage by name, without data, with their first names in the whole
+    model.
+    """
     pairs = zip(claim.params.items(), claim.groups, strict=True)
-    return {n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs}
+    return {
+        n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs
+    }
 
 
 def signature(*names: str, sides: Sequence[str]) -> inspect.Signature:
-    """The signature of a stage function: positional arguments, and side inputs that may be left out.
+    """The signature of a stage function: positional arguments, and side inputs that may be left
+    out.
 
     >>> signature("params", "x", sides=["mask"])
     <Signature (params, x, /, *, mask=None)>
     """
     positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides
+    ]
     return inspect.Signature([*positional, *keywords])
 
 
@@ -165,7 +194,8 @@ class InMode:
     """Runs a function of a module in one of its two modes, and leaves the module as it was.
 
     >>> module = nn.Dropout(1.0)
-    >>> y = InMode(Pure(module, claims(module, [[]])[0], sides=[], state=[], name=""), False)({}, torch.ones(1))
+    >>> y = InMode(Pure(module, claims(module, [[]])[0], sides=[], state=[], name=""), False)({},
+    ...     torch.ones(1))
     >>> y, module.training
     (tensor([1.]), True)
     """
@@ -192,15 +222,30 @@ class InMode:
 class Pure:
     """Runs a clone with parameters and state passed in; the base of stage functions.
 
-    Subclasses may define ``call``. Buffers that are not state are constants: they are moved to where the parameters are
-    (once per device), and a forward that replaces one is refused.
+    Subclasses may define ``call``. Buffers that are not state are constants: they are moved to
+    where the parameters are (once per device), and a forward that replaces one is refused.
     """
 
-    def __init__(self, module: nn.Module, claim: Claim, *, sides: Sequence[str], state: Sequence[str], name: str):
-        self.module, self.aliases, self.name = module, claim.aliases, name  # and not the claim, which holds weights
+    def __init__(
+        self,
+        module: nn.Module,
+        claim: Claim,
+        *,
+        sides: Sequence[str],
+        state: Sequence[str],
+        name: str,
+    ):
+        self.module, self.aliases, self.name = (
+            module,
+            claim.aliases,
+            name,
+        )  # and not the claim, which holds weights
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self.initial_state = {name: buffers[name].detach().clone() for name in state} or None
-        given = {*state, *claim.aliases}  # a buffer without values is a parameter that the caller fills
+        given = {
+            *state,
+            *claim.aliases,
+        }  # a buffer without values is a parameter that the caller fills
         self.constants = {name: value for name, value in buffers.items() if name not in given}
         self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
         self.__qualname__ = name
@@ -209,16 +254,27 @@ class Pure:
     def stage(self, claim: Claim, *, engine: Engine | None = None, aux_loss: bool = False) -> Stage:
         """This function as a Stage with the frozen and tied parameters of the claim."""
         return Stage(
-            self, state=self.initial_state is not None, initial_state=self.initial_state, frozen=claim.frozen,
-            ties=claim.ties, name=self.name, engine=engine, aux_loss=aux_loss, weights=_weights(claim),
-        )  # fmt: skip
+            self,
+            state=self.initial_state is not None,
+            initial_state=self.initial_state,
+            frozen=claim.frozen,
+            ties=claim.ties,
+            name=self.name,
+            engine=engine,
+            aux_loss=aux_loss,
+            weights=_weights(claim),
+        )
 
     def __call__(self, params: Mapping[str, torch.Tensor], *rest: Any, **side: Any) -> Any:
         state, x = rest if self.initial_state is not None else ({}, *rest)
-        leaves = (leaf for leaf in (*params.values(), *tree.leaves(x)) if isinstance(leaf, torch.Tensor))
+        leaves = (
+            leaf for leaf in (*params.values(), *tree.leaves(x)) if isinstance(leaf, torch.Tensor)
+        )
         constants = self.constants_on(next((leaf.device for leaf in leaves), None))
         tensors = {name: params[key] for name, key in self.aliases.items()} | constants
-        tensors |= {name: value.clone() for name, value in state.items()}  # norms update their statistics in place
+        tensors |= {
+            name: value.clone() for name, value in state.items()
+        }  # norms update their statistics in place
         y = self.call(tensors, x, side)
         for name, value in constants.items():
             if tensors[name] is not value:
@@ -241,6 +297,10 @@ class Pure:
         if device is None or all(value.device == device for value in self.constants.values()):
             return self.constants
         if device not in self._moved:
-            with _disable_current_modes():  # real copies, also if the first call is a trace with fake tensors
-                self._moved[device] = {name: value.to(device) for name, value in self.constants.items()}
+            with (
+                _disable_current_modes()
+            ):  # real copies, also if the first call is a trace with fake tensors
+                self._moved[device] = {
+                    name: value.to(device) for name, value in self.constants.items()
+                }
         return self._moved[device]

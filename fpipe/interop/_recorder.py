@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model's forward and labels each tensor by its origin: which values each of its units depends on.
+"""Runs a model's forward and labels each tensor by its origin: which values each of its units
+depends on.
 
-Operations between units give their results the labels of their inputs, by the memory that tensors share; a unit's
-result gets labels of its own. This module must not know stages.
+Operations between units give their results the labels of their inputs, by the memory that tensors
+share; a unit's result gets labels of its own. This module must not know stages.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ _PLAIN = (bool, int, float, str)
 #: Operations whose results depend on the sizes of their inputs alone.
 _SIZES = {
     getattr(torch.ops.aten, name)
-    for name in ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+    for name in (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    )
 }
 
 
@@ -48,7 +58,9 @@ NONE: Labels = frozenset()
 
 
 class Visit(NamedTuple):
-    """One call of a unit: what it depends on, and what it returned and wrote into dicts that it was passed."""
+    """One call of a unit: what it depends on, and what it returned and wrote into dicts that it was
+    passed.
+    """
 
     unit: str
     uses: Labels
@@ -69,10 +81,14 @@ class Recording(NamedTuple):
 
 
 def record(
-    whole: nn.Module, tensors: Mapping[str, torch.Tensor], units: Mapping[nn.Module, str],
-    inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor], keywords: Mapping[str, Any],
+    whole: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    units: Mapping[nn.Module, str],
+    inputs: Mapping[str, torch.Tensor],
+    side: Mapping[str, torch.Tensor],
+    keywords: Mapping[str, Any],
     finish: Callable[[Any], tuple[torch.Tensor, ...]],
-) -> Recording:  # fmt: skip
+) -> Recording:
     """Run a model's forward.
 
     Args:
@@ -97,7 +113,9 @@ def record(
         arguments = {**inputs, **side, **keywords}
         result = finish(functional_call(whole, dict(tensors), (), arguments, tie_weights=False))
         read = frozenset(label for label in notes.read if isinstance(label, str))
-        return Recording(notes.visits, _among(notes, result[0]), notes.tensors, result, inputs, side, read)
+        return Recording(
+            notes.visits, _among(notes, result[0]), notes.tensors, result, inputs, side, read
+        )
 
 
 class _Notes(NamedTuple):
@@ -135,7 +153,11 @@ class _Labels(TorchDispatchMode):
             raise RuntimeError(f"it writes into a parameter ({func})")
         out = func(*args, **(kwargs or {}))
         if not _INSIDE.get() and func.overloadpacket not in _SIZES:
-            random = {Value(RANDOM, next(self.draws))} if torch.Tag.nondeterministic_seeded in func.tags else NONE
+            random = (
+                {Value(RANDOM, next(self.draws))}
+                if torch.Tag.nondeterministic_seeded in func.tags
+                else NONE
+            )
             _pass_on(self.notes, (args, kwargs), out, random)
         return out
 
@@ -156,7 +178,11 @@ def _in_place(func: Any) -> bool:
 
 def _among(notes: _Notes, values: Any) -> Labels:
     """The labels of all tensors in a tree."""
-    found = (notes.labels.get(leaf.untyped_storage(), NONE) for leaf in tree.leaves(values) if _is_dense(leaf))
+    found = (
+        notes.labels.get(leaf.untyped_storage(), NONE)
+        for leaf in tree.leaves(values)
+        if _is_dense(leaf)
+    )
     return NONE.union(*found)
 
 
@@ -207,9 +233,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-# ---- what a call returns: its output, and what it writes into dicts that it was passed -------------------------------
-
-
+# ---- what a call returns: its output, and what it writes into dicts that it was passed ----
 def dicts_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     """The dicts among the arguments of a call.
 
@@ -223,15 +247,22 @@ def dicts_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[A
 def returned(
     out: Any, dicts: Mapping[str, Mapping[Any, Any]], before: Mapping[str, Mapping[Any, Any]]
 ) -> tuple[list[Any], tree.Structure]:
-    """The leaves and the structure of an output and of the entries of dicts that were not there ``before``."""
+    """The leaves and the structure of an output and of the entries of dicts that were not there
+    ``before``.
+    """
     for item in out if isinstance(out, (tuple, list)) else [out]:
         if isinstance(item, dict) and type(item) is not dict:
             as_node(type(item))
-    written = {name: {k: v for k, v in d.items() if before[name].get(k, d) is not v} for name, d in dicts.items()}
+    written = {
+        name: {k: v for k, v in d.items() if before[name].get(k, d) is not v}
+        for name, d in dicts.items()
+    }
     return tree.flatten((out, {name: entries for name, entries in written.items() if entries}))
 
 
-def restored(structure: tree.Structure, leaves: Sequence[Any], dicts: Mapping[str, dict[Any, Any]]) -> Any:
+def restored(
+    structure: tree.Structure, leaves: Sequence[Any], dicts: Mapping[str, dict[Any, Any]]
+) -> Any:
     """The output of a call from its leaves; the entries that it writes are written."""
     out, written = tree.unflatten(structure, leaves)
     for name, entries in written.items():

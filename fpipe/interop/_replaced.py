@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of torch's inside modules is replaced while a module runs as a stage: checkpoints and compiled code.
+"""What of torch's inside modules is replaced while a module runs as a stage: checkpoints and
+compiled code.
 
-A checkpoint runs its function again in the backward, when a module no longer has the parameters that a stage function
-was called with. ``remat`` marks the function for fpipe, which plans the recomputation. Compiled code cannot be traced:
-the code that was compiled runs, and the programs of the stage may be compiled instead. Knows modules, no stages.
+A checkpoint runs its function again in the backward, when a module no longer has the parameters
+that a stage function was called with. ``remat`` marks the function for fpipe, which plans the
+recomputation. Compiled code cannot be traced: the code that was compiled runs, and the programs of
+the stage may be compiled instead. Knows modules, no stages.
 """
 
 from __future__ import annotations
@@ -21,13 +23,22 @@ from ..stage import RECORDING, remat
 
 _CHECKPOINT = torch_checkpoint.checkpoint
 #: Arguments of torch's function that are not its function's.
-_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+_OPTIONS = (
+    "use_reentrant",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "preserve_rng_state",
+)
 #: The attribute of a module that ``module.compile()`` sets.
 _COMPILED = "_compiled_call_impl"
 
 
 class Replacement(NamedTuple):
-    """A name in the namespace of a Python module, or of the instance of a torch module, and what it stands for."""
+    """A name in the namespace of a Python module, or of the instance of a torch module, and what it
+    stands for.
+    """
 
     names: Any
     name: str
@@ -35,15 +46,23 @@ class Replacement(NamedTuple):
 
 
 def replacements(module: nn.Module) -> list[Replacement]:
-    """What is replaced in a module: names for torch's ``checkpoint``, wrappers of modules, and compiled modules.
+    """What is replaced in a module: names for torch's ``checkpoint``, wrappers of modules, and
+    compiled modules.
 
     >>> [found.name for found in replacements(nn.Linear(1, 1))]
     ['checkpoint']
     """
     homes = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    spaces = [vars(torch_checkpoint), *(vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules)]
-    out = [Replacement(names, name, _recomputed) for names in spaces for name, value in names.items()
-           if value is _CHECKPOINT]  # fmt: skip
+    spaces = [
+        vars(torch_checkpoint),
+        *(vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules),
+    ]
+    out = [
+        Replacement(names, name, _recomputed)
+        for names in spaces
+        for name, value in names.items()
+        if value is _CHECKPOINT
+    ]
     for part in module.modules():
         if type(part).__name__ == "CheckpointWrapper":
             out.append(Replacement(vars(part), "checkpoint_fn", _recomputed))
@@ -73,7 +92,9 @@ def replaced(found: Sequence[Replacement]) -> Iterator[None]:
 
 
 def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch's ``checkpoint`` returns; on autograd without recomputation, which would use other parameters."""
+    """What torch's ``checkpoint`` returns; on autograd without recomputation, which would use other
+    parameters.
+    """
     keywords = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     run = partial(function, **keywords)
     return run(*args) if RECORDING.get() else remat(run)(*args)

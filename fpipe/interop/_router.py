@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The auxiliary loss of the routers of a mixture of experts, over the layers of all stages.
 
-transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:
-the sums are passed on with the activations, and the last stage multiplies. This module must not know stages.
+transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses
+of single stages: the sums are passed on with the activations, and the last stage multiplies. This
+module must not know stages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from ..errors import StageError
 
 
 class Totals(NamedTuple):
-    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the layers so far."""
+    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the
+    layers so far.
+    """
 
     tokens: torch.Tensor
     probabilities: torch.Tensor
@@ -36,13 +39,21 @@ class Router(NamedTuple):
         zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
         return Totals(zeros, zeros, torch.zeros((), dtype=torch.float32, device=device))
 
-    def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
-        """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""
+    def add(
+        self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
+    ) -> Totals:
+        """Totals with more layers; rows that the mask (batch, length) leaves out are not
+        counted.
+        """
         tokens, probabilities, rows = totals
         for layer in logits:
             shares = nn.functional.softmax(layer, dim=-1)
             _, chosen = torch.topk(shares, self.top_k, dim=-1)
-            hits = (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device)).sum(1).float()
+            hits = (
+                (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device))
+                .sum(1)
+                .float()
+            )
             shares = shares.float()
             if mask is not None:
                 keep = mask.reshape(-1, 1).to(torch.float32)
@@ -56,7 +67,8 @@ class Router(NamedTuple):
         """The loss with its coefficient.
 
         >>> router = Router(experts=2, top_k=1, coefficient=0.5)
-        >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)], None)))
+        >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)],
+        ...     None)))
         0.5
         """
         tokens, probabilities, rows = totals

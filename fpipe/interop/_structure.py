@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules of a model between which stages are cut: its layers, and what else its forward calls.
 
-Layers are the items of lists of modules. The modules that contain such a list are the trunk: their own code runs
-between layers, as do modules without parameters. Every other child of the trunk is, like a layer, a unit, which one
-stage runs as a whole. This module must not know any family of models by name.
+Layers are the items of lists of modules. The modules that contain such a list are the trunk: their
+own code runs between layers, as do modules without parameters. Every other child of the trunk is,
+like a layer, a unit, which one stage runs as a whole. This module must not know any family of
+models by name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..errors import StageError
 
 #: The class of transformers that most layers have as a base.
 _LAYER = "GradientCheckpointingLayer"
-#: Of lists whose items have another class, those count that have this share of the parameters of the largest.
+#: Of lists whose items have another class, those count that have this share of the parameters of
+#: the largest.
 _SHARE = 0.1
 
 
@@ -43,15 +45,20 @@ def structure_of(model: nn.Module) -> Structure:
     lists = _lists(model)
     if not lists:
         raise StageError(
-            f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its stages as functions"
+            f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
+            "stages as functions"
         )
-    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)} | {""}
+    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)} | {
+        ""
+    }
     units = dict(_units(model, "", {*trunk, *lists}))
     layers = frozenset(name for name in units.values() if name.rpartition(".")[0] in lists)
     return Structure(tuple(sorted(trunk)), units, layers)
 
 
-def _units(module: nn.Module, prefix: str, opened: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
+def _units(
+    module: nn.Module, prefix: str, opened: Collection[str]
+) -> Iterator[tuple[nn.Module, str]]:
     """The outermost modules that are called as a whole: neither opened ones nor containers.
 
     Those without parameters count where they are random, since only one stage may draw.
@@ -60,7 +67,9 @@ def _units(module: nn.Module, prefix: str, opened: Collection[str]) -> Iterator[
         path = f"{prefix}.{name}" if prefix else name
         if path in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _units(child, path, opened)
-        elif "dropout" in type(child).__name__.lower() or next(child.parameters(), None) is not None:
+        elif (
+            "dropout" in type(child).__name__.lower() or next(child.parameters(), None) is not None
+        ):
             yield child, path
 
 
@@ -79,11 +88,17 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The lists of modules that are in no layer, by name; of lists within lists, the inner ones only."""
+    """The lists of modules that are in no layer, by name; of lists within lists, the inner ones
+    only.
+    """
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         inside = [] if _is_layer(child) else list(_module_lists(child, path))
-        if isinstance(child, nn.ModuleList) and len(child) and (any(map(_is_layer, child)) or not inside):
+        if (
+            isinstance(child, nn.ModuleList)
+            and len(child)
+            and (any(map(_is_layer, child)) or not inside)
+        ):
             yield path, child
         else:
             yield from inside
@@ -98,7 +113,9 @@ def is_rotary(module: nn.Module) -> bool:
     return "rotary" in type(module).__name__.lower()
 
 
-def outside(module: nn.Module, units: Collection[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def outside(
+    module: nn.Module, units: Collection[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """A module and those in it that are not in one of the units alone, with their names and a dot.
 
     >>> model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))

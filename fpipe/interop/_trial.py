@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model on a few tokens when it is cut: twice, with other sizes and once with a mask. Knows no stages."""
+"""Runs a model on a few tokens when it is cut: twice, with other sizes and once with a mask. Knows
+no stages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from ._router import Router
 from ._structure import Structure
 from ._verify import brief, count, forked
 
-#: Rows and tokens of the first forward, tokens for a decoder behind an encoder; and those of the second.
+#: Rows and tokens of the first forward, tokens for a decoder behind an encoder; and those of the
+#: second.
 _SIZES = ((1, 4, 3), (2, 6, 5))
 _PADDED = 2
 
@@ -41,13 +44,20 @@ class Trial(NamedTuple):
 
     def layers(self, structure: Structure) -> list[int]:
         """The numbers of the calls of layers."""
-        return [number for number, visit in enumerate(self.flow.visits) if visit.unit in structure.layers]
+        return [
+            number
+            for number, visit in enumerate(self.flow.visits)
+            if visit.unit in structure.layers
+        ]
 
 
 def try_forward(
-    model: nn.Module, structure: Structure, configs: Mapping[int, Any], example: Mapping[str, torch.Tensor] | None,
+    model: nn.Module,
+    structure: Structure,
+    configs: Mapping[int, Any],
+    example: Mapping[str, torch.Tensor] | None,
     router: Router | None,
-) -> Trial:  # fmt: skip
+) -> Trial:
     """Run a model twice.
 
     Raises:
@@ -60,12 +70,21 @@ def try_forward(
     training = empty if model.training else None
     inputs, side = large
     ids = next(iter(inputs.values()))
-    if "attention_mask" in sides and "attention_mask" not in side and ids.dim() == 2 and not ids.is_floating_point():
+    if (
+        "attention_mask" in sides
+        and "attention_mask" not in side
+        and ids.dim() == 2
+        and not ids.is_floating_point()
+    ):
         mask = torch.ones_like(ids)
         mask[1, :_PADDED] = 0
         try:
-            second = _record(model, structure, configs, router, inputs, {**side, "attention_mask": mask})
-            return Trial(flow_of(model, first, second, training), (first, second), sides, empty is not None)
+            second = _record(
+                model, structure, configs, router, inputs, {**side, "attention_mask": mask}
+            )
+            return Trial(
+                flow_of(model, first, second, training), (first, second), sides, empty is not None
+            )
         except StageError:
             sides = tuple(name for name in sides if name != "attention_mask")
     second = _record(model, structure, configs, router, inputs, side)
@@ -73,9 +92,13 @@ def try_forward(
 
 
 def _without_values(
-    model: nn.Module, structure: Structure, configs: Mapping[int, Any], router: Router | None,
-    inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor],
-) -> Recording | None:  # fmt: skip
+    model: nn.Module,
+    structure: Structure,
+    configs: Mapping[int, Any],
+    router: Router | None,
+    inputs: Mapping[str, torch.Tensor],
+    side: Mapping[str, torch.Tensor],
+) -> Recording | None:
     """A forward in the model's modes, without values; None where it needs them."""
     try:
         return _record(model, structure, configs, router, inputs, side, real=False)
@@ -84,10 +107,17 @@ def _without_values(
 
 
 def _record(
-    model: nn.Module, structure: Structure, configs: Mapping[int, Any], router: Router | None,
-    inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor], real: bool = True,
-) -> Recording:  # fmt: skip
-    """A forward in eval mode; or, where it is not to be ``real``, in the model's modes on tensors without values."""
+    model: nn.Module,
+    structure: Structure,
+    configs: Mapping[int, Any],
+    router: Router | None,
+    inputs: Mapping[str, torch.Tensor],
+    side: Mapping[str, torch.Tensor],
+    real: bool = True,
+) -> Recording:
+    """A forward in eval mode; or, where it is not to be ``real``, in the model's modes on tensors
+    without values.
+    """
     whole = with_configs(model, clone(model), configs)
     pairs = zip(list(model.modules()), list(whole.modules()), strict=True)
     units = {new: structure.units[old] for old, new in pairs if old in structure.units}
@@ -95,10 +125,16 @@ def _record(
         child.training = child.training and not real
     without = not real or any(p.is_meta for p in model.parameters())
     routed = router is not None and not without
-    keywords = {**keywords_of(model), **({"output_router_logits": routed} if router is not None else {})}
+    keywords = {
+        **keywords_of(model),
+        **({"output_router_logits": routed} if router is not None else {}),
+    }
 
     def finish(out: Any) -> tuple[torch.Tensor, ...]:
-        return (result_of(out), *((out.aux_loss * router.coefficient,) if routed and router is not None else ()))
+        return (
+            result_of(out),
+            *((out.aux_loss * router.coefficient,) if routed and router is not None else ()),
+        )
 
     tensors = tensors_of(model)
     try:
@@ -109,13 +145,16 @@ def _record(
     except Exception as error:
         values = "without values it does not run" if without else "its own forward fails"
         raise StageError(
-            f"fpipe cannot split {type(model).__name__}: {values} on {count(inputs)} ({brief(error)}), so the stages "
+            f"fpipe cannot split {type(model).__name__}: {values} on {count(inputs)} "
+            f"({brief(error)}), so the stages "
             "cannot be compared with it; write its stages as functions"
         ) from error
 
 
 def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes, which are fake where that mode is on; one for all names of a tensor."""
+    """Tensors of the same shapes, which are fake where that mode is on; one for all names of a
+    tensor.
+    """
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()}
     return {name: empty[id(t)] for name, t in tensors.items()}
 
@@ -130,14 +169,22 @@ def _arguments(
     else:
         name, vocabulary = getattr(model, "main_input_name", "input_ids"), _vocabulary(model)
         if name != "input_ids":
-            raise StageError(f"{type(model).__name__} takes {name!r} in place of token ids; give an example of it")
+            raise StageError(
+                f"{type(model).__name__} takes {name!r} in place of token ids; give an example of "
+                "it"
+            )
         both = [{"input_ids": _ids(rows, length, vocabulary)} for rows, length, _ in _SIZES]
-        if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in sides_of(model):
+        if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in sides_of(
+            model
+        ):
             for arguments, (rows, _, length) in zip(both, _SIZES, strict=True):
                 arguments["decoder_input_ids"] = _ids(rows, length, vocabulary)
     placed = [{name: value.to(device) for name, value in arguments.items()} for arguments in both]
     return [
-        ({n: v for n, v in each.items() if n not in SIDES}, {n: v for n, v in each.items() if n in SIDES})
+        (
+            {n: v for n, v in each.items() if n not in SIDES},
+            {n: v for n, v in each.items() if n in SIDES},
+        )
         for each in placed
     ]
 
@@ -160,4 +207,8 @@ def _ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
 def _vocabulary(model: nn.Module) -> int:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     config: Any = model.config
-    return getattr(embedding, "num_embeddings", None) or getattr(config, "vocab_size", None) or _SIZES[0][1]
+    return (
+        getattr(embedding, "num_embeddings", None)
+        or getattr(config, "vocab_size", None)
+        or _SIZES[0][1]
+    )

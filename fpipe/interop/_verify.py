@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the stages of a causal model compute what the model computes: both run on a few tokens when it is cut.
+"""Whether the stages of a causal model compute what the model computes: both run on a few tokens
+when it is cut.
 
-Families differ in what they do between layers, and a cut that misses it gives wrong numbers without an error. This
-module must not know any family, nor how a model was cut.
+Families differ in what they do between layers, and a cut that misses it gives wrong numbers without
+an error. This module must not know any family, nor how a model was cut.
 """
 
 from __future__ import annotations
@@ -20,30 +21,42 @@ from ..stage import Stage
 from ._decoder import DecoderPart
 from ._recorder import Recording
 
-#: The largest relative difference by dtype. Stages run the operations of the model, so they differ in rounding at most.
+#: The largest relative difference by dtype. Stages run the operations of the model, so they differ
+#: in rounding at most.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 _REMEDY = "write its stages as functions"
 
 
 def compare(
-    model: nn.Module, stages: Sequence[Stage], params: Sequence[Mapping[str, torch.Tensor]],
+    model: nn.Module,
+    stages: Sequence[Stage],
+    params: Sequence[Mapping[str, torch.Tensor]],
     recordings: Sequence[Recording],
-) -> None:  # fmt: skip
-    """Raise StageError unless the stages give what the model gave; warn where there are no values."""
+) -> None:
+    """Raise StageError unless the stages give what the model gave; warn where there are no
+    values.
+    """
     if any(p.is_meta for p in model.parameters()):
         warnings.warn(
-            f"the stages of {type(model).__name__} were not compared with the model, because its parameters are on the "
-            "device 'meta'; cut a small model of the same configuration with values to check the family", stacklevel=3,
-        )  # fmt: skip
+            f"the stages of {type(model).__name__} were not compared with the model, because its "
+            "parameters are on the "
+            "device 'meta'; cut a small model of the same configuration with values to check the "
+            "family",
+            stacklevel=3,
+        )
         return
     for recording in recordings:
         _verify(model, stages, params, recording)
 
 
 def _verify(
-    model: nn.Module, stages: Sequence[Stage], params: Sequence[Mapping[str, torch.Tensor]], want: Recording
+    model: nn.Module,
+    stages: Sequence[Stage],
+    params: Sequence[Mapping[str, torch.Tensor]],
+    want: Recording,
 ) -> None:
-    """Raise StageError, naming the first stage that differs, unless the stages in turn give what the model gave.
+    """Raise StageError, naming the first stage that differs, unless the stages in turn give what
+    the model gave.
 
     Args:
         model: the whole model.
@@ -62,17 +75,22 @@ def _verify(
                 x = part(own, _on(x, next((p.device for p in own.values()), device)), **want.side)
             except Exception as error:
                 raise StageError(
-                    f"fpipe cannot split {type(model).__name__}: {label} fails on {count(inputs)}, and the whole model "
+                    f"fpipe cannot split {type(model).__name__}: {label} fails on "
+                    f"{count(inputs)}, and the whole model "
                     f"does not ({brief(error)}); {_REMEDY}"
                 ) from error
             found = x if isinstance(x, tuple) else (x,)
-            expected = want.result if part.last else [want.tensors[value] for value in part.part.gives]
+            expected = (
+                want.result if part.last else [want.tensors[value] for value in part.part.gives]
+            )
             for one, other in zip(found, expected, strict=False):
                 fault = _difference(one, other)
                 if fault:
                     raise StageError(
-                        f"fpipe cannot split {type(model).__name__}: {label} does not return what the model computes "
-                        f"there ({fault}): the model does more between its layers than stages repeat; {_REMEDY}"
+                        f"fpipe cannot split {type(model).__name__}: {label} does not return what "
+                        "the model computes "
+                        f"there ({fault}): the model does more between its layers than stages "
+                        f"repeat; {_REMEDY}"
                     )
 
 
@@ -94,15 +112,19 @@ def _difference(found: Any, want: torch.Tensor) -> str:
         return "values that are not finite in other places"
     error = (found.to(want.device)[finite].double() - want[finite].double()).norm()
     relative = float(error / want[finite].double().norm().clamp(min=1e-30))
-    return f"a relative difference of {relative:.0e}" if relative > _TOLERANCE.get(want.dtype, 1e-5) else ""
+    return (
+        f"a relative difference of {relative:.0e}"
+        if relative > _TOLERANCE.get(want.dtype, 1e-5)
+        else ""
+    )
 
 
-# ---- surroundings ----------------------------------------------------------------------------------------------------
-
-
+# ---- surroundings ----
 @contextmanager
 def _in_eval(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Without dropout; every module has its mode again afterwards, and all else that a forward may change."""
+    """Without dropout; every module has its mode again afterwards, and all else that a forward may
+    change.
+    """
     before = [(child, dict(vars(child))) for module in modules for child in module.modules()]
     try:
         for child, _ in before:
@@ -125,7 +147,13 @@ def forked(device: torch.device) -> Any:
 
 
 def _on(x: Any, device: torch.device) -> Any:
-    return tuple(_on(part, device) for part in x) if isinstance(x, tuple) else x.to(device) if hasattr(x, "to") else x
+    return (
+        tuple(_on(part, device) for part in x)
+        if isinstance(x, tuple)
+        else x.to(device)
+        if hasattr(x, "to")
+        else x
+    )
 
 
 def brief(error: Exception) -> str:

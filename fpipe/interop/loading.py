@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``filled``: stages cut from a model on "meta", with the values of this process's stages alone. Knows no ranks."""
+"""``filled``: stages cut from a model on "meta", with the values of this process's stages alone.
+Knows no ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,23 @@ from ..stage import Stage
 
 
 def filled(
-    stages: Sequence[Stage], params: Sequence[Mapping[str, Tensor] | None], read: Callable[[str], Tensor], *,
+    stages: Sequence[Stage],
+    params: Sequence[Mapping[str, Tensor] | None],
+    read: Callable[[str], Tensor],
+    *,
     device: str | torch.device = "cpu",
-) -> list[dict[str, Tensor] | None]:  # fmt: skip
+) -> list[dict[str, Tensor] | None]:
     """Parameters with values, for stages that were cut from a model on the device "meta".
 
-    Keep the entries of this process's stages first, as ``pipe.place(params)`` does: only these are read. A leaf that
-    has values already is moved to the device.
+    Keep the entries of this process's stages first, as ``pipe.place(params)`` does: only these are
+    read. A leaf that has values already is moved to the device.
 
     Args:
         stages: as ``fpipe.from_module`` or ``fpipe.interop.huggingface.stages`` returned them.
         params: by stage; ``None`` for a stage of another process.
-        read: returns the tensor of a name in the model, from a checkpoint for example. A parameter that is tied to
-            another one is asked for under the name that it has first in the model. Buffers without values, which a
-            checkpoint may not have, are asked for too.
+        read: returns the tensor of a name in the model, from a checkpoint for example. A parameter
+            that is tied to another one is asked for under the name that it has first in the model.
+            Buffers without values, which a checkpoint may not have, are asked for too.
         device: where the tensors go.
 
     Returns:
@@ -45,15 +50,24 @@ def filled(
     torch.Size([1, 2])
     """
     if len(stages) != len(params):
-        raise StageError(f"{len(params)} entries of params for {len(stages)} stages; give one per stage")
+        raise StageError(
+            f"{len(params)} entries of params for {len(stages)} stages; give one per stage"
+        )
     return [
-        None if row is None else {name: _value(stage, s, name, like, read, device) for name, like in row.items()}
+        None
+        if row is None
+        else {name: _value(stage, s, name, like, read, device) for name, like in row.items()}
         for s, (stage, row) in enumerate(zip(stages, params, strict=True))
     ]
 
 
 def _value(
-    stage: Stage, index: int, leaf: str, like: Tensor, read: Callable[[str], Tensor], device: str | torch.device
+    stage: Stage,
+    index: int,
+    leaf: str,
+    like: Tensor,
+    read: Callable[[str], Tensor],
+    device: str | torch.device,
 ) -> Tensor:
     if not like.is_meta:
         return like.to(device)
@@ -62,12 +76,14 @@ def _value(
         value = read(name)
     except (KeyError, AttributeError) as error:
         raise StageError(
-            f"there are no values for {name!r} of stage {index} ({type(error).__name__}: {error}); let read return "
+            f"there are no values for {name!r} of stage {index} ({type(error).__name__}: "
+            f"{error}); let read return "
             "them, also for buffers that a checkpoint does not hold"
         ) from error
     if value.shape != like.shape:
         raise StageError(
-            f"{name!r} of stage {index} has shape {list(value.shape)} where it was read, and {list(like.shape)} in the "
+            f"{name!r} of stage {index} has shape {list(value.shape)} where it was read, and "
+            f"{list(like.shape)} in the "
             "model; read the checkpoint of this model"
         )
     return value.to(device, like.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines from a torchtitan configuration, and torchtitan's own trainer on a pipeline.
 
-A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This module reads their
-attributes and does not import torchtitan.
+A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This
+module reads their attributes and does not import torchtitan.
 """
 
 from __future__ import annotations
@@ -48,24 +48,35 @@ class Settings(NamedTuple):
 def settings(model: nn.Module, job_config: Any) -> Settings:
     """The schedule and the submodules of each stage, from a configuration.
 
-    It reads ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``, ``_layers_per_stage``,
-    ``_first_stage_less_layers``, ``_last_stage_less_layers``, ``_microbatch_size``, ``module_fqns_per_model_part`` and
-    ``local_batch_size``.
+    It reads ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``,
+    ``_layers_per_stage``, ``_first_stage_less_layers``, ``_last_stage_less_layers``,
+    ``_microbatch_size``, ``module_fqns_per_model_part`` and ``local_batch_size``.
     """
     section = job_config.parallelism
     ranks, csv = section.pipeline_parallel_degree, section.pipeline_parallel_schedule_csv
     batch, size = job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size
     if size < 1 or batch % size:
         raise BatchError(
-            f"local_batch_size={batch} is no multiple of pipeline_parallel_microbatch_size={size}; change one of them"
+            f"local_batch_size={batch} is no multiple of "
+            f"pipeline_parallel_microbatch_size={size}; change one of them"
         )
     blocks = getattr(model, "layers", None)
     if not isinstance(blocks, (nn.ModuleList, nn.ModuleDict)):
-        raise StageError(f"{type(model).__name__} has no `layers` as torchtitan's models have; use fpipe.from_module")
+        raise StageError(
+            f"{type(model).__name__} has no `layers` as torchtitan's models have; use "
+            "fpipe.from_module"
+        )
     layers, microbatches = len(blocks), batch // size
     parts = getattr(section, "module_fqns_per_model_part", None)
-    less = (section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers)
-    stages = len(parts) if parts else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
+    less = (
+        section.pipeline_parallel_first_stage_less_layers,
+        section.pipeline_parallel_last_stage_less_layers,
+    )
+    stages = (
+        len(parts)
+        if parts
+        else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
+    )
     source = Path(csv) if csv else section.pipeline_parallel_schedule
     schedule = schedule_from(source, ranks, microbatches, stages)
     if csv:
@@ -77,8 +88,8 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
 def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
     """Cut a torchtitan model as its configuration says; returns ``(stages, params)``.
 
-    Stages with a mixture of experts run on ``engine="eager"``, since their experts read counts of tokens, and carry
-    ``tokens_per_expert`` as state.
+    Stages with a mixture of experts run on ``engine="eager"``, since their experts read counts of
+    tokens, and carry ``tokens_per_expert`` as state.
     """
     return _cut(model, settings(model, job_config).parts)
 
@@ -86,31 +97,41 @@ def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[st
 def pipeline(
     model: nn.Module, job_config: Any, *, loss: Callable[..., Any] | None = None, **keywords: Any
 ) -> tuple[Pipeline, list[dict[str, torch.Tensor]]]:
-    """The pipeline of a configuration, and the model's parameters; keywords are those of ``fpipe.pipeline``.
+    """The pipeline of a configuration, and the model's parameters; keywords are those of
+    ``fpipe.pipeline``.
 
     ```python
     pipe, params = fpipe.interop.torchtitan.pipeline(model, job_config)
     params = pipe.place(params)
     loss, grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
-    (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)  # of a mixture of experts
+    (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)  # of a mixture of
+    experts
     ```
     """
     chosen = settings(model, job_config)
     functions, params = _cut(model, chosen.parts)
     loss = cross_entropy if loss is None else loss
-    pipe = _pipeline(functions, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords)
+    pipe = _pipeline(
+        functions, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords
+    )
     return pipe, params
 
 
 def pipelining_fn(
-    model: nn.Module, parallel_dims: Any, job_config: Any, device: torch.device, model_args: Any,
-    parallelize_fn: Callable[..., nn.Module], loss_fn: Callable[..., torch.Tensor],
-) -> tuple[Any, list[nn.Module], bool, bool]:  # fmt: skip
+    model: nn.Module,
+    parallel_dims: Any,
+    job_config: Any,
+    device: torch.device,
+    model_args: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: Callable[..., torch.Tensor],
+) -> tuple[Any, list[nn.Module], bool, bool]:
     """torchtitan's ``TrainSpec.pipelining_fn``: its own trainer, unchanged, trains on fpipe.
 
-    The schedule, by a name of fpipe's catalogue or from a file, and the submodules of each stage come from the
-    configuration as for :func:`settings`. ``parallelize_fn`` is applied to each part, for activation checkpointing and
-    torch.compile. The parts are modules on "meta" until the trainer initializes them.
+    The schedule, by a name of fpipe's catalogue or from a file, and the submodules of each stage
+    come from the configuration as for :func:`settings`. ``parallelize_fn`` is applied to each part,
+    for activation checkpointing and torch.compile. The parts are modules on "meta" until the
+    trainer initializes them.
 
     Returns:
         ``(schedule, model_parts, has_first_stage, has_last_stage)``.
@@ -121,7 +142,8 @@ def pipelining_fn(
 
     ```python
     spec = torchtitan.protocols.train_spec.get_train_spec("llama3")
-    register_train_spec("llama3_fpipe", replace(spec, pipelining_fn=fpipe.interop.torchtitan.pipelining_fn))
+    register_train_spec("llama3_fpipe", replace(spec,
+    pipelining_fn=fpipe.interop.torchtitan.pipelining_fn))
     ```
     """
     from .pipelining import PipelineStage  # torch's package takes a second to import
@@ -129,13 +151,24 @@ def pipelining_fn(
 
     for axis in ("dp_replicate", "dp_shard", "cp"):
         if getattr(parallel_dims, axis, 1) > 1:
-            raise UnsupportedError(f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1")
+            raise UnsupportedError(
+                f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1"
+            )
     chosen = settings(model, job_config)
-    mesh = parallel_dims.get_mesh("pp") if hasattr(parallel_dims, "get_mesh") else parallel_dims.world_mesh["pp"]
+    mesh = (
+        parallel_dims.get_mesh("pp")
+        if hasattr(parallel_dims, "get_mesh")
+        else parallel_dims.world_mesh["pp"]
+    )
     here = chosen.schedule.placement.stages_of(mesh.get_local_rank())
-    parts = [parallelize_fn(_pruned(model, chosen.parts[s]), parallel_dims, job_config) for s in here]
+    parts = [
+        parallelize_fn(_pruned(model, chosen.parts[s]), parallel_dims, job_config) for s in here
+    ]
     count, group = chosen.schedule.stages, mesh.get_group()
-    stages = [PipelineStage(part, s, count, device, group=group) for s, part in zip(here, parts, strict=True)]
+    stages = [
+        PipelineStage(part, s, count, device, group=group)
+        for s, part in zip(here, parts, strict=True)
+    ]
     schedule = of_schedule(chosen.schedule, stages, _Rescaled(loss_fn, chosen.microbatches))
     return schedule, parts, 0 in here, count - 1 in here
 
@@ -151,14 +184,18 @@ class _Rescaled:
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of a model with these submodules alone; lists keep their layers by name, others become None."""
+    """A copy of a model with these submodules alone; lists keep their layers by name, others become
+    None.
+    """
     part = copy.deepcopy(model)
     for name, child in part.named_children():
         kept = [each.removeprefix(f"{name}.") for each in names if each.startswith(f"{name}.")]
         if isinstance(child, nn.ModuleDict):
             setattr(part, name, nn.ModuleDict({key: child[key] for key in child if key in kept}))
         elif isinstance(child, nn.ModuleList):
-            setattr(part, name, nn.ModuleList(layer for i, layer in enumerate(child) if str(i) in kept))
+            setattr(
+                part, name, nn.ModuleList(layer for i, layer in enumerate(child) if str(i) in kept)
+            )
         elif name not in names:
             setattr(part, name, None)
     return part
@@ -173,8 +210,11 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
-def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
-    """torchtitan's distribution: embedding and head count as some layers each, and earlier stages get the remainder.
+def names_per_part(
+    stages: int, layers: int, first_less: int = 1, last_less: int = 1
+) -> list[list[str]]:
+    """torchtitan's distribution: embedding and head count as some layers each, and earlier stages
+    get the remainder.
 
     >>> names_per_part(3, 4)
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2'], ['layers.3', 'norm', 'output']]
@@ -182,29 +222,34 @@ def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int
     each, more = divmod(layers + first_less + last_less, stages) if stages > 0 else (0, 0)
     if stages > 1 and (each < 1 or first_less > each or last_less > each):
         raise StageError(
-            f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave {each} for each of "
-            f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the first and last stage"
+            f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave "
+            f"{each} for each of "
+            f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the "
+            "first and last stage"
         )
     counts = [each + (stage < more) for stage in range(stages)]
     counts[0] -= first_less
-    edges = [0, *(min(edge, layers) for edge in accumulate(counts))]  # the last stage gets the layers that are left
+    edges = [
+        0,
+        *(min(edge, layers) for edge in accumulate(counts)),
+    ]  # the last stage gets the layers that are left
     names = [[f"layers.{i}" for i in range(low, high)] for low, high in pairwise(edges)]
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names
 
 
-# ---- inside ---------------------------------------------------------------------------------------------------------
-
-
+# ---- inside ----
 def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int | None:
     if per_stage is None:
         return None  # the default of the schedule: one per rank, or two
     stages = -(-(layers + extra) // per_stage)
     if stages % ranks:
         raise StageError(
-            f"{layers} layers (and {extra} for the embedding and the head) at pipeline_parallel_layers_per_stage="
-            f"{per_stage} make {stages} stages, which {ranks} ranks do not divide; change the layers per stage"
+            f"{layers} layers (and {extra} for the embedding and the head) at "
+            "pipeline_parallel_layers_per_stage="
+            f"{per_stage} make {stages} stages, which {ranks} ranks do not divide; change the "
+            "layers per stage"
         )
     return stages
 
@@ -218,28 +263,42 @@ def _check_csv(schedule: Schedule, ranks: int, microbatches: int, stages: int | 
     for name, (configured, actual) in wanted.items():
         if configured != actual:
             raise StageError(
-                f"the schedule file is for {name} {actual}, the configuration says {configured}; make both agree"
+                f"the schedule file is for {name} {actual}, the configuration says {configured}; "
+                "make both agree"
             )
 
 
-def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+def _cut(
+    model: nn.Module, parts: Sequence[Sequence[str]]
+) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
     order = list(pieces(clone(model), ())[0].names)
     for stage, part in enumerate(parts):
         if not part:
-            raise StageError(f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule at least")
+            raise StageError(
+                f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule "
+                "at least"
+            )
         for name in part:
             if name not in order:
-                raise StageError(f"module_fqns_per_model_part[{stage}] names {name!r}, which forward never calls")
+                raise StageError(
+                    f"module_fqns_per_model_part[{stage}] names {name!r}, which forward never calls"
+                )
     counts = COUNTS if any(matches(name, COUNTS) for name, _ in model.named_buffers()) else ()
-    stages, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=counts)
+    stages, params = from_module(
+        model, [min(part, key=order.index) for part in parts[1:]], state=counts
+    )
     for stage, (part, tensors) in enumerate(zip(parts, params, strict=True)):
         for name in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in part):
                 raise StageError(
-                    f"stage {stage} runs {name.rpartition('.')[0]!r}, which module_fqns_per_model_part[{stage}] "
-                    f"{list(part)} leaves out; list submodules in the order in which forward calls them"
+                    f"stage {stage} runs {name.rpartition('.')[0]!r}, which "
+                    f"module_fqns_per_model_part[{stage}] "
+                    f"{list(part)} leaves out; list submodules in the order in which forward "
+                    "calls them"
                 )
-    return [_with_engine(stage, model, part) for stage, part in zip(stages, parts, strict=True)], params
+    return [
+        _with_engine(stage, model, part) for stage, part in zip(stages, parts, strict=True)
+    ], params
 
 
 def _with_engine(stage: Stage, model: nn.Module, part: Sequence[str]) -> Stage:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer, the head and the embedding take on one rank: bytes of activations, and seconds of F, I and W.
+"""What a layer, the head and the embedding take on one rank: bytes of activations, and seconds of
+F, I and W.
 
-Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", term
-by term, with the widths of the model in place of multiples of its hidden size. Times are operations over the share of a
-GPU's figures that large programs reach (``hardware.py``). Knows no schedule.
+Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", term by term, with the widths of the model in place of multiples of its hidden
+size. Times are operations over the share of a GPU's figures that large programs reach
+(``hardware.py``). Knows no schedule.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from .layout import Job, Layout
 class Times(NamedTuple):
     """Seconds of a forward, of the gradient of the input, and of those of the weights.
 
-    ``products`` is the part that matrix products and attention take at the share of the GPU that they reach, and
-    ``collectives`` that of tensor-parallel collectives; both of all three together.
+    ``products`` is the part that matrix products and attention take at the share of the GPU that
+    they reach, and ``collectives`` that of tensor-parallel collectives; both of all three together.
     """
 
     F: float
@@ -37,7 +39,9 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one layer for a microbatch: held from F on, kept from I to W, and computed again in a backward."""
+    """Bytes of one layer for a microbatch: held from F on, kept from I to W, and computed again in
+    a backward.
+    """
 
     saved: float
     kept: float
@@ -51,8 +55,12 @@ def layer_bytes(job: Job, layout: Layout) -> Bytes:
     tokens = job.sequence * layout.microbatch
     h, q, k = model.hidden, model.queries, model.keys
     mask = 1 if model.dropout else 0
-    whole = 4 * size * h + 2 * mask * h  # inputs of both norms and what these return; masks of residuals
-    inner = size * model.inner * (4 if model.gated else 2)  # the inputs of the activation function, and what it returns
+    whole = (
+        4 * size * h + 2 * mask * h
+    )  # inputs of both norms and what these return; masks of residuals
+    inner = (
+        size * model.inner * (4 if model.gated else 2)
+    )  # the inputs of the activation function, and what it returns
     routed = _routed(job)
     attention = size * (2 * q + 2 * k)  # queries, keys, values, and what attention returns
     flash = job.attention == "flash"
@@ -63,28 +71,46 @@ def layer_bytes(job: Job, layout: Layout) -> Bytes:
     else:
         scores = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence)
         cheap = scores / t
-    gathered = size * h * (1 - 1 / layout.split) if model.experts else 0.0  # the whole sequence, for the router
+    gathered = (
+        size * h * (1 - 1 / layout.split) if model.experts else 0.0
+    )  # the whole sequence, for the router
     everything = whole / layout.split + gathered + (attention + inner + scores) / t + routed
-    drawn = (size * q + scores) / t if flash else 0.0  # flash attention has draws, and is not computed again
+    drawn = (
+        (size * q + scores) / t if flash else 0.0
+    )  # flash attention has draws, and is not computed again
     full = size * h / layout.split + drawn
     saved = {"none": everything, "selective": everything - cheap, "full": full}[layout.recompute]
     return Bytes(tokens * saved, tokens * _kept(job, layout), tokens * (everything - saved))
 
 
 def _routed(job: Job) -> float:
-    """Bytes of a token for each expert that it uses, before and after: every tensor-parallel rank has all."""
-    return 2 * job.precision.parameters * job.model.active * job.model.hidden if job.model.experts else 0.0
+    """Bytes of a token for each expert that it uses, before and after: every tensor-parallel rank
+    has all.
+    """
+    return (
+        2 * job.precision.parameters * job.model.active * job.model.hidden
+        if job.model.experts
+        else 0.0
+    )
 
 
 def _kept(job: Job, layout: Layout) -> float:
     """Bytes of a token from I to W: inputs of products, and gradients of their results.
 
-    Gradients of parts of the sequence were gathered for I, and so were the inputs of whole layers that are computed
-    again, and of routers. What an activation function returns is computed again in W from what it read.
+    Gradients of parts of the sequence were gathered for I, and so were the inputs of whole layers
+    that are computed again, and of routers. What an activation function returns is computed again
+    in W from what it read.
     """
-    model, t, size, full = job.model, layout.tp, job.precision.parameters, layout.recompute == "full"
+    model, t, size, full = (
+        job.model,
+        layout.tp,
+        job.precision.parameters,
+        layout.recompute == "full",
+    )
     h, split = model.hidden, 1 if full else layout.split
-    again = (full and not model.experts) or (layout.recompute == "selective" and job.attention == "flash")
+    again = (full and not model.experts) or (
+        layout.recompute == "selective" and job.attention == "flash"
+    )
     inner = model.inner * (3 if again and model.gated else 1)
     inputs = h / split + (h if model.experts else h / split) + (model.queries + inner) / t
     gradients = h * (1 if model.experts else 2) + (model.queries + 2 * model.keys) / t
@@ -99,18 +125,24 @@ def layer_times(job: Job, layout: Layout) -> Times:
     h, q, k = model.hidden, model.queries, model.keys
     gate = (model.matrices - 1) * model.inner
     products = sum(
-        _product(job, tokens, *size) for size in ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
+        _product(job, tokens, *size)
+        for size in ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
     )
-    idle = model.layer_matrices - model.active_matrices  # matrices of experts that other tokens use are read as well
+    idle = (
+        model.layer_matrices - model.active_matrices
+    )  # matrices of experts that other tokens use are read as well
     products += _memory(job, idle * job.precision.parameters / t)
     scored = _attention(job, tokens, t)
     passed = _elementwise(job, layout, tokens)
     moved = 2 * _all_reduce(job, t, tokens * h * job.precision.parameters)
     back = 2.5 if job.attention == "flash" else 2.0
     return Times(
-        products + scored + passed + moved, products + back * scored + 2 * passed + moved, products,
-        3 * products + (1 + back) * scored, 2 * moved,
-    )  # fmt: skip
+        products + scored + passed + moved,
+        products + back * scored + 2 * passed + moved,
+        products,
+        3 * products + (1 + back) * scored,
+        2 * moved,
+    )
 
 
 def again_seconds(job: Job, layout: Layout) -> float:
@@ -127,17 +159,27 @@ def again_seconds(job: Job, layout: Layout) -> float:
 
 @lru_cache(maxsize=4096)
 def head_costs(job: Job, layout: Layout) -> tuple[Bytes, Times, float]:
-    """The last norm, the head and the loss: bytes, seconds, and the bytes that its backward has for a moment."""
-    model, t, tokens, size = job.model, layout.tp, job.sequence * layout.microbatch, job.precision.parameters
+    """The last norm, the head and the loss: bytes, seconds, and the bytes that its backward has for
+    a moment.
+    """
+    model, t, tokens, size = (
+        job.model,
+        layout.tp,
+        job.sequence * layout.microbatch,
+        job.precision.parameters,
+    )
     logits = tokens * model.vocabulary / t
     inputs = tokens * 2 * size * model.hidden / layout.split
     product = _product(job, tokens, model.hidden, model.vocabulary / t)
     moved = _all_reduce(job, t, tokens * model.hidden * size) / 2
     saved = Bytes(inputs + 4 * logits, inputs / 2 + size * logits)
     times = Times(
-        product + _memory(job, 14 * logits) + moved, product + _memory(job, 8 * logits) + moved, product,
-        3 * product, 2 * moved,
-    )  # fmt: skip
+        product + _memory(job, 14 * logits) + moved,
+        product + _memory(job, 8 * logits) + moved,
+        product,
+        3 * product,
+        2 * moved,
+    )
     return saved, times, (4 + size) * logits
 
 
@@ -148,17 +190,22 @@ def embedding_bytes(job: Job, layout: Layout) -> float:
 
 
 def operations(job: Job) -> float:
-    """Floating-point operations of the model for a token, forward and backward, nothing computed again."""
+    """Floating-point operations of the model for a token, forward and backward, nothing computed
+    again.
+    """
     model = job.model
     attended = (2 if job.attention == "flash" else 4) * job.sequence * model.queries
-    return 3 * (model.layers * (2 * model.active_matrices + attended) + 2 * model.vocabulary * model.hidden)
+    return 3 * (
+        model.layers * (2 * model.active_matrices + attended) + 2 * model.vocabulary * model.hidden
+    )
 
 
 def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> float:
-    """Bytes of parameters, gradients and optimizer on one rank that holds ``elements`` parameters in its stages.
+    """Bytes of parameters, gradients and optimizer on one rank that holds ``elements`` parameters
+    in its stages.
 
-    With ZeRO, a rank has whole parameters and gradients of its stages while it runs, and beside them its part of the
-    parameters; with ``zero=3`` the whole parameters of two stages alone.
+    With ZeRO, a rank has whole parameters and gradients of its stages while it runs, and beside
+    them its part of the parameters; with ``zero=3`` the whole parameters of two stages alone.
     """
     each, parts = job.precision, layout.dp if layout.zero else 1
     whole = min(2 / max(stages, 1), 1.0) if layout.zero == 3 else 1.0
@@ -166,11 +213,15 @@ def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> f
     return elements / layout.tp * (parameters + each.gradients + each.optimizer / parts)
 
 
-# ---- inside ----------------------------------------------------------------------------------------------------------
+# ---- inside ----
 def _product(job: Job, rows: float, inner: float, columns: float) -> float:
     """The seconds of a matrix product."""
     moved = job.precision.parameters * (rows * inner + inner * columns + rows * columns)
-    return 2 * rows * inner * columns / (job.gpu.flops * job.gpu.matmul) + moved / job.gpu.bandwidth / 2 + KERNEL
+    return (
+        2 * rows * inner * columns / (job.gpu.flops * job.gpu.matmul)
+        + moved / job.gpu.bandwidth / 2
+        + KERNEL
+    )
 
 
 def _attention(job: Job, tokens: float, tp: int) -> float:
@@ -202,4 +253,6 @@ def _memory(job: Job, nbytes: float) -> float:
 
 def _all_reduce(job: Job, ranks: int, nbytes: float) -> float:
     """The seconds of an all-reduce, or of a reduce-scatter with an all-gather, within a machine."""
-    return 2 * (ranks - 1) / ranks * nbytes / (job.gpu.link * LINK) + 2 * LATENCY if ranks > 1 else 0.0
+    return (
+        2 * (ranks - 1) / ranks * nbytes / (job.gpu.link * LINK) + 2 * LATENCY if ranks > 1 else 0.0
+    )

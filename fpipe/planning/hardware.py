@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of GPUs: what their data sheets say, and which share of it large programs reach. Knows no model."""
+"""Kinds of GPUs: what their data sheets say, and which share of it large programs reach. Knows no
+model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Gpu:
     matmul: float = 0.75
 
 
-#: Data sheets of the SXM modules. ``matmul`` is by published timings, and lower where power limits the clock.
+#: Data sheets of the SXM modules. ``matmul`` is by published timings, and lower where power limits
+#: the clock.
 TABLE = {
     gpu.name: gpu
     for gpu in (
@@ -49,15 +52,19 @@ TABLE = {
         Gpu("b200", 179 * GIB, 2250e12, 7.7e12, 900e9, 50e9, matmul=0.65),
     )
 }
-#: The shares of other figures that are reached: of attention that keeps no scores, of memory and of links.
+#: The shares of other figures that are reached: of attention that keeps no scores, of memory and of
+#: links.
 ATTENTION, MEMORY, LINK, NETWORK = 0.45, 0.8, 0.75, 0.8
-#: The share of the memory that tensors can have; the rest is for the context, for buffers of collectives and for gaps.
+#: The share of the memory that tensors can have; the rest is for the context, for buffers of
+#: collectives and for gaps.
 USABLE = 0.94
 LATENCY = 10e-6  #: seconds of a message or a collective, beside its bytes
 KERNEL = 4e-6  #: seconds of a kernel, beside its work
 
 
-def find_gpu(name: str, memory: float | None = None, flops: float | None = None, link: float | None = None) -> Gpu:
+def find_gpu(
+    name: str, memory: float | None = None, flops: float | None = None, link: float | None = None
+) -> Gpu:
     """A kind of GPU by name, in any case, with other figures where they are given.
 
     Args:
@@ -77,7 +84,13 @@ def find_gpu(name: str, memory: float | None = None, flops: float | None = None,
     """
     if name.lower() not in TABLE:
         near = get_close_matches(name.lower(), TABLE, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "give the nearest one, with --memory, --flops and --link"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else "give the nearest one, with --memory, --flops and --link"
+        )
         raise PlanError(f"gpu {name!r} is not in the table, which has {', '.join(TABLE)}; {hint}")
     given = {"memory": memory, "flops": flops, "link": link}
-    return replace(TABLE[name.lower()], **{key: value for key, value in given.items() if value is not None})
+    return replace(
+        TABLE[name.lower()], **{key: value for key, value in given.items() if value is not None}
+    )

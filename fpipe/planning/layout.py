@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Job`` and ``Layout``: what is trained on which GPUs, and how it is distributed. Values; they predict nothing."""
+"""``Job`` and ``Layout``: what is trained on which GPUs, and how it is distributed. Values; they
+predict nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element: of parameters and activations, of gradients, and of what the optimizer keeps.
+    """Bytes of an element: of parameters and activations, of gradients, and of what the optimizer
+    keeps.
 
-    By default bfloat16 parameters, float32 sums of gradients, and for Adam a float32 copy and two moments.
+    By default bfloat16 parameters, float32 sums of gradients, and for Adam a float32 copy and two
+    moments.
     """
 
     parameters: int = 2
@@ -41,8 +45,8 @@ class Job:
         gpu: their kind.
         batch: sequences of a global batch.
         sequence: tokens of a sequence.
-        attention: ``"flash"`` for attention that keeps no scores and skips those of later tokens, ``"scores"`` for
-            attention as matrix products.
+        attention: ``"flash"`` for attention that keeps no scores and skips those of later tokens,
+            ``"scores"`` for attention as matrix products.
         precision: bytes of elements.
     """
 
@@ -73,7 +77,8 @@ class Layout:
         per_rank: stages of a rank.
         microbatch: sequences of a microbatch.
         recompute: what a backward computes again: nothing, what is cheap, or whole layers.
-        sequence_parallel: whether tensor-parallel ranks split the sequence between their matrix products.
+        sequence_parallel: whether tensor-parallel ranks split the sequence between their matrix
+            products.
         layers: of each stage; by default even by cost, with the head counted.
 
     >>> Layout(tp=8, pp=16, dp=8, schedule="Interleaved1F1B", per_rank=4)
@@ -92,7 +97,10 @@ class Layout:
     layers: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        sizes = f"tp={self.tp}, pp={self.pp}, dp={self.dp}, zero={self.zero}, {self.schedule}, per_rank={self.per_rank}"
+        sizes = (
+            f"tp={self.tp}, pp={self.pp}, dp={self.dp}, zero={self.zero}, {self.schedule}, "
+            f"per_rank={self.per_rank}"
+        )
         return f"Layout({sizes}, microbatch={self.microbatch}, recompute={self.recompute})"
 
     @property
@@ -114,13 +122,22 @@ class Layout:
         model = job.model
         rules = [
             (self.tp * self.pp * self.dp == job.gpus, f"tp x pp x dp must be the {job.gpus} GPUs"),
-            (job.batch % (self.dp * self.microbatch) == 0, f"dp x microbatch must divide {job.batch} sequences"),
+            (
+                job.batch % (self.dp * self.microbatch) == 0,
+                f"dp x microbatch must divide {job.batch} sequences",
+            ),
             (divides(model, self.tp), "tp must divide heads, key-value heads and the feed-forward"),
             (self.tp <= job.gpu.node, f"tp must be within a machine of {job.gpu.node} GPUs"),
-            (self.stages <= model.layers + 2, f"{model.layers} layers, embedding and head must fill all stages"),
-            (not self.layers or (len(self.layers), sum(self.layers)) == (self.stages, model.layers),
-             f"layers must be {self.stages} numbers with the sum {model.layers}"),
-        ]  # fmt: skip
+            (
+                self.stages <= model.layers + 2,
+                f"{model.layers} layers, embedding and head must fill all stages",
+            ),
+            (
+                not self.layers
+                or (len(self.layers), sum(self.layers)) == (self.stages, model.layers),
+                f"layers must be {self.stages} numbers with the sum {model.layers}",
+            ),
+        ]
         for valid, rule in rules:
             if not valid:
                 raise PlanError(f"{self}: {rule}; choose other sizes")
@@ -137,12 +154,15 @@ class Layout:
 
 def divides(model: Model, tp: int) -> bool:
     """Whether tensor-parallel ranks can split the layers of a model."""
-    return not any(size % tp for size in (model.heads, model.kv_heads, model.feed_forward, model.hidden))
+    return not any(
+        size % tp for size in (model.heads, model.kv_heads, model.feed_forward, model.hidden)
+    )
 
 
 @lru_cache(maxsize=4096)
 def even_layers(model: Model, stages: int) -> tuple[int, ...]:
-    """The layers of each stage, even by cost: the head counts as its matrix, the embedding as nothing.
+    """The layers of each stage, even by cost: the head counts as its matrix, the embedding as
+    nothing.
 
     >>> even_layers(Model("m", "llama", 8, 6, 2, 64, 16), 4)
     (1, 2, 2, 1)
@@ -150,7 +170,10 @@ def even_layers(model: Model, stages: int) -> tuple[int, ...]:
     head = model.vocabulary * model.hidden / model.active_matrices
     starts = spread([0.0, *[1.0] * model.layers, head], stages)
     ends = [*starts[1:], model.layers + 2]
-    item = lambda place: min(max(place - 1, 0), model.layers)
+
+    def item(place):
+        return min(max(place - 1, 0), model.layers)
+
     return tuple(item(end) - item(start) for start, end in zip(starts, ends, strict=True))
 
 

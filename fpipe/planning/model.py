@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a decoder, read from the config.json of a model of Hugging Face. Knows no hardware and no layout."""
+"""The sizes of a decoder, read from the config.json of a model of Hugging Face. Knows no hardware
+and no layout.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,21 @@ from ..schedules.files import read_bytes
 MOST = 4 << 20  #: bytes of a config.json
 #: kinds with a gated feed-forward, rotary positions and RMS norms
 GATED = (
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "granite", "olmo2", "phi3",
-)  # fmt: skip
-PLAIN = ("gpt2",)  #: kinds with learned positions, layer norms, biases and a feed-forward of two matrices
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma",
+    "granite",
+    "olmo2",
+    "phi3",
+)
+PLAIN = (
+    "gpt2",
+)  #: kinds with learned positions, layer norms, biases and a feed-forward of two matrices
 _BIASED = ("qwen2", "qwen2_moe")  # in the projections of queries, keys and values
 _NORMED = ("qwen3", "qwen3_moe")  # queries and keys
 #: the size -> its names in a config.json
@@ -87,9 +101,12 @@ class Model:
     def _check(self, name: str, low: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise PlanError(f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; correct it")
+            raise PlanError(
+                f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; "
+                "correct it"
+            )
 
-    # ---- parameters -------------------------------------------------------------------------------------------------
+    # ---- parameters ----
     @property
     def queries(self) -> int:
         """The width of all queries."""
@@ -127,7 +144,14 @@ class Model:
         """Elements of a layer."""
         biases = 0
         if self.kind in PLAIN:
-            biases = self.queries + 2 * self.keys + self.hidden + self.feed_forward + self.hidden + 4 * self.hidden
+            biases = (
+                self.queries
+                + 2 * self.keys
+                + self.hidden
+                + self.feed_forward
+                + self.hidden
+                + 4 * self.hidden
+            )
         elif self.kind in _BIASED:
             biases = self.queries + 2 * self.keys + 2 * self.hidden
         else:
@@ -141,7 +165,9 @@ class Model:
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the last stage beside its layers; a tied head is a copy of the embedding there."""
+        """Elements of the last stage beside its layers; a tied head is a copy of the embedding
+        there.
+        """
         return self.vocabulary * self.hidden + self._last_norm
 
     @property
@@ -176,7 +202,8 @@ def read_model(path: str | PathLike[str]) -> Model:
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp(), "config.json")
-    >>> _ = path.write_text('{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}')
+    >>> sizes = '"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257'
+    >>> _ = path.write_text('{"model_type": "gpt2", ' + sizes + "}")
     >>> read_model(path).parameters
     124439808
     """
@@ -201,29 +228,41 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     kind = config.get("model_type")
     if kind not in (*GATED, *PLAIN):
         known = ", ".join((*PLAIN, *GATED))
-        raise PlanError(f"{where}: model_type is {kind!r}, and known are {known}; give the nearest of them")
+        raise PlanError(
+            f"{where}: model_type is {kind!r}, and known are {known}; give the nearest of them"
+        )
     for name in ("mlp_only_layers", "first_k_dense_replace"):
         if config.get(name):
-            raise PlanError(f"{where}: {name} is {config[name]!r}, and all layers must be alike; leave it out")
+            raise PlanError(
+                f"{where}: {name} is {config[name]!r}, and all layers must be alike; leave it out"
+            )
     if config.get("decoder_sparse_step", 1) != 1:
         step = config["decoder_sparse_step"]
-        raise PlanError(f"{where}: decoder_sparse_step is {step!r}, and all layers must be alike; set it to 1")
+        raise PlanError(
+            f"{where}: decoder_sparse_step is {step!r}, and all layers must be alike; set it to 1"
+        )
     hidden = _size(config, "hidden", where)
     experts = _size(config, "experts", where, 0)
     plain = kind in PLAIN
     width = _size(config, "feed_forward", where, 4 * hidden if plain else None)
     return Model(
         name=f"{kind} {hidden}x{_size(config, 'layers', where)}",
-        kind=kind, hidden=hidden, layers=_size(config, "layers", where), heads=_size(config, "heads", where),
+        kind=kind,
+        hidden=hidden,
+        layers=_size(config, "layers", where),
+        heads=_size(config, "heads", where),
         vocabulary=_size(config, "vocabulary", where),
         feed_forward=config.get("moe_intermediate_size", width) if experts else width,
-        kv_heads=_size(config, "kv_heads", where, 0), head_dim=config.get("head_dim") or 0, gated=not plain,
-        experts=experts, active=config.get("num_experts_per_tok", 1) if experts else 1,
+        kv_heads=_size(config, "kv_heads", where, 0),
+        head_dim=config.get("head_dim") or 0,
+        gated=not plain,
+        experts=experts,
+        active=config.get("num_experts_per_tok", 1) if experts else 1,
         shared=config.get("shared_expert_intermediate_size", 0) if experts else 0,
         tied=bool(config.get("tie_word_embeddings", plain)),
         positions=config.get("n_positions", 1024) if plain else 0,
         dropout=bool(config.get("resid_pdrop", 0.1)) if plain else False,
-    )  # fmt: skip
+    )
 
 
 def _size(config: Mapping[str, Any], size: str, where: str, default: int | None = None) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search over layouts: all of them, the shortest possible first, until no other one can be among the best.
+"""The search over layouts: all of them, the shortest possible first, until no other one can be
+among the best.
 
-What is found is the best of what is enumerated: a layout is skipped where its work alone takes longer than the layouts
-that were found, or where its state alone has no room.
+What is found is the best of what is enumerated: a layout is skipped where its work alone takes
+longer than the layouts that were found, or where its state alone has no room.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from .prediction import Prediction, crowded, least, predict, usable
 
 #: The schedules that are tried, and the numbers of stages that a rank may have.
 SCHEDULES: dict[str, tuple[int, ...]] = {
-    "1F1B": (1,), "Interleaved1F1B": (2, 3, 4, 6, 8), "InterleavedZeroBubble": (2, 3, 4), "ZBH1": (1,), "ZBH2": (1,),
-    "ZBVZeroBubble": (2,), "VHalf": (2,), "VMin": (2,), "DualPipeV": (2,), "LoopedBFS": (2, 4, 8), "GPipe": (1,),
-}  # fmt: skip
+    "1F1B": (1,),
+    "Interleaved1F1B": (2, 3, 4, 6, 8),
+    "InterleavedZeroBubble": (2, 3, 4),
+    "ZBH1": (1,),
+    "ZBH2": (1,),
+    "ZBVZeroBubble": (2,),
+    "VHalf": (2,),
+    "VMin": (2,),
+    "DualPipeV": (2,),
+    "LoopedBFS": (2, 4, 8),
+    "GPipe": (1,),
+}
 MOST_MICROBATCH = 16  #: sequences of a microbatch, at most
 NEAREST = 16  #: layouts that are predicted to say which comes nearest, where none fits
 MORE = 6  #: how often the number of GPUs is doubled, to say how many would do
@@ -42,8 +52,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, the best of each combination of tensor ranks, pipeline ranks and schedule, and how many there
-    were: all, those whose state has room, and those that were predicted."""
+    """The best layouts, the best of each combination of tensor ranks, pipeline ranks and schedule,
+    and how many there were: all, those whose state has room, and those that were predicted.
+    """
 
     best: tuple[Prediction, ...]
     layouts: int
@@ -52,7 +63,10 @@ class Found:
 
 
 def search(
-    job: Job, choices: Choices | None = None, top: int = 5, track: Callable[[Sequence[Any]], Iterable[Any]] = iter
+    job: Job,
+    choices: Choices | None = None,
+    top: int = 5,
+    track: Callable[[Sequence[Any]], Iterable[Any]] = iter,
 ) -> Found:
     """The layouts in which a step is shortest, of those that fit.
 
@@ -66,11 +80,13 @@ def search(
         The predictions, best first, and counts.
 
     Raises:
-        PlanError: if no layout exists or fits; it says which comes nearest, and what would make it fit.
+        PlanError: if no layout exists or fits; it says which comes nearest, and what would make it
+        fit.
 
     >>> from .hardware import find_gpu
     >>> from .model import Model
-    >>> job = Job(Model("m", "llama", 4096, 32, 32, 32000, 11008), 8, find_gpu("a100"), batch=64, sequence=4096)
+    >>> job = Job(Model("m", "llama", 4096, 32, 32, 32000, 11008), 8, find_gpu("a100"), batch=64,
+    ...     sequence=4096)
     >>> search(job).best[0].fits
     True
     """
@@ -96,7 +112,9 @@ def search(
             steps = sorted(each.step for each in best.values())
             worst = steps[top - 1] if len(steps) >= top else inf
     if not best:
-        raise _too_large(job, choices, [bound[2] for bound in sorted(bounds, key=lambda bound: bound[1])])
+        raise _too_large(
+            job, choices, [bound[2] for bound in sorted(bounds, key=lambda bound: bound[1])]
+        )
     chosen = sorted(best.values(), key=lambda each: each.step)[:top]
     return Found(tuple(chosen), len(layouts), len(possible), predicted)
 
@@ -108,9 +126,15 @@ def candidates(job: Job, choices: Choices) -> Iterator[Layout]:
         if tp > node or job.gpus % tp or not divides(model, tp):
             continue
         for pp in _of(choices.pp, _divisors(job.gpus // tp)):
-            if (job.gpus // tp) % pp or pp > model.layers or job.batch % (dp := job.gpus // tp // pp):
+            if (
+                (job.gpus // tp) % pp
+                or pp > model.layers
+                or job.batch % (dp := job.gpus // tp // pp)
+            ):
                 continue
-            for layout in _scheduled(job, choices, Layout(tp, pp, dp, sequence_parallel=choices.sequence_parallel)):
+            for layout in _scheduled(
+                job, choices, Layout(tp, pp, dp, sequence_parallel=choices.sequence_parallel)
+            ):
                 yield from _detailed(job, choices, layout)
 
 
@@ -153,7 +177,9 @@ def _order(bound: tuple[float, float, Layout]) -> tuple[float, int, int]:
 
 
 def _tried(job: Job, layout: Layout) -> Prediction | None:
-    """The prediction of a layout that has room; None where it has none, or no form for the counts."""
+    """The prediction of a layout that has room; None where it has none, or no form for the
+    counts.
+    """
     try:
         return None if crowded(job, layout) else predict(job, layout)
     except ScheduleError:
@@ -166,7 +192,9 @@ def _none(job: Job, choices: Choices) -> PlanError:
     if choices != Choices(sequence_parallel=choices.sequence_parallel):
         return PlanError(f"{what} with the given choices; leave out some of them")
     power = 1 << (job.gpus.bit_length() - 1)
-    return PlanError(f"{what}; give a number of GPUs and of sequences with common divisors, such as {power} GPUs")
+    return PlanError(
+        f"{what}; give a number of GPUs and of sequences with common divisors, such as {power} GPUs"
+    )
 
 
 def _too_large(job: Job, choices: Choices, layouts: Sequence[Layout]) -> PlanError:
@@ -174,11 +202,19 @@ def _too_large(job: Job, choices: Choices, layouts: Sequence[Layout]) -> PlanErr
     roomy = replace(job, gpu=replace(job.gpu, memory=inf))
     found = [each for layout in layouts[:NEAREST] if (each := _tried(roomy, layout)) is not None]
     if not found:
-        return PlanError(f"no schedule has a form for {job.batch} sequences on {job.gpus} GPUs; give more sequences")
+        return PlanError(
+            f"no schedule has a form for {job.batch} sequences on {job.gpus} GPUs; give more "
+            "sequences"
+        )
     near = min(found, key=lambda each: each.fullest.total)
     need = near.fullest.total / USABLE
-    text = f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout} with {need / GIB:.3g} GiB"
-    return PlanError(f"{text}. It fits with --memory {1.01 * need / GIB:.3g}GiB{_with_more(job, choices)}")
+    text = (
+        f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout} with "
+        f"{need / GIB:.3g} GiB"
+    )
+    return PlanError(
+        f"{text}. It fits with --memory {1.01 * need / GIB:.3g}GiB{_with_more(job, choices)}"
+    )
 
 
 def _with_more(job: Job, choices: Choices) -> str:
@@ -186,7 +222,9 @@ def _with_more(job: Job, choices: Choices) -> str:
     for doubled in range(1, MORE + 1):
         larger = replace(job, gpus=job.gpus << doubled)
         bounds = [(least(larger, layout)[1], layout) for layout in candidates(larger, choices)]
-        fitting = sorted((bound for bound in bounds if bound[0] <= usable(job)), key=lambda bound: bound[0])
+        fitting = sorted(
+            (bound for bound in bounds if bound[0] <= usable(job)), key=lambda bound: bound[0]
+        )
         for _, layout in fitting[:NEAREST]:
             if (found := _tried(larger, layout)) is not None and found.fits:
                 return f", or with --gpus {larger.gpus}"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Builder``: the steps of one rank while they are emitted; the one object of lowering that changes.
+"""``Builder``: the steps of one rank while they are emitted; the one object of lowering that
+changes.
 
-It emits actions: what their programs read is received, the programs run, values are sent as soon as they are
-computed, gradients are added. One path serves plain and fused actions: an action is a list of pieces, programs or
-segments of them, in the order in which they run. Knows keys and steps; no tensors, backends or names of schedules.
+It emits actions: what their programs read is received, the programs run, values are sent as soon as
+they are computed, gradients are added. One path serves plain and fused actions: an action is a list
+of pieces, programs or segments of them, in the order in which they run. Knows keys and steps; no
+tensors, backends or names of schedules.
 """
 
 from __future__ import annotations
@@ -27,20 +29,26 @@ from .weaving.weave import Weave
 
 
 class _Reads(NamedTuple):
-    """What a program reads: the same for all microbatches of a kind, but for the number of the microbatch."""
+    """What a program reads: the same for all microbatches of a kind, but for the number of the
+    microbatch.
+    """
 
     program: Program
-    keys: tuple[tuple[Key, int | None], ...]  # each with how far its microbatch is; None: it belongs to all
+    keys: tuple[
+        tuple[Key, int | None], ...
+    ]  # each with how far its microbatch is; None: it belongs to all
     needs: tuple[int, ...]  # places of values of other stages
 
 
-#: A program, or a segment of one, that an action runs: which part of the action, that part, the programs that it
-#: belongs to, the stage (one past the part's for the loss) and the program.
+#: A program, or a segment of one, that an action runs: which part of the action, that part, the
+#: programs that it belongs to, the stage (one past the part's for the loss) and the program.
 Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
 class _Leaving(NamedTuple):
-    """Values that leave a rank together: after which fact of which stage, what must be computed first, and to whom."""
+    """Values that leave a rank together: after which fact of which stage, what must be computed
+    first, and to whom.
+    """
 
     stage: int
     fact: str
@@ -68,7 +76,7 @@ class Builder:
             repeat(()) if job.copies is None else steps_of_copies(job, job.copies, rank, self.added)
         )
 
-    # ---- names --------------------------------------------------------------------------------------------------
+    # ---- names ----
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
         """The key of a value that a stage's programs call ``name``."""
         role, leaf = inputs(programs).get(name, ("computed", 0))
@@ -77,7 +85,9 @@ class Builder:
         if role == "grad":
             return grad(stage, leaf)
         if role == "state":
-            before = self.state.setdefault(stage, [(State(stage, i), None) for i in range(programs.counts[3])])
+            before = self.state.setdefault(
+                stage, [(State(stage, i), None) for i in range(programs.counts[3])]
+            )
             return before[leaf]
         graph = self.job.kind(mb).graph
         if role in ("x", "cotangent") and stage < self.job.stages:
@@ -88,36 +98,54 @@ class Builder:
         return (graph.source(programs, stage, name), mb)
 
     def _carried(self, role: Role, stage: int, mb: int, leaf: int) -> Key:
-        """The key of a leaf of a slice's carry, which the slice before computes, or of its gradient, by the next."""
+        """The key of a leaf of a slice's carry, which the slice before computes, or of its
+        gradient, by the next.
+        """
         other = mb + (-1 if role == "x" else 1)
         kind = self.job.kind(other)
         programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
-        names, count = (programs.ys, len(interface.ys)) if role == "x" else (programs.dxs, len(interface.dxs))
+        names, count = (
+            (programs.ys, len(interface.ys)) if role == "x" else (programs.dxs, len(interface.dxs))
+        )
         name = names[count + leaf]
-        assert name is not None, "no program reads a carry that is no tensor, nor a gradient that is not there"
+        assert name is not None, (
+            "no program reads a carry that is no tensor, nor a gradient that is not there"
+        )
         return self.key(programs, stage, other, name)
 
-    # ---- actions ------------------------------------------------------------------------------------------------
+    # ---- actions ----
     def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
-        """What a part of an action runs, in order: the loss's program after F of the last stage, or before its B."""
+        """What a part of an action runs, in order: the loss's program after F of the last stage, or
+        before its B.
+        """
         stage, op, mb = part
         kind = self.job.kind(mb)
         own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
         if loss is not None and op in "BI":
             yield loss, loss.b, stage + 1
-        yield own, own.f if op == "F" else own.i if op == "I" else self.with_adds(own, op, stage), stage
+        yield (
+            own,
+            own.f if op == "F" else own.i if op == "I" else self.with_adds(own, op, stage),
+            stage,
+        )
         if loss is not None and op == "F":
             yield loss, loss.f, stage + 1
 
     def act(self, part: Action) -> None:
         """Emit an action whose programs run one after the other."""
-        self.emit((part,), [(0, part, own, stage, program) for own, program, stage in self.programs(part)])
+        self.emit(
+            (part,), [(0, part, own, stage, program) for own, program, stage in self.programs(part)]
+        )
 
     def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
-        """Emit the pieces of an action's parts in this order, what is sent after each, and the end of each part."""
+        """Emit the pieces of an action's parts in this order, what is sent after each, and the end
+        of each part.
+        """
         sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
         last = {line: place for place, (line, *_) in enumerate(pieces, 1)}
-        if sends and not sends[0][1].computed and parts[0].op != "F":  # cotangents that the caller passes are there
+        if (
+            sends and not sends[0][1].computed and parts[0].op != "F"
+        ):  # cotangents that the caller passes are there
             sends = self._send(sends)
         for place, (line, part, own, stage, program) in enumerate(pieces, 1):
             self.run(part, own, program, stage)
@@ -144,13 +172,23 @@ class Builder:
             for of in stages:
                 peers = self.messages.outgoing(of, fact, mb)
                 sources = [out.source for _, outs in peers for out in outs]
-                computed = tuple(s for s in sources if not isinstance(s, (BatchLeaf, OutputCotangent)))
-                leaving += [_Leaving(of, fact, computed, frozenset(rank for rank, _ in peers))] if peers else []
+                computed = tuple(
+                    s for s in sources if not isinstance(s, (BatchLeaf, OutputCotangent))
+                )
+                leaving += (
+                    [_Leaving(of, fact, computed, frozenset(rank for rank, _ in peers))]
+                    if peers
+                    else []
+                )
             known = self._leaves[memo] = leaving
         return known
 
-    def _send(self, sends: list[tuple[Action, _Leaving]], every: bool = False) -> list[tuple[Action, _Leaving]]:
-        """Send what is computed, or everything; returns the rest. Sends to one rank keep their order."""
+    def _send(
+        self, sends: list[tuple[Action, _Leaving]], every: bool = False
+    ) -> list[tuple[Action, _Leaving]]:
+        """Send what is computed, or everything; returns the rest. Sends to one rank keep their
+        order.
+        """
         rest: list[tuple[Action, _Leaving]] = []
         blocked: set[int] = set()
         for part, leaving in sends:
@@ -164,7 +202,9 @@ class Builder:
         return rest
 
     def end(self, action: Action) -> None:
-        """What follows an action's programs: the next state, results received for the caller, gradients added."""
+        """What follows an action's programs: the next state, results received for the caller,
+        gradients added.
+        """
         stage, op, mb = action
         kinds = self.job.kind(mb)
         own = kinds.programs[stage]
@@ -187,7 +227,9 @@ class Builder:
         """The keys of what the loss, if there is one, returned for a microbatch."""
         loss, top = kinds.loss, self.job.stages
         names = () if loss is None else (*loss.ys, loss.extra)
-        return [self.key(loss, top, mb, name) for name in names if loss is not None and name is not None]
+        return [
+            self.key(loss, top, mb, name) for name in names if loss is not None and name is not None
+        ]
 
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
         """The keys that a program reads; emits the waits that they need."""
@@ -199,15 +241,19 @@ class Builder:
         return reads
 
     def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
-        """The reads of a program for a kind of microbatch: cached, unless the stage has state, whose keys change."""
+        """The reads of a program for a kind of microbatch: cached, unless the stage has state,
+        whose keys change.
+        """
         memo = (id(program), stage, self.job.kind_of[mb])
         found = self._reads.get(memo)
         if found is None or own.counts[3]:
             keys = [self.key(own, stage, mb, name) for name in program.inputs]
             needs = tuple(
-                place for place, (source, _) in enumerate(keys)
-                if isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage)
-            )  # fmt: skip
+                place
+                for place, (source, _) in enumerate(keys)
+                if isinstance(source, BatchLeaf)
+                or (isinstance(source, Value) and source.stage != stage)
+            )
             apart = ((key, None if key[1] is None else key[1] - mb) for key in keys)
             found = self._reads[memo] = _Reads(program, tuple(apart), needs)
         return found
@@ -225,11 +271,15 @@ class Builder:
         """The keys of what a program computes."""
         values = self._values.get((id(program), stage))
         if values is None:
-            values = self._values[id(program), stage] = tuple(Value(stage, name) for name in program.outputs)
+            values = self._values[id(program), stage] = tuple(
+                Value(stage, name) for name in program.outputs
+            )
         return tuple([(value, mb) for value in values])
 
     def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
-        """The program that adds into gradients itself, once all of them exist; until then the one that returns them."""
+        """The program that adds into gradients itself, once all of them exist; until then the one
+        that returns them.
+        """
         memo, plain = (id(own), letter, stage), own.b if letter == "B" else own.w
         if memo not in self._adding:
             computed = own.added_by(letter)
@@ -258,7 +308,9 @@ class Builder:
             self.added.add(target)
         if into:
             avals = tuple(sums) if len(sums) == len(into) else ()
-            self.out.append(Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how)))
+            self.out.append(
+                Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how))
+            )
 
 
 def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:

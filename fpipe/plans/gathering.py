@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that all copies of a pipeline carry out together: REDUCE, UNSHARD, RESHARD and the waits for them.
+"""Steps that all copies of a pipeline carry out together: REDUCE, UNSHARD, RESHARD and the waits
+for them.
 
-Gradients of a stage are reduced as soon as the last of them is computed. Parameters that are sharded are gathered one
-action ahead of their first use and freed after their last. Where the number of whole stages is limited, the one whose
-next use in the row is furthest is freed first. Knows steps and keys; no tensors and no backends.
+Gradients of a stage are reduced as soon as the last of them is computed. Parameters that are
+sharded are gathered one action ahead of their first use and freed after their last. Where the
+number of whole stages is limited, the one whose next use in the row is furthest is freed first.
+Knows steps and keys; no tensors and no backends.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from .step import Step
 
 @dataclass(frozen=True)
 class _Uses:
-    """Which sharded stages each position of a row reads, and the first position after the forward phase, if any."""
+    """Which sharded stages each position of a row reads, and the first position after the forward
+    phase, if any.
+    """
 
     stages: Sequence[tuple[int, ...]]
     backward: int
@@ -30,8 +34,13 @@ class _Uses:
     def of(cls, job: LoweringInput, rank: int) -> _Uses:
         """The uses in a rank's row."""
         row = job.schedule[rank]
-        backward = next((n for n, entry in enumerate(row) if any(a.op != "F" for a in entry.parts)), len(row))
-        stages = [tuple(dict.fromkeys(a.stage for a in entry.parts if _reads_shards(job, a))) for entry in row]
+        backward = next(
+            (n for n, entry in enumerate(row) if any(a.op != "F" for a in entry.parts)), len(row)
+        )
+        stages = [
+            tuple(dict.fromkeys(a.stage for a in entry.parts if _reads_shards(job, a)))
+            for entry in row
+        ]
         return cls(stages, backward if job.phased else 0)
 
     def _end(self, position: int) -> int:
@@ -40,10 +49,14 @@ class _Uses:
 
     def next(self, stage: int, start: int) -> int:
         """The next position in this phase that reads a stage; the length of the row: none."""
-        return next((n for n in range(start, self._end(start)) if stage in self.stages[n]), len(self.stages))
+        return next(
+            (n for n in range(start, self._end(start)) if stage in self.stages[n]), len(self.stages)
+        )
 
     def furthest(self, stages: Iterable[int], start: int) -> list[int]:
-        """The stages in the order in which to free them: those that are needed again latest first."""
+        """The stages in the order in which to free them: those that are needed again latest
+        first.
+        """
         return sorted(stages, key=lambda stage: self.next(stage, start), reverse=True)
 
     def ahead(self, position: int) -> tuple[int, ...]:
@@ -51,10 +64,19 @@ class _Uses:
         return next(filter(None, self.stages[position + 1 : self._end(position)]), ())
 
 
-def steps_of_copies(job: LoweringInput, copies: Copies, rank: int, added: Set[Key]) -> Iterator[list[Step]]:
-    """The steps before each position of the row, between phases, and after the row; ``added`` grows meanwhile."""
+def steps_of_copies(
+    job: LoweringInput, copies: Copies, rank: int, added: Set[Key]
+) -> Iterator[list[Step]]:
+    """The steps before each position of the row, between phases, and after the row; ``added`` grows
+    meanwhile.
+    """
     uses, numbers, shared = _Uses.of(job, rank), count(), _summed_first(job)
-    last = {a.stage: n for n, entry in enumerate(job.schedule[rank]) for a in entry.parts if a.op in "BW"}
+    last = {
+        a.stage: n
+        for n, entry in enumerate(job.schedule[rank])
+        for a in entry.parts
+        if a.op in "BW"
+    }
     limit = max([copies.unsharded if copies.zero == 3 else job.stages, *map(len, uses.stages)])
     whole: set[int] = set()
     arriving: dict[int, Step] = {}
@@ -62,9 +84,15 @@ def steps_of_copies(job: LoweringInput, copies: Copies, rank: int, added: Set[Ke
     steps: list[Step] = []
     for position in range(len(uses.stages) + 1):
         previous = uses.stages[position - 1] if position else ()
-        unused = [stage for stage in previous if uses.next(stage, position) == len(uses.stages) and stage in whole]
+        unused = [
+            stage
+            for stage in previous
+            if uses.next(stage, position) == len(uses.stages) and stage in whole
+        ]
         whole.difference_update(unused)
-        ready = [stage for stage, place in last.items() if place == position - 1 and stage not in shared]
+        ready = [
+            stage for stage, place in last.items() if place == position - 1 and stage not in shared
+        ]
         reduces = list(_reductions(job, copies, ready, added, numbers)) if job.training else []
         reductions += reduces
         steps = [*_reshards(job, copies, unused), *reduces]
@@ -95,7 +123,9 @@ def steps_of_copies(job: LoweringInput, copies: Copies, rank: int, added: Set[Ke
 
 def parameter_key(job: LoweringInput, stage: int, leaf: int) -> Key:
     """The key under which programs read a parameter."""
-    sharded = job.copies is not None and job.copies.cut and job.layouts[stage].shapes[leaf] is not None
+    sharded = (
+        job.copies is not None and job.copies.cut and job.layouts[stage].shapes[leaf] is not None
+    )
     return whole_param(stage, leaf) if sharded else param(stage, leaf)
 
 
@@ -108,25 +138,42 @@ def _reads_shards(job: LoweringInput, action: Action) -> bool:
     """Whether an action reads parameters that are sharded."""
     if job.copies is None or not job.copies.cut:
         return False
-    programs, leaves = job.kind(action.microbatch).programs[action.stage], _leaves(job, action.stage)
+    programs, leaves = (
+        job.kind(action.microbatch).programs[action.stage],
+        _leaves(job, action.stage),
+    )
     program = {"F": programs.f, "B": programs.b, "I": programs.i, "W": programs.w}[action.op]
     named = inputs(programs)
-    return any(name in named and named[name].role == "param" and named[name].leaf in leaves for name in program.inputs)
+    return any(
+        name in named and named[name].role == "param" and named[name].leaf in leaves
+        for name in program.inputs
+    )
 
 
 def _summed_first(job: LoweringInput) -> set[int]:
     """Stages whose gradients are summed over ranks or stages before the copies reduce them."""
     tied = {stage for group in job.tied for stage, _ in group}
-    return tied | {stage for stage in range(job.stages) if len(job.schedule.placement.ranks_of(stage)) > 1}
+    return tied | {
+        stage for stage in range(job.stages) if len(job.schedule.placement.ranks_of(stage)) > 1
+    }
 
 
 def _unshard(job: LoweringInput, copies: Copies, stage: int, number: int) -> Step:
     share = Share(stage, job.layouts[stage], _leaves(job, stage), copies)
-    return Step("UNSHARD", reads=tuple(param(stage, leaf) for leaf in share.leaves), number=number, share=share)
+    return Step(
+        "UNSHARD",
+        reads=tuple(param(stage, leaf) for leaf in share.leaves),
+        number=number,
+        share=share,
+    )
 
 
 def _reductions(
-    job: LoweringInput, copies: Copies, stages: Iterable[int], added: Set[Key], numbers: Iterator[int]
+    job: LoweringInput,
+    copies: Copies,
+    stages: Iterable[int],
+    added: Set[Key],
+    numbers: Iterator[int],
 ) -> Iterator[Step]:
     """REDUCE of the gradients of each stage that has any."""
     for stage in stages:
@@ -140,7 +187,9 @@ def _reductions(
 def _reshards(job: LoweringInput, copies: Copies, stages: Iterable[int]) -> Iterator[Step]:
     for stage in stages:
         share = Share(stage, job.layouts[stage], _leaves(job, stage), copies)
-        yield Step("RESHARD", reads=tuple(whole_param(stage, leaf) for leaf in share.leaves), share=share)
+        yield Step(
+            "RESHARD", reads=tuple(whole_param(stage, leaf) for leaf in share.leaves), share=share
+        )
 
 
 def _wait(step: Step) -> Step:
@@ -148,4 +197,9 @@ def _wait(step: Step) -> Step:
     share = step.share
     assert share is not None
     key = reduced_grad if share.gradients else whole_param
-    return Step("WAIT", writes=tuple(key(share.stage, leaf) for leaf in share.leaves), number=step.number, share=share)
+    return Step(
+        "WAIT",
+        writes=tuple(key(share.stage, leaf) for leaf in share.leaves),
+        number=step.number,
+        share=share,
+    )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys: how a plan names the values that it moves.
 
-A key is a pair ``(source, microbatch)``. The source says what the value is: one of the named tuples below. The
-microbatch is ``None`` for values that belong to the whole call, such as parameters. The last field of every source is a
-constant, so that sources of different classes are never equal although they are plain tuples, which hash and compare
-fast.
+A key is a pair ``(source, microbatch)``. The source says what the value is: one of the named tuples
+below. The microbatch is ``None`` for values that belong to the whole call, such as parameters. The
+last field of every source is a constant, so that sources of different classes are never equal
+although they are plain tuples, which hash and compare fast.
 
-The programs of a stage have short names for their inputs (``p0``, ``x1``, ``dy2``); ``inputs`` is the only place that
-says what these mean. This module knows no ranks, messages, slots or tensors.
+The programs of a stage have short names for their inputs (``p0``, ``x1``, ``dy2``); ``inputs`` is
+the only place that says what these mean. This module knows no ranks, messages, slots or tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ..programs.stage_programs import Programs, numbered
 
 
 class Value(NamedTuple):
-    """What a program of a stage computes, under the program's name for it; the loss is one stage past the last."""
+    """What a program of a stage computes, under the program's name for it; the loss is one stage
+    past the last.
+    """
 
     stage: int
     name: str
@@ -114,16 +116,29 @@ class PartialGrad(NamedTuple):
 
 
 class GradSum(NamedTuple):
-    """The sum of the gradients of a group: of the ranks of a replicated stage, or of tied parameters."""
+    """The sum of the gradients of a group: of the ranks of a replicated stage, or of tied
+    parameters.
+    """
 
     group: int
     kind: Literal["grad sum"] = "grad sum"
 
 
 Source: TypeAlias = (
-    Value | BatchLeaf | Target | Side | Seed | OutputCotangent
-    | Param | WholeParam | State | Grad | ReducedGrad | PartialGrad | GradSum
-)  # fmt: skip
+    Value
+    | BatchLeaf
+    | Target
+    | Side
+    | Seed
+    | OutputCotangent
+    | Param
+    | WholeParam
+    | State
+    | Grad
+    | ReducedGrad
+    | PartialGrad
+    | GradSum
+)
 Key: TypeAlias = tuple[Source, int | None]
 
 
@@ -147,7 +162,7 @@ def whole_param(stage: int, leaf: int) -> Key:
     return (WholeParam(stage, leaf), None)
 
 
-# ---- the names that programs use ------------------------------------------------------------------------------------
+# ---- the names that programs use ----
 Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]
 #: The roles of inputs that the caller passes and keeps.
 CALLERS: frozenset[Role] = frozenset({"param", "side", "state"})
@@ -164,14 +179,26 @@ _INPUTS: WeakKeyDictionary[Programs, Mapping[str, Input]] = WeakKeyDictionary()
 
 
 def inputs(programs: Programs) -> Mapping[str, Input]:
-    """The names of a stage's programs for their inputs; any other name is that of a value that one of them computes."""
+    """The names of a stage's programs for their inputs; any other name is that of a value that one
+    of them computes.
+    """
     cached = _INPUTS.get(programs)
     if cached is None:
         params, xs, sides, states = programs.counts
         table: tuple[tuple[str, Role, int], ...] = (
-            ("p", "param", params), ("x", "x", xs), ("k", "side", sides), ("t", "state", states), ("g", "grad", params),
-        )  # fmt: skip
-        names = {name: Input(role, i) for prefix, role, n in table for i, name in enumerate(numbered(prefix, n))}
-        names |= {name: Input("cotangent", j) for j, name in enumerate(programs.dys) if name is not None}
+            ("p", "param", params),
+            ("x", "x", xs),
+            ("k", "side", sides),
+            ("t", "state", states),
+            ("g", "grad", params),
+        )
+        names = {
+            name: Input(role, i)
+            for prefix, role, n in table
+            for i, name in enumerate(numbered(prefix, n))
+        }
+        names |= {
+            name: Input("cotangent", j) for j, name in enumerate(programs.dys) if name is not None
+        }
         cached = _INPUTS[programs] = names | {"daux": Input("aux cotangent", 0)}
     return cached

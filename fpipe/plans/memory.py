@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
+"""How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count
+once.
 
-Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts
-from when it is posted, and a sent value until it is known to have been received. This module
-follows steps and changes none.
+Parameters, the caller's batch and constants are not counted. Where ranks live in different
+processes, a receive counts from when it is posted, and a sent value until it is known to have been
+received. This module follows steps and changes none.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ class _Output(NamedTuple):
     """An output of a program that is in memory."""
 
     place: int
-    source: int | None  # the place of the input whose memory it is in; -1: of one that the program does not read itself
+    source: (
+        int | None
+        # the place of the input whose memory it is in; -1: of one that the program does not read
+        # itself
+    )
     root: str  # the value whose memory it is in
     nbytes: int
 
 
 class MemoryAccount:
-    """Bytes held, by storage. ``wired``: messages cross processes, so receives have buffers and sends hold memory."""
+    """Bytes held, by storage. ``wired``: messages cross processes, so receives have buffers and
+    sends hold memory.
+    """
 
     def __init__(self, wired: bool = False) -> None:
         self.live = 0
@@ -77,13 +84,18 @@ class MemoryAccount:
             self.live -= storage.nbytes
 
     def run(self, step: Step, ends: Sequence[int]) -> int:
-        """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the reads that end."""
+        """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the
+        reads that end.
+        """
         own, program, reads, writes = step.owner, step.program, step.reads, step.writes
         assert own is not None and program is not None
         dying = self._dying(reads, ends)
         known = self._known.get(id(program))
         if known is None:
-            known = self._known[id(program)] = _outputs(own, program), _EXCESS.setdefault(program, {})
+            known = self._known[id(program)] = (
+                _outputs(own, program),
+                _EXCESS.setdefault(program, {}),
+            )
         outputs, excess = known
         if dying not in excess:
             sizes = {program.inputs[place]: self.behind[reads[place]].nbytes for place in dying}
@@ -99,7 +111,11 @@ class MemoryAccount:
 
     def _dying(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
         """The places of reads whose memory nothing else uses."""
-        ending = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
+        ending = [
+            (place, storage)
+            for place in ends
+            if (storage := self.behind.get(reads[place])) is not None
+        ]
         if all(storage.users == 1 for _, storage in ending):
             return tuple([place for place, _ in ending])
         count = Counter(storage.root for _, storage in ending)
@@ -141,7 +157,9 @@ class MemoryAccount:
         return self.live
 
     def _of_copies(self, step: Step) -> None:
-        """Collectives of the copies: their memory while they are under way, then that of their results."""
+        """Collectives of the copies: their memory while they are under way, then that of their
+        results.
+        """
         assert step.share is not None
         memory = ("of all copies", step.number)
         if step.kind != "WAIT":
@@ -196,8 +214,8 @@ _EXCESS: WeakKeyDictionary[Program, dict[tuple[int, ...], int]] = WeakKeyDiction
 class _Moment(NamedTuple):
     """What one operation of a program changes: storages that begin, and those that end after it.
 
-    ``several`` are operations with results that nothing uses, which begin here; ``used`` those whose results end.
-    ``dropped`` are inputs that end, by storage.
+    ``several`` are operations with results that nothing uses, which begin here; ``used`` those
+    whose results end. ``dropped`` are inputs that end, by storage.
     """
 
     begins: tuple[str, ...]
@@ -207,12 +225,15 @@ class _Moment(NamedTuple):
     dropped: tuple[tuple[str, ...], ...]
 
 
-#: The moments of a program by its operations at the sizes of the trace, and by the inputs that it may free.
+#: The moments of a program by its operations at the sizes of the trace, and by the inputs that it
+#: may free.
 _MOMENTS: WeakKeyDictionary[Programs, dict[Hashable, tuple[_Moment, ...]]] = WeakKeyDictionary()
 
 
 def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], tuple[int, ...]]:
-    """The results of an operation that returns several, and the places of those that nothing uses."""
+    """The results of an operation that returns several, and the places of those that nothing
+    uses.
+    """
     if not isinstance(one.value, tuple) or isinstance(one.value, Aval):
         return [], ()
     asked = {reader.args[1]: reader.name for reader in readers if reader.target is operator.getitem}
@@ -233,7 +254,9 @@ def _moments(own: Programs, program: Program, dropped: Sequence[str]) -> tuple[_
     freed: dict[int, list[tuple[str, ...]]] = {}
     for base in dict.fromkeys(root.get(name, name) for name in dropped):
         if base not in kept:
-            freed.setdefault(last.get(base, -1), []).append(tuple(n for n in dropped if root.get(n, n) == base))
+            freed.setdefault(last.get(base, -1), []).append(
+                tuple(n for n in dropped if root.get(n, n) == base)
+            )
     begins, several = _begins(own, program, computed, readers)
     ends: dict[int, list[str]] = {}
     for base in (base for bases in begins for base in bases if base not in kept):
@@ -242,24 +265,36 @@ def _moments(own: Programs, program: Program, dropped: Sequence[str]) -> tuple[_
     for each in filter(None, several):
         last_uses.setdefault(last[each[0].name], []).append(each)
     first = _Moment((), (), (), (), tuple(freed.get(-1, ())))
-    return (first, *(
-        _Moment(bases, () if idle is None else (idle,), tuple(ends.get(n, ())), tuple(last_uses.get(n, ())),
-                tuple(freed.get(n, ())))
-        for n, (bases, idle) in enumerate(zip(begins, several, strict=True))
-    ))  # fmt: skip
+    return (
+        first,
+        *(
+            _Moment(
+                bases,
+                () if idle is None else (idle,),
+                tuple(ends.get(n, ())),
+                tuple(last_uses.get(n, ())),
+                tuple(freed.get(n, ())),
+            )
+            for n, (bases, idle) in enumerate(zip(begins, several, strict=True))
+        ),
+    )
 
 
 def _begins(
     own: Programs, program: Program, computed: Set[str], readers: Mapping[str, Sequence[Operation]]
 ) -> tuple[list[tuple[str, ...]], list[tuple[Operation, tuple[int, ...]] | None]]:
-    """By operation: the storages that it begins, and itself with its results that nothing uses, if it has such."""
+    """By operation: the storages that it begins, and itself with its results that nothing uses, if
+    it has such.
+    """
     begins: list[tuple[str, ...]] = []
     several: list[tuple[Operation, tuple[int, ...]] | None] = []
     seen: set[str] = set()
     for one in program.traced:
         items, idle = _items(one, readers.get(one.name, ()))
         held = (own.memory.get(name) for name in (one.name, *items))
-        roots = dict.fromkeys(h.root for h in held if h is not None and h.root in computed and h.root not in seen)
+        roots = dict.fromkeys(
+            h.root for h in held if h is not None and h.root in computed and h.root not in seen
+        )
         seen.update(roots)
         begins.append(tuple(roots))
         several.append((one, idle) if idle else None)
@@ -267,7 +302,9 @@ def _begins(
 
 
 def _excess(own: Programs, program: Program, dropped: Mapping[str, int]) -> int:
-    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
+    """The most bytes that a program holds beyond those held before it; it may free the inputs
+    ``dropped``, by size.
+    """
     if own.eager:
         return own.during.get(program.name[:1], 0)
     traced = own if own.origin is None else own.origin[0]
@@ -275,7 +312,9 @@ def _excess(own: Programs, program: Program, dropped: Mapping[str, int]) -> int:
     key = (program.traced, program.outputs, tuple(dropped))
     if key not in known:
         known[key] = _moments(own, program, tuple(dropped))
-    nbytes = lambda names: sum([own.memory[name].nbytes for name in names])
+
+    def nbytes(names):
+        return sum([own.memory[name].nbytes for name in names])
 
     def unused(several: Sequence[tuple[Operation, tuple[int, ...]]]) -> int:
         values = ((program.resized(one) if program.resized else one, idle) for one, idle in several)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of one rank: what it receives from which rank in which order, what it sends, and when sends are settled.
+"""Messages of one rank: what it receives from which rank in which order, what it sends, and when
+sends are settled.
 
-The order of a channel is that in which the sender's row computes its messages. The receiver reads that row, so sender
-and receiver know the order without exchanging it. Receives are posted a few messages ahead. On a ``strict`` group a
-send blocks until it is received; there, receives are posted exactly where one common order of all ranks has the
-message. This module must not know the contents of programs.
+The order of a channel is that in which the sender's row computes its messages. The receiver reads
+that row, so sender and receiver know the order without exchanging it. Receives are posted a few
+messages ahead. On a ``strict`` group a send blocks until it is received; there, receives are posted
+exactly where one common order of all ranks has the message. This module must not know the contents
+of programs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _UNDER_WAY = 2
 
 
 class Channel:
-    """Messages from one rank in their order: keys, specs, the action that sends each and its place."""
+    """Messages from one rank in their order: keys, specs, the action that sends each and its
+    place.
+    """
 
     def __init__(self, src: int):
         self.src = src
@@ -46,7 +50,9 @@ class Channel:
 
 
 class Messages:
-    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``; ``here`` are the values that the rank has."""
+    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``; ``here`` are the values that the rank
+    has.
+    """
 
     def __init__(self, job: LoweringInput, rank: int, out: list[Step], here: set[Key]):
         self.job, self.rank, self.out, self.here = job, rank, out, here
@@ -57,12 +63,13 @@ class Messages:
         self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = list(self._incoming())
         self.place = 0
-        # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks follow one order.
+        # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks
+        # follow one order.
         self.ordered = job.strict or (job.wired and not job.training)
         if self.ordered:
             self._follow()
 
-    # ---- routes -------------------------------------------------------------------------------------------------
+    # ---- routes ----
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
         """The values that a fact of a stage sends, by receiving rank."""
         memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
@@ -109,7 +116,7 @@ class Messages:
                 channel.places.append(place)
                 channel.actions.append(action)
 
-    # ---- steps --------------------------------------------------------------------------------------------------
+    # ---- steps ----
     def begin(self) -> None:
         """Post the first receives of a phase."""
         if not self.job.strict:
@@ -117,7 +124,9 @@ class Messages:
                 self._post(channel, channel.received + self.job.ahead)
 
     def before(self, place: int) -> None:
-        """Where one order is followed, post what others send before the action at ``place`` of this row starts."""
+        """Where one order is followed, post what others send before the action at ``place`` of this
+        row starts.
+        """
         self.place = place
         if self.ordered:
             self._post_until((self._times[place][0], self.placement.ranks))
@@ -130,16 +139,22 @@ class Messages:
     def _follow(self) -> None:
         """Compute one order of the messages of all ranks.
 
-        It is the simulator's at unit cost: a message is at the end of the action that sends it, messages of one moment
-        are ordered by sender. Every rank posts and sends in this order, so its first event that is not over can always
-        happen: there is no deadlock.
+        It is the simulator's at unit cost: a message is at the end of the action that sends it,
+        messages of one moment are ordered by sender. Every rank posts and sends in this order, so
+        its first event that is not over can always happen: there is no deadlock.
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
-        line = simulate_rows(rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices)
+        line = simulate_rows(
+            rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices
+        )
         self._by_rank = {channel.src: channel for channel in self.channels}
         ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
-        events = ((ends[c.src][place], c.src, n) for c in self.channels for n, place in enumerate(c.places))
+        events = (
+            (ends[c.src][place], c.src, n)
+            for c in self.channels
+            for n, place in enumerate(c.places)
+        )
         self._events = deque(sorted(events))
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
 
@@ -150,7 +165,9 @@ class Messages:
                 self.fetch(channel.messages[channel.received][0][0])
 
     def next_phase(self) -> None:
-        """Wait for every message of the forward phase; later receives belong to the backward phase."""
+        """Wait for every message of the forward phase; later receives belong to the backward
+        phase.
+        """
         self.drain()
         self.under_way.clear()
         for channel in self.channels:
@@ -171,7 +188,16 @@ class Messages:
             self._post(channel, channel.received + 1 + (0 if self.job.strict else self.job.ahead))
             keys, specs = channel.messages[channel.received]
             action = channel.actions[channel.received]
-            self.out.append(Step("WAIT", action, writes=keys, peer=channel.src, number=channel.received, avals=specs))
+            self.out.append(
+                Step(
+                    "WAIT",
+                    action,
+                    writes=keys,
+                    peer=channel.src,
+                    number=channel.received,
+                    avals=specs,
+                )
+            )
             self.here.update(keys)
             channel.received += 1
             if self.job.wired:
@@ -187,27 +213,37 @@ class Messages:
             specs = tuple([out.spec for out in outs])
             self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
             if self.job.wired:
-                needed = max(self._reads_at(rank, s, fact, action.microbatch) for out in outs for s in out.readers)
+                needed = max(
+                    self._reads_at(rank, s, fact, action.microbatch)
+                    for out in outs
+                    for s in out.readers
+                )
                 waiting = self.under_way.setdefault(rank, deque())
                 waiting.append(needed)
                 if self.ordered and len(waiting) > _UNDER_WAY:
-                    # In the common order the older message comes before this one, so its receiver posts its receive
-                    # without needing anything that this rank sends later.
+                    # In the common order the older message comes before this one, so its receiver
+                    # posts its receive without needing anything that this rank sends later.
                     waiting.popleft()
                     self.out.append(Step("SETTLE", peer=rank, number=1))
 
     def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
-        """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it has none."""
+        """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it
+        has none.
+        """
         places = self._places.get(rank)
         if places is None:
             places = self._places[rank] = {}
             for action, _, place in _places(self.job, rank):
                 if action.op != "W":
-                    places[action.stage, action.microbatch] = place  # the backward, where there is one, comes last
+                    places[action.stage, action.microbatch] = (
+                        place  # the backward, where there is one, comes last
+                    )
         return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
 
     def _settle(self, peer: int, place: int) -> None:
-        """A message from a place in a peer's row shows that whatever is read before that place has arrived there."""
+        """A message from a place in a peer's row shows that whatever is read before that place has
+        arrived there.
+        """
         waiting = self.under_way.get(peer)
         count = 0
         while waiting and waiting[0] <= place:
@@ -218,7 +254,8 @@ class Messages:
 
 
 def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
-    """The actions of a row, each with the first place at which it may send, and the last at which it may read.
+    """The actions of a row, each with the first place at which it may send, and the last at which
+    it may read.
 
     Both are its own place, or the first and the last of the parts that it is woven with.
     """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Plan``: what one rank runs, as a flat tuple of instructions over numbered slots.
 
-Everything is explicit here: which program on which slots, what is sent to whom, what is received when, what is freed
-at its last use, what is added to which gradient. A plan can be printed and its peak memory read before anything runs.
-This module knows programs and ranks, and neither tensors nor backends.
+Everything is explicit here: which program on which slots, what is sent to whom, what is received
+when, what is freed at its last use, what is added to which gradient. A plan can be printed and its
+peak memory read before anything runs. This module knows programs and ranks, and neither tensors nor
+backends.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class Instruction:
     """One step of a plan.
 
     F B I W   run ``program`` on the slots ``reads``, results into ``writes`` (-1: not wanted)
-    RECV      post the receive of message ``number`` of ``peer``     WAIT   wait for it, into ``writes``
-    SEND      send ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
-    ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
-    SETTLE    release ``number`` sends to rank ``peer``: a message of that rank shows that it has received them
-    REDUCE    start to reduce the gradients ``reads`` of a stage over the copies of the pipeline (see ``share``)
-    UNSHARD   start to gather a stage's sharded parameters           RESHARD   free them
-    EACH      pass a microbatch's outputs, and what the loss returned, ``reads``, to the caller's function
-    LOSS      send the loss, whose parts ``reads`` are all computed, to the other ranks
+    RECV      post the receive of message ``number`` of ``peer``     WAIT   wait for it, into
+    ``writes`` SEND      send ``reads`` to rank ``peer``                        ZERO   zeros of
+    ``specs`` into ``writes`` ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM
+    ``reads``, in order, summed into ``writes`` SETTLE    release ``number`` sends to rank ``peer``:
+    a message of that rank shows that it has received them REDUCE    start to reduce the gradients
+    ``reads`` of a stage over the copies of the pipeline (see ``share``) UNSHARD   start to gather a
+    stage's sharded parameters           RESHARD   free them EACH      pass a microbatch's outputs,
+    and what the loss returned, ``reads``, to the caller's function LOSS      send the loss, whose
+    parts ``reads`` are all computed, to the other ranks
 
     ``frees`` are the slots that are empty afterwards.
     """
@@ -57,7 +59,9 @@ class Instruction:
     specs: tuple[Spec, ...] = ()
     how: tuple[str, ...] = ()
     share: Share | None = None
-    owner: Programs | None = field(default=None, compare=False, repr=False)  # to which the program belongs
+    owner: Programs | None = field(
+        default=None, compare=False, repr=False
+    )  # to which the program belongs
     stage: int = -1  # of the program: one past that of the action for the loss
 
     def __str__(self) -> str:
@@ -70,7 +74,13 @@ class Instruction:
         words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
         words += [self.program.label] if self.program is not None and self.program.label else []
         if self.share is not None:
-            part = "" if self.kind != "WAIT" else "gradients of " if self.share.gradients else "parameters of "
+            part = (
+                ""
+                if self.kind != "WAIT"
+                else "gradients of "
+                if self.share.gradients
+                else "parameters of "
+            )
             words += [f"{part}stage {self.share.stage}"]
         elif self.kind in what:
             words += [what[self.kind]]
@@ -82,7 +92,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class ProgramSet:
-    """The programs of one kind of microbatch: those of the stages of a rank, the loss's, and the value graph."""
+    """The programs of one kind of microbatch: those of the stages of a rank, the loss's, and the
+    value graph.
+    """
 
     graph: ValueGraph
     programs: Mapping[int, Programs]
@@ -107,9 +119,10 @@ class Scalar(NamedTuple):
 class LoweringInput:
     """The input of lowering: a schedule with programs for it.
 
-    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` requests gradients; without it the schedule holds
-    forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are one parameter; ``grad_specs`` describes
-    the gradients that are sent, of replicated stages and ties. ``wide`` accumulates in another dtype.
+    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` requests gradients; without it
+    the schedule holds forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are
+    one parameter; ``grad_specs`` describes the gradients that are sent, of replicated stages and
+    ties. ``wide`` accumulates in another dtype.
     """
 
     schedule: Schedule
@@ -122,10 +135,12 @@ class LoweringInput:
     wants_dx: bool = False
     phased: bool = False  # all forwards first, with nothing under way between the phases
     wired: bool = False  # some ranks are in other processes
-    strict: bool = False  # a send blocks until it is received, and receives are posted exactly where the plan has them
+    # a send blocks until it is received, and receives are posted exactly where the plan has them
+    strict: bool = False
     ahead: int = 2
     overlap: Overlap = field(default_factory=Overlap)
-    each: bool = False  # outputs, and what the loss returns, are passed to the caller's function once computed
+    # outputs, and what the loss returns, are passed to the caller's function once computed
+    each: bool = False
     copies: Copies | None = None  # of the whole pipeline, on other data
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
     early_loss: bool = False  # a rank that computes the whole loss sends it as soon as it can
@@ -145,8 +160,12 @@ class LoweringInput:
         return {stage: [kind.programs[stage] for kind in kinds] for stage in kinds[0].programs}
 
     def scalars(self, rank: int) -> list[Scalar]:
-        """The losses and auxiliary losses that a rank computes; the keys hold if the rank's programs are known."""
-        return [s for mb in range(self.schedule.units) for home, s in self._scalars(mb) if home == rank]
+        """The losses and auxiliary losses that a rank computes; the keys hold if the rank's
+        programs are known.
+        """
+        return [
+            s for mb in range(self.schedule.units) for home, s in self._scalars(mb) if home == rank
+        ]
 
     def scalar_ranks(self) -> list[int]:
         """The ranks that compute losses or auxiliary losses."""
@@ -157,7 +176,10 @@ class LoweringInput:
         if kind.loss is not None:
             name, aval = kind.loss.ys[0], kind.loss.outputs.y.tensors[0]
             assert name is not None and aval is not None
-            yield path[-1], Scalar(self.stages, mb, kind.graph.source(kind.loss, self.stages, name), aval)
+            yield (
+                path[-1],
+                Scalar(self.stages, mb, kind.graph.source(kind.loss, self.stages, name), aval),
+            )
         for stage, interface in enumerate(kind.graph.interfaces):
             if interface.aux is not None:
                 local = kind.programs.get(stage)
@@ -169,10 +191,11 @@ class LoweringInput:
 class Plan:
     """What one rank runs.
 
-    ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that hold them at the end.
-    ``split`` is the first instruction after the last forward (for ``vjp``). ``peak`` is the most bytes held at once,
-    parameters and the caller's batch aside. With ``engine="eager"`` it is an estimate, and a lower bound for stages
-    that look at their data: what autograd allocates inside a program is then not known.
+    ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that
+    hold them at the end. ``split`` is the first instruction after the last forward (for ``vjp``).
+    ``peak`` is the most bytes held at once, parameters and the caller's batch aside. With
+    ``engine="eager"`` it is an estimate, and a lower bound for stages that look at their data: what
+    autograd allocates inside a program is then not known.
     """
 
     rank: int
@@ -211,9 +234,16 @@ class Plan:
         return pictures.titled(str(self))
 
     def __str__(self) -> str:
-        head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
+        head = (
+            f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, "
+            f"peak {self.peak:,} bytes"
+        )
         lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
         for weave in {id(w): w for w in self.weaves.values()}.values():
             others = sum(w is weave for w in self.weaves.values()) - 1
-            lines += ["", str(weave), *([f"  and {others} more fused actions like it"] if others else [])]
+            lines += [
+                "",
+                str(weave),
+                *([f"  and {others} more fused actions like it"] if others else []),
+            ]
         return "\n".join(lines)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan for other sizes: the instructions and slots of an earlier plan, with other programs and message sizes.
+"""A plan for other sizes: the instructions and slots of an earlier plan, with other programs and
+message sizes.
 
-The steps of a plan depend on the schedule, on the names of the programs' values and on who reads them. Programs of one
-symbolic trace have the same names for all sizes. Knows plans; no schedules by name and no tensors.
+The steps of a plan depend on the schedule, on the names of the programs' values and on who reads
+them. Programs of one symbolic trace have the same names for all sizes. Knows plans; no schedules by
+name and no tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _Places: TypeAlias = Mapping[_Place, tuple[Program, Programs]]
 
 
 def resized(plan: Plan, before: LoweringInput, job: LoweringInput) -> Plan | None:
-    """The plan for a job that differs in sizes alone from the one ``before``, of which ``plan`` is; else ``None``."""
+    """The plan for a job that differs in sizes alone from the one ``before``, of which ``plan`` is;
+    else ``None``.
+    """
     if plan.weaves or not _alike(before, job):
         return None
     places = dict(_places(before, job))
@@ -44,12 +48,16 @@ def resized(plan: Plan, before: LoweringInput, job: LoweringInput) -> Plan | Non
     steps = [_received(step, posted) for step in steps]
     instructions = (
         replace(old, program=step.program, owner=step.owner, specs=specs_of(step))
-        for old, step in zip(plan.instructions, (step for step in steps if not idle(step)), strict=True)
+        for old, step in zip(
+            plan.instructions, (step for step in steps if not idle(step)), strict=True
+        )
     )
     return replace(plan, instructions=tuple(instructions), steps=tuple(steps))
 
 
-def _step(step: Step, job: LoweringInput, places: _Places, specs: list[dict[Source, Spec]]) -> Step | None:
+def _step(
+    step: Step, job: LoweringInput, places: _Places, specs: list[dict[Source, Spec]]
+) -> Step | None:
     """A step with other programs and sizes; RECV follows its WAIT."""
     if step.program is not None:
         assert step.action is not None
@@ -66,7 +74,9 @@ def _step(step: Step, job: LoweringInput, places: _Places, specs: list[dict[Sour
 
 
 def _received(step: Step, posted: Mapping[tuple[int, int], Step]) -> Step:
-    return step._replace(avals=posted[step.peer, step.number].avals) if step.kind == "RECV" else step
+    return (
+        step._replace(avals=posted[step.peer, step.number].avals) if step.kind == "RECV" else step
+    )
 
 
 def _specs(graph: ValueGraph) -> dict[Source, Spec]:
@@ -74,7 +84,9 @@ def _specs(graph: ValueGraph) -> dict[Source, Spec]:
     return {out.source: out.spec for outs in graph.users.values() for out in outs}
 
 
-def _places(before: LoweringInput, job: LoweringInput) -> Iterator[tuple[_Place, tuple[Program, Programs]]]:
+def _places(
+    before: LoweringInput, job: LoweringInput
+) -> Iterator[tuple[_Place, tuple[Program, Programs]]]:
     """Each program of the earlier job with the one in its place."""
     for number, (old, new) in enumerate(zip(before.kinds, job.kinds, strict=True)):
         for stage, one, other in _pairs(old, new, job.stages):
@@ -85,7 +97,9 @@ def _places(before: LoweringInput, job: LoweringInput) -> Iterator[tuple[_Place,
                     yield (number, stage, id(known)), (other.adding(letter), other)
 
 
-def _pairs(old: ProgramSet, new: ProgramSet, stages: int) -> Iterator[tuple[int, Programs, Programs]]:
+def _pairs(
+    old: ProgramSet, new: ProgramSet, stages: int
+) -> Iterator[tuple[int, Programs, Programs]]:
     """The programs of each stage and of the loss, one past the last, in both jobs."""
     for stage, programs in old.programs.items():
         yield stage, programs, new.programs[stage]
@@ -93,7 +107,7 @@ def _pairs(old: ProgramSet, new: ProgramSet, stages: int) -> Iterator[tuple[int,
         yield stages, old.loss, new.loss
 
 
-# ---- what must be equal ---------------------------------------------------------------------------------------------
+# ---- what must be equal ----
 def _alike(before: LoweringInput, job: LoweringInput) -> bool:
     """Whether two jobs differ in sizes alone."""
     if len(before.kinds) != len(job.kinds) or replace(before, kinds=()) != replace(job, kinds=()):
@@ -118,10 +132,26 @@ def _same_trace(one: Programs, other: Programs) -> bool:
 
 def _structure(graph: ValueGraph) -> tuple[object, ...]:
     """A value graph without sizes."""
-    leaf = lambda one: one[0] if isinstance(one, tuple) else one
+
+    def leaf(one):
+        return one[0] if isinstance(one, tuple) else one
+
     names: list[object] = [
-        (tuple(map(leaf, i.ys)), tuple(map(leaf, i.dxs)), i.dys, i.takes_x, i.takes_dy, i.aux is None)
+        (
+            tuple(map(leaf, i.ys)),
+            tuple(map(leaf, i.dxs)),
+            i.dys,
+            i.takes_x,
+            i.takes_dy,
+            i.aux is None,
+        )
         for i in graph.interfaces
     ]
     sink: tuple[Leaf, ...] = tuple(map(leaf, graph.sink_dxs))
-    return (*names, sink, graph.sink_takes, tuple(each is None for each in graph.batch), graph.has_loss)
+    return (
+        *names,
+        sink,
+        graph.sink_takes,
+        tuple(each is None for each in graph.batch),
+        graph.has_loss,
+    )

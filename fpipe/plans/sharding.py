@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How copies of a pipeline share a stage's tensors: flat buckets, cut into one part for each copy.
 
-A bucket is memory of one dtype in which leaves lie one after another, each at a multiple of 64 bytes, padded so that
-the parts are equal. A copy holds of each leaf what falls into its part, perhaps nothing: the tree keeps its form and
-its names, and whatever works element by element works on parts. Knows tensors and layouts; no plan, schedule or stage.
+A bucket is memory of one dtype in which leaves lie one after another, each at a multiple of 64
+bytes, padded so that the parts are equal. A copy holds of each leaf what falls into its part,
+perhaps nothing: the tree keeps its form and its names, and whatever works element by element works
+on parts. Knows tensors and layouts; no plan, schedule or stage.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from .. import tree
 from ..collectives.group import Group, part_of
 from ..errors import StageError
 
-#: Kernels may take another way, and so round otherwise, where memory is not aligned as an allocation is.
+#: Kernels may take another way, and so round otherwise, where memory is not aligned as an
+#: allocation is.
 _ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class Copies:
-    """How the copies of a pipeline work together; the arguments ``dp=``, ``zero=``, ... of ``fpipe.pipeline``."""
+    """How the copies of a pipeline work together; the arguments ``dp=``, ``zero=``, ... of
+    ``fpipe.pipeline``.
+    """
 
     group: Group
     zero: int = 0
@@ -34,27 +38,36 @@ class Copies:
     bucket: int = 1 << 25  # bytes, at most, but for a leaf that is larger
     unsharded: int = 2  # stages held whole at once, with zero=3
     mean: bool = True
-    own: tuple[str, ...] = ()  # names of leaves that are not copies: each copy has its own, as of experts
+    own: tuple[
+        str, ...
+    ] = ()  # names of leaves that are not copies: each copy has its own, as of experts
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise StageError(
-                f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the gradients too and 3 "
+                f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the "
+                "gradients too and 3 "
                 "the parameters too"
             )
         if len(self.group.here) != 1:
             raise StageError(
-                f"dp={self.group!r} has {len(self.group.here)} ranks in this process; a copy of the pipeline is one "
+                f"dp={self.group!r} has {len(self.group.here)} ranks in this process; a copy of "
+                "the pipeline is one "
                 "process or more: give the group that fpipe.init(dp=...) has as .dp"
             )
         if self.bucket < 1 or self.unsharded < 1:
-            raise StageError(f"bucket_bytes={self.bucket}, unsharded={self.unsharded}; both must be 1 at least")
+            raise StageError(
+                f"bucket_bytes={self.bucket}, unsharded={self.unsharded}; both must be 1 at least"
+            )
 
     @classmethod
     def of(cls, group: Group | None, zero: int, *rest: Any) -> Copies | None:
         """What the arguments ask for; ``None`` without a group of copies."""
         if group is None and zero:
-            raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
+            raise StageError(
+                f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has "
+                "as .dp"
+            )
         return None if group is None else cls(group, zero, *rest)
 
     @property
@@ -66,8 +79,10 @@ class Copies:
     def description(self) -> str:
         """What must be equal on every process."""
         return (
-            f"{self.group.size} of them, zero={self.zero}, reduced in {self.dtype or 'the dtype of gradients'}, "
-            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, {'mean' if self.mean else 'sum'}, own={self.own}"
+            f"{self.group.size} of them, zero={self.zero}, reduced in "
+            f"{self.dtype or 'the dtype of gradients'}, "
+            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, "
+            f"{'mean' if self.mean else 'sum'}, own={self.own}"
         )
 
     @property
@@ -82,7 +97,9 @@ class Copies:
         return self.group.all_reduce(value.to(device, dtype)).to(value.device, value.dtype)
 
     def average(self, value: Tensor) -> Tensor:
-        """What copies' losses are together: their mean, or their sum where each has been weighed already."""
+        """What copies' losses are together: their mean, or their sum where each has been weighed
+        already.
+        """
         return self.group.all_reduce(value, "mean" if self.mean else "sum")
 
     def divided(self, value: Tensor) -> Tensor:
@@ -95,7 +112,9 @@ class Copies:
 
 
 class Bucket(NamedTuple):
-    """Leaves in one memory: where each begins, and how many elements there are in all, padding included."""
+    """Leaves in one memory: where each begins, and how many elements there are in all, padding
+    included.
+    """
 
     dtype: torch.dtype
     trained: bool
@@ -111,7 +130,8 @@ class Layout:
     >>> leaves = [torch.zeros(3, 8), 5, torch.zeros(16)]
     >>> for part in range(2):
     ...     layout = Layout.of(leaves, [True, False, True], part, parts=2)
-    ...     print([len(piece) if isinstance(piece, Tensor) else piece for piece in layout.cut(leaves)])
+    ...     print([len(piece) if isinstance(piece,
+    ...         Tensor) else piece for piece in layout.cut(leaves)])
     [24, 5, 0]
     [0, 5, 16]
     """
@@ -123,11 +143,21 @@ class Layout:
 
     @classmethod
     def of(
-        cls, leaves: Sequence[Any], trained: Sequence[bool | None], part: int, parts: int, limit: int = 1 << 25
-    ) -> Layout:  # fmt: skip
-        """Floating leaves into buckets of one dtype, in their order; those that are trained apart from the others."""
+        cls,
+        leaves: Sequence[Any],
+        trained: Sequence[bool | None],
+        part: int,
+        parts: int,
+        limit: int = 1 << 25,
+    ) -> Layout:
+        """Floating leaves into buckets of one dtype, in their order; those that are trained apart
+        from the others.
+        """
         open_: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
-        shared = [tree.is_floating(leaf) and flag is not None for leaf, flag in zip(leaves, trained, strict=True)]
+        shared = [
+            tree.is_floating(leaf) and flag is not None
+            for leaf, flag in zip(leaves, trained, strict=True)
+        ]
         for index, leaf in enumerate(leaves):
             if shared[index]:
                 rows = open_.setdefault((leaf.dtype, bool(trained[index])), [[]])
@@ -135,13 +165,21 @@ class Layout:
                 if rows[-1] and held + leaf.numel() * leaf.dtype.itemsize > limit:
                     rows.append([])
                 rows[-1].append(index)
-        made = [_bucket(dtype, flag, row, leaves, parts) for (dtype, flag), rows in open_.items() for row in rows]
-        shapes = tuple(tuple(leaf.shape) if known else None for leaf, known in zip(leaves, shared, strict=True))
+        made = [
+            _bucket(dtype, flag, row, leaves, parts)
+            for (dtype, flag), rows in open_.items()
+            for row in rows
+        ]
+        shapes = tuple(
+            tuple(leaf.shape) if known else None for leaf, known in zip(leaves, shared, strict=True)
+        )
         return cls(shapes, tuple(made), part, parts)
 
-    # ---- this process's part ------------------------------------------------------------------------------------
+    # ---- this process's part ----
     def pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
-        """Leaf, first and last element of it that are this process's, and where they lie in its part."""
+        """Leaf, first and last element of it that are this process's, and where they lie in its
+        part.
+        """
         size = bucket.size // self.parts
         low, high = self.part * size, (self.part + 1) * size
         for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
@@ -156,7 +194,9 @@ class Layout:
         return torch.Size(shape).numel()
 
     def cut(self, leaves: Sequence[Any]) -> list[Any]:
-        """This process's pieces of whole leaves, as copies; leaves that are not shared as they are."""
+        """This process's pieces of whole leaves, as copies; leaves that are not shared as they
+        are.
+        """
         out = list(leaves)
         for bucket in self.buckets:
             for leaf, first, last, _ in self.pieces(bucket):
@@ -165,7 +205,9 @@ class Layout:
         return out
 
     def fill(self, bucket: Bucket, pieces: Sequence[Tensor]) -> Tensor:
-        """Memory for the whole bucket with this process's part in it; ``pieces`` by leaf of the bucket."""
+        """Memory for the whole bucket with this process's part in it; ``pieces`` by leaf of the
+        bucket.
+        """
         memory = torch.empty(bucket.size, dtype=pieces[0].dtype, device=pieces[0].device)
         places = (at for *_, at in self.pieces(bucket))
         mine = [(at, piece) for at, piece in zip(places, pieces, strict=True) if len(piece)]
@@ -176,12 +218,19 @@ class Layout:
         """This process's part of a bucket as pieces of its leaves: views."""
         return [mine[at : at + last - first] for _, first, last, at in self.pieces(bucket)]
 
-    # ---- whole --------------------------------------------------------------------------------------------------
+    # ---- whole ----
     def pack(self, bucket: Bucket, leaves: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """Whole leaves of a bucket in one memory; what is missing is zero."""
         device = next(leaf.device for leaf in leaves if leaf is not None)
         memory = torch.empty(bucket.size, dtype=dtype, device=device)
-        _lay(memory, [(start, leaf) for start, leaf in zip(bucket.starts, leaves, strict=True) if leaf is not None])
+        _lay(
+            memory,
+            [
+                (start, leaf)
+                for start, leaf in zip(bucket.starts, leaves, strict=True)
+                if leaf is not None
+            ],
+        )
         return memory
 
     def whole(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
@@ -192,10 +241,16 @@ class Layout:
         ]
 
 
-def _bucket(dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Sequence[Any], parts: int) -> Bucket:
+def _bucket(
+    dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Sequence[Any], parts: int
+) -> Bucket:
     grain = max(_ALIGNED // dtype.itemsize, 1)
-    *starts, end = accumulate((-(-leaves[index].numel() // grain) * grain for index in row), initial=0)
-    return Bucket(dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts)
+    *starts, end = accumulate(
+        (-(-leaves[index].numel() // grain) * grain for index in row), initial=0
+    )
+    return Bucket(
+        dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts
+    )
 
 
 def _lay(memory: Tensor, placed: Sequence[tuple[int, Tensor]]) -> None:
@@ -214,7 +269,8 @@ def _lay(memory: Tensor, placed: Sequence[tuple[int, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """What an instruction is about that copies carry out together: leaves of a stage, parameters or gradients.
+    """What an instruction is about that copies carry out together: leaves of a stage, parameters or
+    gradients.
 
     ``wide`` is the dtype in which gradients were accumulated, where it is not their own.
     """
@@ -228,7 +284,11 @@ class Share:
 
     def buckets(self) -> list[Bucket]:
         """Those that hold one of the leaves."""
-        return [bucket for bucket in self.layout.buckets if not set(self.leaves).isdisjoint(bucket.leaves)]
+        return [
+            bucket
+            for bucket in self.layout.buckets
+            if not set(self.leaves).isdisjoint(bucket.leaves)
+        ]
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of the values before and after."""
@@ -248,15 +308,21 @@ class Share:
         found: dict[int, int | None] = {}
         for bucket in self.buckets():
             itemsize = self.dtype(bucket).itemsize
-            views = not self.gradients or (not self.copies.cut and self.carried(bucket) == self.dtype(bucket))
+            views = not self.gradients or (
+                not self.copies.cut and self.carried(bucket) == self.dtype(bucket)
+            )
             for leaf, first, last, _ in self.layout.pieces(bucket):
-                count = last - first if self.gradients and self.copies.cut else self.layout.numel(leaf)
+                count = (
+                    last - first if self.gradients and self.copies.cut else self.layout.numel(leaf)
+                )
                 found[leaf] = None if views else count * itemsize
         return [found[leaf] for leaf in self.leaves]
 
 
 class Shares:
-    """The layouts of a pipeline's stages, as its parameters showed them, and the way to parts and back."""
+    """The layouts of a pipeline's stages, as its parameters showed them, and the way to parts and
+    back.
+    """
 
     def __init__(self, copies: Copies):
         self.copies = copies
@@ -267,7 +333,9 @@ class Shares:
         if not frozen and not self.copies.own:
             return [True] * len(tree.leaves(value))
         names = [f"{stage}.{name}" for name in tree.names(value)]
-        return [None if tree.matches(n, self.copies.own) else not tree.matches(n, frozen) for n in names]
+        return [
+            None if tree.matches(n, self.copies.own) else not tree.matches(n, frozen) for n in names
+        ]
 
     def cut(self, stage: int, value: Any, frozen: Sequence[str]) -> Any:
         """This process's part of one stage's whole tree, whose layout is known from then on."""
@@ -293,7 +361,8 @@ class Shares:
     def _known(self, stage: int) -> tuple[tree.Structure, Layout]:
         if stage not in self.layouts:
             raise StageError(
-                f"nothing is known of the whole of stage {stage}; call pipe.shard(params) with whole parameters first "
+                f"nothing is known of the whole of stage {stage}; call pipe.shard(params) with "
+                "whole parameters first "
                 "(tensors on the device 'meta' will do)"
             )
         return self.layouts[stage]
@@ -301,22 +370,33 @@ class Shares:
     def check(self, stage: int, leaves: Sequence[Any]) -> Layout:
         """The layout of a stage; raises where leaves are not the parts that it says."""
         layout = self._known(stage)[1]
-        wanted = {leaf: last - first for b in layout.buckets for leaf, first, last, _ in layout.pieces(b)}
+        wanted = {
+            leaf: last - first for b in layout.buckets for leaf, first, last, _ in layout.pieces(b)
+        }
         for leaf, count in wanted.items():
-            if leaf >= len(leaves) or (leaves[leaf] is not None and tuple(leaves[leaf].shape) != (count,)):
+            if leaf >= len(leaves) or (
+                leaves[leaf] is not None and tuple(leaves[leaf].shape) != (count,)
+            ):
                 got = "nothing" if leaf >= len(leaves) else tree.describe([leaves[leaf]])
                 raise StageError(
-                    f"with zero={self.copies.zero} a pipeline takes parts: leaf {leaf} of stage {stage} must have "
-                    f"{count} elements along one axis and is {got}; pass what pipe.shard(params) gives"
+                    f"with zero={self.copies.zero} a pipeline takes parts: leaf {leaf} of stage "
+                    f"{stage} must have "
+                    f"{count} elements along one axis and is {got}; pass what pipe.shard(params) "
+                    "gives"
                 )
         return layout
 
     def seen(
         self, stage: int, value: Any, leaves: Sequence[Any], frozen: Sequence[str]
-    ) -> tuple[list[Any], Layout]:  # fmt: skip
-        """The leaves of a call as the stage will see them, those that come in parts without data; and their layout."""
+    ) -> tuple[list[Any], Layout]:
+        """The leaves of a call as the stage will see them, those that come in parts without data;
+        and their layout.
+        """
         if not self.copies.cut:
             return list(leaves), self.copies.layout(leaves, self.flags(stage, value, frozen))
         layout = self.check(stage, leaves)
         pairs = zip(leaves, layout.shapes, strict=True)
-        return [leaf if s is None else torch.empty(s, dtype=leaf.dtype, device="meta") for leaf, s in pairs], layout
+        return [
+            leaf if s is None else torch.empty(s, dtype=leaf.dtype, device="meta")
+            for leaf, s in pairs
+        ], layout

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Register allocation: steps over keys become instructions over slots, with frees.
 
-A slot is reused after the last use of its value; a program takes values that it uses last out of their slots, so that
-they can be freed inside it. Knows one rank and no tensors.
+A slot is reused after the last use of its value; a program takes values that it uses last out of
+their slots, so that they can be freed inside it. Knows one rank and no tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from .weaving.weave import Weave
 
 
 def assign(
-    job: LoweringInput, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key], weaves: Mapping[str, Weave]
-) -> Plan:  # fmt: skip
+    job: LoweringInput,
+    rank: int,
+    steps: Sequence[Step],
+    split: int,
+    wanted: Sequence[Key],
+    weaves: Mapping[str, Weave],
+) -> Plan:
     """Assign slots."""
     feeds = _feeds(steps, wanted)
     uses = tuple(reversed(list(_uses(steps, wanted, feeds))))
@@ -36,14 +41,37 @@ def assign(
         frees = tuple([slots.pop(step.reads[place]) for place in ends])
         spare += frees
         if not idle(step):
-            instructions.append(Instruction(step.kind, step.action, reads, writes, frees, step.program, step.peer,
-                                            step.number, specs_of(step), step.how, step.share, step.owner,
-                                            step.stage))  # fmt: skip
+            instructions.append(
+                Instruction(
+                    step.kind,
+                    step.action,
+                    reads,
+                    writes,
+                    frees,
+                    step.program,
+                    step.peer,
+                    step.number,
+                    specs_of(step),
+                    step.how,
+                    step.share,
+                    step.owner,
+                    step.stage,
+                )
+            )
     results = {key: slots[key] for key in wanted if key in slots}
     return Plan(
-        rank, tuple(instructions), size, feeds, results, split, weaves, job.schedule[rank], tuple(steps), uses,
+        rank,
+        tuple(instructions),
+        size,
+        feeds,
+        results,
+        split,
+        weaves,
+        job.schedule[rank],
+        tuple(steps),
+        uses,
         job.wired,
-    )  # fmt: skip
+    )
 
 
 def idle(step: Step) -> bool:
@@ -57,7 +85,8 @@ def specs_of(step: Step) -> tuple[Spec, ...]:
 
 
 def _uses(steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]) -> Iterator[Use]:
-    """From the last step to the first: the places of the reads that end there, and which writes are used later.
+    """From the last step to the first: the places of the reads that end there, and which writes are
+    used later.
 
     The first ADD creates a gradient; later ones read it and write into it.
     """
@@ -66,7 +95,9 @@ def _uses(steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]) -
         needed = tuple([key in used for key in step.writes])
         if step.kind == "ADD" or step.kind == "SUM":
             used.update(step.writes)
-        elif step.share is not None:  # parameters may be gathered more than once: earlier values have ended
+        elif (
+            step.share is not None
+        ):  # parameters may be gathered more than once: earlier values have ended
             used.difference_update(step.writes)
         ends = []
         for place, key in enumerate(step.reads):

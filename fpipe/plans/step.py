@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Step``: an instruction before slots are assigned, over keys. Knows programs and keys, no tensors or backends."""
+"""``Step``: an instruction before slots are assigned, over keys. Knows programs and keys, no
+tensors or backends.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,24 @@ from ..tree import Aval, Spec
 from .keys import Key
 from .sharding import Share
 
-Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
-                          "REDUCE", "UNSHARD", "RESHARD", "EACH", "LOSS"]  # fmt: skip
+Kind: TypeAlias = Literal[
+    "F",
+    "B",
+    "I",
+    "W",
+    "RECV",
+    "WAIT",
+    "SEND",
+    "ADD",
+    "ZERO",
+    "SUM",
+    "SETTLE",
+    "REDUCE",
+    "UNSHARD",
+    "RESHARD",
+    "EACH",
+    "LOSS",
+]
 
 #: Of a step: the places of the reads that end there, and which of its writes are used later.
 Use: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value graph: which stage computes each value that crosses stages, and which stages read it.
 
-An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and which of them are only
-passed on. A leaf that a stage passes on unchanged is not relayed: the rank that computes it sends it to those that use
-it, and its gradient is sent from user to user. This module knows names, and no rank, tensor or action order.
+An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and
+which of them are only passed on. A leaf that a stage passes on unchanged is not relayed: the rank
+that computes it sends it to those that use it, and its gradient is sent from user to user. This
+module knows names, and no rank, tensor or action order.
 
-As readers of values, stage -1 is the caller, who receives the gradient of x, and stage S, one past the last, is the
-loss or, without one, the caller, who receives the outputs.
+As readers of values, stage -1 is the caller, who receives the gradient of x, and stage S, one past
+the last, is the loss or, without one, the caller, who receives the outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .keys import (
     inputs,
 )
 
-#: How a leaf leaves a stage: computed, by name and aval; passed on, by the index of the input; or not at all.
+#: How a leaf leaves a stage: computed, by name and aval; passed on, by the index of the input; or
+#: not at all.
 Leaf: TypeAlias = tuple[str, Aval] | int | None
 
 
@@ -46,10 +48,10 @@ def spec_of(aval: Aval) -> Spec:
 class Interface:
     """A stage as others see it.
 
-    ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it passes on, or ``None``
-    for a leaf that is no tensor. ``dxs[i]`` is ``(name, aval)`` of an input gradient,
-    the index of the cotangent it passes on, or ``None``. ``dys`` says which outputs have a cotangent, ``takes_x`` and
-    ``takes_dy`` which leaves its programs read.
+    ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it
+    passes on, or ``None`` for a leaf that is no tensor. ``dxs[i]`` is ``(name, aval)`` of an input
+    gradient, the index of the cotangent it passes on, or ``None``. ``dys`` says which outputs have
+    a cotangent, ``takes_x`` and ``takes_dy`` which leaves its programs read.
     """
 
     y: AbstractTree
@@ -63,14 +65,20 @@ class Interface:
     state: AbstractTree | None = None
 
     @classmethod
-    def of(cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = NO_CARRIES) -> Interface:
+    def of(
+        cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = NO_CARRIES
+    ) -> Interface:
         """The interface of programs; ``leaves`` are the paths of the stage's parameters.
 
         Carries, the last leaves of input and output, stay on their rank and are no part of it.
         """
         xs, count = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
         y = programs.outputs.y if carries.returned is None else parted(programs.outputs.y)[0]
-        read = {name for program in (programs.f, programs.b, programs.i, programs.w) for name in program.inputs}
+        read = {
+            name
+            for program in (programs.f, programs.b, programs.i, programs.w)
+            for name in program.inputs
+        }
         read |= {name for name in programs.dps if name is not None}
         x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
@@ -79,14 +87,20 @@ class Interface:
             for name, aval in zip(programs.ys[:count], y.tensors, strict=True)
         )
         dxs: Iterator[Leaf] = (
-            None if name is None else dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
+            None
+            if name is None
+            else dy_index[name]
+            if name in dy_index
+            else (name, programs.grad_avals[name])
             for name in programs.dxs[:xs]
         )
         takes_x = tuple(name in read or name in programs.saved for name in x_index)[:xs]
         takes_dy = tuple(name is not None and name in read for name in programs.dys[:count])
         outputs = programs.outputs
         dys = tuple(name is not None for name in programs.dys[:count])
-        return cls(y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state)
+        return cls(
+            y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state
+        )
 
 
 class Out(NamedTuple):
@@ -99,7 +113,8 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueGraph:
-    """The value graph of one kind of microbatch: one interface per stage, and which leaves enter and leave.
+    """The value graph of one kind of microbatch: one interface per stage, and which leaves enter
+    and leave.
 
     The sources that its methods return hold for every microbatch of the kind.
     """
@@ -115,7 +130,7 @@ class ValueGraph:
         """The number of stages."""
         return len(self.interfaces)
 
-    # ---- sources ------------------------------------------------------------------------------------------------
+    # ---- sources ----
     def forward(self, stage: int, leaf: int) -> Source:
         """The source of output ``leaf`` of ``stage`` (stage -1: the batch)."""
         while stage >= 0:
@@ -129,7 +144,8 @@ class ValueGraph:
     def cotangent(self, stage: int, leaf: int) -> Source | None:
         """The source of the gradient of output ``leaf`` of ``stage``; ``None``: it has none.
 
-        Where the loss passes its cotangent on, that is the seed of the loss, which every rank is fed.
+        Where the loss passes its cotangent on, that is the seed of the loss, which every rank is
+        fed.
         """
         while stage < self.stages:
             above = self.sink_dxs if stage == self.stages - 1 else self.interfaces[stage + 1].dxs
@@ -145,17 +161,23 @@ class ValueGraph:
 
     def unused(self, stage: int) -> frozenset[int]:
         """The outputs of a stage that have no cotangent."""
-        return frozenset(j for j in self.interfaces[stage].y.wanted if self.cotangent(stage, j) is None)
+        return frozenset(
+            j for j in self.interfaces[stage].y.wanted if self.cotangent(stage, j) is None
+        )
 
     def lacking(self) -> bool:
         """Whether the programs of some stage have a cotangent for an output that has none."""
-        return any(interface.dys[j] for s, interface in enumerate(self.interfaces) for j in self.unused(s))
+        return any(
+            interface.dys[j] for s, interface in enumerate(self.interfaces) for j in self.unused(s)
+        )
 
     def outputs(self) -> tuple[Source, ...]:
         """The sources of the last stage's outputs that are tensors."""
         return tuple(
-            self.forward(self.stages - 1, j) for j, y in enumerate(self.interfaces[-1].ys) if y is not None
-        )  # fmt: skip
+            self.forward(self.stages - 1, j)
+            for j, y in enumerate(self.interfaces[-1].ys)
+            if y is not None
+        )
 
     def input_gradients(self) -> tuple[Source, ...]:
         """The sources of the gradients of x that are not zero."""
@@ -172,13 +194,15 @@ class ValueGraph:
             return self.forward(stage - 1, leaf) if beyond < 0 else Target(beyond)
         if role == "cotangent" and stage < self.stages:
             cotangent = self.cotangent(stage, leaf)
-            assert cotangent is not None, "programs have no cotangent for an output that nothing uses"
+            assert cotangent is not None, (
+                "programs have no cotangent for an output that nothing uses"
+            )
             return cotangent
         if role == "cotangent" or role == "aux cotangent":
             return Seed(stage)
         return {"param": Param, "side": Side, "state": State, "grad": Grad}[role](stage, leaf)
 
-    # ---- messages -----------------------------------------------------------------------------------------------
+    # ---- messages ----
     @cached_property
     def users(self) -> Mapping[tuple[str, int], tuple[Out, ...]]:
         """The values that leave a stage after F ("F") or after I or B ("I"), by (fact, stage).
@@ -186,7 +210,9 @@ class ValueGraph:
         Leaves of the batch leave with F of stage 0.
         """
         forward = {("F", stage): _merged(self._forward(stage)) for stage in range(self.stages)}
-        return forward | {("I", stage): _merged(self._backward(stage)) for stage in range(self.stages + 1)}
+        return forward | {
+            ("I", stage): _merged(self._backward(stage)) for stage in range(self.stages + 1)
+        }
 
     def _forward(self, stage: int) -> Iterator[Out]:
         if stage == 0:
@@ -215,7 +241,11 @@ class ValueGraph:
         dxs = self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
         for i, dx in enumerate(dxs):
             if isinstance(dx, tuple):
-                yield Out(self._gradient(stage, i, dx[0]), spec_of(dx[1]), tuple(self._takers(stage - 1, i)))
+                yield Out(
+                    self._gradient(stage, i, dx[0]),
+                    spec_of(dx[1]),
+                    tuple(self._takers(stage - 1, i)),
+                )
 
     def _takers(self, stage: int, leaf: int) -> Iterator[int]:
         if stage < 0:
@@ -234,5 +264,7 @@ def _merged(outs: Iterable[Out]) -> tuple[Out, ...]:
     merged: dict[Source, Out] = {}
     for out in outs:
         known = merged.get(out.source)
-        merged[out.source] = out if known is None else out._replace(readers=known.readers + out.readers)
+        merged[out.source] = (
+            out if known is None else out._replace(readers=known.readers + out.readers)
+        )
     return tuple(merged.values())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autocast around a call: a trace contains its casts, so programs must run without it, or they would cast twice.
+"""The autocast around a call: a trace contains its casts, so programs must run without it, or they
+would cast twice.
 
 Backwards run without it, as torch recommends. Knows no stages or programs.
 """
@@ -30,7 +31,9 @@ def ambient() -> Ambient:
     ...     ambient()
     (('cpu', torch.bfloat16),)
     """
-    return tuple([(k, torch.get_autocast_dtype(k)) for k in _kinds() if torch.is_autocast_enabled(k)])
+    return tuple(
+        [(k, torch.get_autocast_dtype(k)) for k in _kinds() if torch.is_autocast_enabled(k)]
+    )
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -56,8 +59,8 @@ def _off(state: Ambient) -> Iterator[None]:
 def caching(enabled: bool) -> Iterator[None]:
     """Switch autocast's cache on or off, and empty it at the end.
 
-    The cache casts a parameter once for all its uses, so its gradient is added up in the narrow dtype. Without the
-    cache it is added up after the casts, which is another number.
+    The cache casts a parameter once for all its uses, so its gradient is added up in the narrow
+    dtype. Without the cache it is added up after the casts, which is another number.
 
     >>> with caching(False):
     ...     torch.is_autocast_cache_enabled()

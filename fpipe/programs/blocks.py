@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a block once for all its calls with equal arguments, while the stage around it is traced.
 
-In the trace of the stage a call of a block is one operation, and so is its backward. ``inlining`` puts the operations
-of the block's own trace in their place, so the graph is the one without blocks. A call that cannot be one operation
-runs as if it were no block. Knows fake tensors and graphs, no stages, schedules or ranks.
+In the trace of the stage a call of a block is one operation, and so is its backward. ``inlining``
+puts the operations of the block's own trace in their place, so the graph is the one without blocks.
+A call that cannot be one operation runs as if it were no block. Knows fake tensors and graphs, no
+stages, schedules or ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from .symbols import Symbols, is_symbolic, text_of
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("block(Tensor[] tensors, int call) -> Tensor[]")
 _LIBRARY.define("block_backward(Tensor[] cotangents, int call) -> Tensor[]")
-#: A call of a block in a graph, and its backward. In a block's own graph the second one, with ``HERE`` as its call,
-#: hands the cotangents through: the operations behind it are those of the backward.
+#: A call of a block in a graph, and its backward. In a block's own graph the second one, with
+#: ``HERE`` as its call, hands the cotangents through: the operations behind it are those of the
+#: backward.
 FORWARD, BACKWARD = torch.ops.fpipe.block.default, torch.ops.fpipe.block_backward.default
 HERE = -1
 
@@ -49,14 +51,17 @@ Key: TypeAlias = tuple[Hashable, ...]
 
 
 class InexactError(Exception):
-    """The graph with a block's operations in its place is not that without blocks: trace it without."""
+    """The graph with a block's operations in its place is not that without blocks: trace it
+    without.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The operations of a block: forward, and backward for some cotangents.
 
-    ``outputs`` and ``gradients`` are its results; ``uses`` counts the gradients that are added up in each of these.
+    ``outputs`` and ``gradients`` are its results; ``uses`` counts the gradients that are added up
+    in each of these.
     """
 
     graph: fx.GraphModule
@@ -74,8 +79,8 @@ class Graph:
 class Definition:
     """A block for arguments of one shape.
 
-    ``leaves`` are those of its result: the index of one of ``avals`` for an output, ``~index`` for an argument, or a
-    value in a tuple.
+    ``leaves`` are those of its result: the index of one of ``avals`` for an output, ``~index`` for
+    an argument, or a value in a tuple.
     """
 
     fn: Callable[..., Any]
@@ -112,7 +117,9 @@ Definitions: TypeAlias = WeakKeyDictionary[Block, dict[Key, Definition | None]]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a block in the trace of a stage. ``traced`` is its graph, once it has a backward."""
+    """One call of a block in the trace of a stage. ``traced`` is its graph, once it has a
+    backward.
+    """
 
     number: int
     definition: Definition
@@ -137,7 +144,11 @@ class Calls:
 
 def _called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a block while a stage is traced."""
-    if transforming() or not torch.is_grad_enabled() or (ambient() and torch.is_autocast_cache_enabled()):
+    if (
+        transforming()
+        or not torch.is_grad_enabled()
+        or (ambient() and torch.is_autocast_cache_enabled())
+    ):
         return block.fn(*args, **kwargs)
     leaves, spec = tree.flatten((args, kwargs))
     tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
@@ -147,15 +158,23 @@ def _called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str,
     call = Call(next(_NUMBERS), definition, found.label, found.symbols)
     found.calls[call.number] = _CALLS[call.number] = call
     outputs = _Function.apply(call, *tensors) if definition.avals else ()
-    return tree.unflatten(definition.result, [_leaf(leaf, outputs, tensors) for leaf in definition.leaves])
+    return tree.unflatten(
+        definition.result, [_leaf(leaf, outputs, tensors) for leaf in definition.leaves]
+    )
 
 
 def _definition(
-    found: Calls, block: Block, leaves: Sequence[Any], spec: Structure, tensors: Sequence[torch.Tensor]
+    found: Calls,
+    block: Block,
+    leaves: Sequence[Any],
+    spec: Structure,
+    tensors: Sequence[torch.Tensor],
 ) -> Definition | None:
     """What a block is for some arguments; ``None`` where its call cannot be one operation."""
     avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
-    dense = all(a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True))
+    dense = all(
+        a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True)
+    )
     if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, PLAIN) for leaf in leaves):
         return None
     place = {id(t): i for i, t in enumerate(tensors)}
@@ -202,11 +221,21 @@ def ignored() -> Iterator[None]:
         BLOCKS.reset(token)
 
 
-# ---- the arguments ---------------------------------------------------------------------------------------------------
+# ---- the arguments ----
 def _key(aval: Aval) -> tuple[Hashable, ...]:
     """An abstract tensor for comparisons: of symbolic sizes their text."""
-    number = lambda n: text_of(n)[0] if is_symbolic(n) else n
-    return (*map(number, aval.shape), "strides", *map(number, aval.stride), aval.dtype, aval.device, aval.grad)
+
+    def number(n):
+        return text_of(n)[0] if is_symbolic(n) else n
+
+    return (
+        *map(number, aval.shape),
+        "strides",
+        *map(number, aval.stride),
+        aval.dtype,
+        aval.device,
+        aval.grad,
+    )
 
 
 def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
@@ -220,7 +249,7 @@ def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Te
     return outputs[leaf] if leaf >= 0 else tensors[~leaf]
 
 
-# ---- the operations in the stage's trace -----------------------------------------------------------------------------
+# ---- the operations in the stage's trace ----
 #: The calls in traces that are going on, by number.
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 
@@ -235,7 +264,9 @@ class _Function(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = FORWARD(tensors, call.number)
         avals = call.definition.avals
-        ctx.mark_non_differentiable(*(t for t, aval in zip(outputs, avals, strict=True) if not aval.grad))
+        ctx.mark_non_differentiable(
+            *(t for t, aval in zip(outputs, avals, strict=True) if not aval.grad)
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -243,7 +274,9 @@ class _Function(torch.autograd.Function):
         call = ctx.call
         if torch.is_grad_enabled() or call.traced:
             raise InexactError("a block is differentiated twice")
-        call.traced.append(_graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs]))
+        call.traced.append(
+            _graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs])
+        )
         found = iter(BACKWARD([dy for dy in grad_outputs if dy is not None], call.number))
         return None, *(None if node is None else next(found) for node in call.traced[0].gradients)
 
@@ -262,7 +295,7 @@ def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
 fake.RULES.update({FORWARD: _outputs, BACKWARD: _gradients})
 
 
-# ---- the block's own trace -------------------------------------------------------------------------------------------
+# ---- the block's own trace ----
 def _defined(definition: Definition, label: str, symbols: Symbols | None) -> Definition | None:
     """The definition with its results; ``None`` where its calls cannot be one operation."""
     try:
@@ -276,7 +309,9 @@ def _defined(definition: Definition, label: str, symbols: Symbols | None) -> Def
         return None
 
 
-def _with_results(definition: Definition, given: Sequence[torch.Tensor], result: Any) -> Definition | None:
+def _with_results(
+    definition: Definition, given: Sequence[torch.Tensor], result: Any
+) -> Definition | None:
     values, spec = tree.flatten(result)
     passed = {id(t): ~i for i, t in enumerate(given)}
     storages = set(map(storage_id, given))
@@ -319,13 +354,19 @@ def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
 
 def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     definition = call.definition
-    if any(now is not then for now, then in zip(_captured(definition.fn), definition.captured, strict=True)):
+    if any(
+        now is not then
+        for now, then in zip(_captured(definition.fn), definition.captured, strict=True)
+    ):
         raise InexactError("the function of a block has closed over another value since its call")
     number = len(definition.tensors)
     wanted = [i for i, aval in enumerate(definition.tensors) if aval.grad]
     mode = fake.mode(call.symbols)
     with fake.entered(mode):
-        inputs = [*definition.fakes(), *(fake.empty(aval) for aval in cotangents if aval is not None)]
+        inputs = [
+            *definition.fakes(),
+            *(fake.empty(aval) for aval in cotangents if aval is not None),
+        ]
     missing: list[bool] = []
     uses: list[int] = []
 
@@ -341,8 +382,14 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
             with torch.enable_grad():
                 uses[:] = _uses(live, given)
             handed = BACKWARD(list(flat[number:]), HERE)
-            with without_autocast(), followed(live, marks), pure_on_fakes(call.label, other_parameters_error):
-                grads = torch.autograd.grad(live, [flat[i] for i in wanted], handed, allow_unused=True)
+            with (
+                without_autocast(),
+                followed(live, marks),
+                pure_on_fakes(call.label, other_parameters_error),
+            ):
+                grads = torch.autograd.grad(
+                    live, [flat[i] for i in wanted], handed, allow_unused=True
+                )
         missing[:] = [grad is None for grad in grads]
         return (*ends, *(grad for grad in grads if grad is not None))
 

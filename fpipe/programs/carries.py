@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages with a carry, whose sequences run in slices: the function that each slice runs.
 
-A slice runs a stage function of its own. Its input is (x, carry), that of the first slice x alone; it returns
-(y, carry), and for the last slice y alone. Programs then have gradients and cotangents of carries as of any value. The
-leaves of a carry follow those of x and of y. Knows functions, programs and abstract trees; no schedules or ranks.
+A slice runs a stage function of its own. Its input is (x, carry), that of the first slice x alone;
+it returns (y, carry), and for the last slice y alone. Programs then have gradients and cotangents
+of carries as of any value. The leaves of a carry follow those of x and of y. Knows functions,
+programs and abstract trees; no schedules or ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .stage_programs import Programs, numbered
 
 
 class Carries(NamedTuple):
-    """How many leaves of a slice's input are those of its carry, and of its output; None: it returns no carry."""
+    """How many leaves of a slice's input are those of its carry, and of its output; None: it
+    returns no carry.
+    """
 
     given: int = 0
     returned: int | None = None
@@ -37,7 +40,9 @@ NO_CARRIES = Carries()
 
 
 class Apart(NamedTuple):
-    """Whether carries are copied, and whether their gradients are: one does not change the other's strides."""
+    """Whether carries are copied, and whether their gradients are: one does not change the other's
+    strides.
+    """
 
     values: bool = False
     gradients: bool = False
@@ -64,10 +69,11 @@ class Same:
 
 @dataclass(frozen=True)
 class SliceCall:
-    """A stage function with a carry as the function of a slice. Equal for the same function and kind of slice.
+    """A stage function with a carry as the function of a slice. Equal for the same function and
+    kind of slice.
 
-    ``apart``: what is copied of carries on their way in and out, so that none of them is another value that the stage
-    gets or returns.
+    ``apart``: what is copied of carries on their way in and out, so that none of them is another
+    value that the stage gets or returns.
     """
 
     fn: Callable[..., Any]
@@ -94,7 +100,8 @@ class SliceCall:
         if not isinstance(out, tuple) or len(out) != 2 + len(self.extras):
             what = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
             raise StageError(
-                f"stage {self.label} has carry=True, so it must return ({', '.join(('y', 'carry', *self.extras))}); it "
+                f"stage {self.label} has carry=True, so it must return "
+                f"({', '.join(('y', 'carry', *self.extras))}); it "
                 f"returned {what}"
             )
         y, carry, *extras = out
@@ -105,15 +112,21 @@ class SliceCall:
     def _copied(self, carry: Tree) -> Tree:
         if not any(self.apart):
             return carry
-        return tree.tree_map(lambda leaf: _Copy.apply(leaf, *self.apart) if tree.is_tensor(leaf) else leaf, carry)
+        return tree.tree_map(
+            lambda leaf: _Copy.apply(leaf, *self.apart) if tree.is_tensor(leaf) else leaf, carry
+        )
 
     def _start(self, params: Tree, x: Tree) -> Tree:
         """The carry of the first slice."""
         initial = self.initial.value
         if callable(initial):
             return initial(x)
-        device = next((leaf.device for leaf in tree.leaves((x, params)) if tree.is_tensor(leaf)), None)
-        return tree.tree_map(lambda leaf: leaf.to(device) if tree.is_tensor(leaf) else leaf, initial)
+        device = next(
+            (leaf.device for leaf in tree.leaves((x, params)) if tree.is_tensor(leaf)), None
+        )
+        return tree.tree_map(
+            lambda leaf: leaf.to(device) if tree.is_tensor(leaf) else leaf, initial
+        )
 
 
 class _Copy(torch.autograd.Function):
@@ -146,13 +159,22 @@ def of_slice(stage: Stage, *, first: bool, last: bool, apart: Apart = NO_COPIES)
     """
     extras = ("scalar",) * stage.aux_loss + ("state",) * stage.state
     initial = Same(stage.initial_carry)
-    call = lambda fn: SliceCall(fn, stage.label, extras, initial, first, last, apart)
+
+    def call(fn):
+        return SliceCall(fn, stage.label, extras, initial, first, last, apart)
+
     fn = stage.fn
-    whole = stage.engine == "eager" and isinstance(fn, Remat)  # the eager engine runs a stage under remat again itself
+    whole = stage.engine == "eager" and isinstance(
+        fn, Remat
+    )  # the eager engine runs a stage under remat again itself
     return replace(
-        stage, fn=Remat(call(fn.fn)) if whole and isinstance(fn, Remat) else call(fn), name=stage.label, carry=False,
-        initial_carry=None, like=None if stage.like is None else call(stage.like),
-    )  # fmt: skip
+        stage,
+        fn=Remat(call(fn.fn)) if whole and isinstance(fn, Remat) else call(fn),
+        name=stage.label,
+        carry=False,
+        initial_carry=None,
+        like=None if stage.like is None else call(stage.like),
+    )
 
 
 def with_carry(x: AbstractTree, carry: AbstractTree) -> AbstractTree:
@@ -166,12 +188,22 @@ def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
     """What a slice before the last one passes to the next stage, and its carry."""
     y, carry = output.spec.children()
     count = y.num_leaves
-    inside = lambda low, high: tuple(
-        (leaf - low, first - low) for leaf, first in output.repeats if low <= first and low <= leaf < high
-    )
+
+    def inside(low, high):
+        return tuple(
+            (leaf - low, first - low)
+            for leaf, first in output.repeats
+            if low <= first and low <= leaf < high
+        )
+
     return (
         replace(output, spec=y, leaves=output.leaves[:count], repeats=inside(0, count)),
-        replace(output, spec=carry, leaves=output.leaves[count:], repeats=inside(count, len(output.leaves))),
+        replace(
+            output,
+            spec=carry,
+            leaves=output.leaves[count:],
+            repeats=inside(count, len(output.leaves)),
+        ),
     )
 
 
@@ -180,6 +212,11 @@ def crossing(programs: Programs, carries: Carries) -> Apart:
     xs, ys = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
     given = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
     cotangents = {name: leaf >= ys for leaf, name in enumerate(numbered("dy", len(programs.ys)))}
-    forwards = any(given.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys))
-    backwards = any(cotangents.get(name or "", leaf >= xs) != (leaf >= xs) for leaf, name in enumerate(programs.dxs))
+    forwards = any(
+        given.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys)
+    )
+    backwards = any(
+        cotangents.get(name or "", leaf >= xs) != (leaf >= xs)
+        for leaf, name in enumerate(programs.dxs)
+    )
     return Apart(forwards, backwards)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors to raise for a stage function that cannot be traced or is not pure. Knows exceptions, no stages or graphs."""
+"""Errors to raise for a stage function that cannot be traced or is not pure. Knows exceptions, no
+stages or graphs.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ from .fake import DATA_DEPENDENT, NO_FAKE, quiet
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
-    ".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors", "inputs of bf16",
-)  # fmt: skip
+    ".numpy()",
+    "symbolically trace",
+    "fake impl",
+    "data pointer",
+    "meta kernel",
+    "meta tensors",
+    "inputs of bf16",
+)
 
 #: Parts of torch's messages about code that reads values, also from C++.
 _DATA = ("data-dependent", "data dependent", "its data is not allocated")
 #: How to run a stage that cannot be traced, also where the caller did not write its function.
 EAGERLY = (
-    'run it on autograd, with engine="eager" for the pipeline or for the stage: fpipe.Stage(fn, engine="eager"), or '
+    'run it on autograd, with engine="eager" for the pipeline or for the stage: fpipe.Stage(fn, '
+    'engine="eager"), or '
     'dataclasses.replace(stage, engine="eager") for one from from_module or huggingface.stages'
 )
 
@@ -39,22 +48,29 @@ def first_line(error: BaseException) -> str:
 
 
 def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionError:
-    """The exception to raise for an error in a stage function that ran on fake tensors of these shapes."""
+    """The exception to raise for an error in a stage function that ran on fake tensors of these
+    shapes.
+    """
     place = where(error)
     text = str(error).lower()
     if isinstance(error, DATA_DEPENDENT) or any(part in text for part in _DATA):
         return TraceError(
-            f"stage {label} {shapes} depends on data{place}: a value decides what is computed or of which shape, "
+            f"stage {label} {shapes} depends on data{place}: a value decides what is computed or "
+            "of which shape, "
             f"so it has no straight-line program; {EAGERLY}"
         )
     if isinstance(error, NO_FAKE) or any(part in text for part in _UNTRACEABLE):
-        return TraceError(f"stage {label} {shapes} cannot be traced{place}: {first_line(error)}; {EAGERLY}")
+        return TraceError(
+            f"stage {label} {shapes} cannot be traced{place}: {first_line(error)}; {EAGERLY}"
+        )
     return ActionError(f"stage {label} {shapes} raised {type(error).__name__}{place}: {error}")
 
 
 @contextmanager
 def explained(label: str, shapes: str) -> Iterator[None]:
-    """Raise ``explain`` of what a stage function raises inside; errors of fpipe pass. Without torch's log of it."""
+    """Raise ``explain`` of what a stage function raises inside; errors of fpipe pass. Without
+    torch's log of it.
+    """
     try:
         with quiet():
             yield
@@ -67,8 +83,8 @@ def explained(label: str, shapes: str) -> Iterator[None]:
 def leave_checkpoints(error: BaseException) -> None:
     """End the checkpoints of torch in which an error was raised.
 
-    Before torch 2.13 their hooks stay, also for other functions, as long as the traceback exists: in a notebook until
-    the next error.
+    Before torch 2.13 their hooks stay, also for other functions, as long as the traceback exists:
+    in a notebook until the next error.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
@@ -95,7 +111,8 @@ def where_in(stack: Iterable[traceback.FrameSummary]) -> str:
 def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:
     """The error for a function whose gradient of a parameter is a sparse tensor."""
     return TraceError(
-        f"stage {label} has a sparse gradient of shape {list(shape)}, and gradients are added and sent as dense "
+        f"stage {label} has a sparse gradient of shape {list(shape)}, and gradients are added and "
+        "sent as dense "
         "tensors; leave sparse=True out of its embedding"
     )
 
@@ -111,7 +128,8 @@ def write_error(what: str) -> TraceError:
 def captured_write_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a stage that writes into a tensor of its closure."""
     return TraceError(
-        f"stage {label} writes into a tensor of shape {list(tensor.shape)} that it closes over; stages are pure "
+        f"stage {label} writes into a tensor of shape {list(tensor.shape)} that it closes over; "
+        "stages are pure "
         "functions: return what changes (fpipe.Stage(fn, state=True) carries running statistics)"
     )
 
@@ -119,9 +137,12 @@ def captured_write_error(label: str, tensor: torch.Tensor) -> TraceError:
 def seed_error(label: str) -> TraceError:
     """The error for a stage that seeds a random stream."""
     return TraceError(
-        f"stage {label} seeds, sets or restores a random stream of torch (torch.manual_seed, torch.seed, "
-        "torch.set_rng_state or torch.random.fork_rng), which a trace does not record: its draws would be other ones. "
-        "Pass seed= to fpipe.pipeline or to the call, which makes every draw a function of the seed, the stage and the "
+        f"stage {label} seeds, sets or restores a random stream of torch (torch.manual_seed, "
+        "torch.seed, "
+        "torch.set_rng_state or torch.random.fork_rng), which a trace does not record: its draws "
+        "would be other ones. "
+        "Pass seed= to fpipe.pipeline or to the call, which makes every draw a function of the "
+        "seed, the stage and the "
         f"microbatch; or {EAGERLY}"
     )
 
@@ -129,8 +150,10 @@ def seed_error(label: str) -> TraceError:
 def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(
-        f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a gradient, "
-        "which it would silently not get; pass it in the stage's parameters, or close over tensor.detach(). A loss "
+        f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a "
+        "gradient, "
+        "which it would silently not get; pass it in the stage's parameters, or close over "
+        "tensor.detach(). A loss "
         "that a stage computes beside its output, as of a router, is fpipe.Stage(fn, aux_loss=True)"
     )
 
@@ -138,8 +161,11 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
 def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a backward that computes with a captured tensor that requires a gradient."""
     return TraceError(
-        f"the backward of stage {label} computes with a tensor of shape {list(tensor.shape)} that requires a gradient "
-        "and is no parameter of the stage: a module has the parameters that torch.func.functional_call passes during "
-        "the call alone, and a checkpoint inside it runs again later, with others. Remove the checkpoint, and put "
+        f"the backward of stage {label} computes with a tensor of shape {list(tensor.shape)} that "
+        "requires a gradient "
+        "and is no parameter of the stage: a module has the parameters that "
+        "torch.func.functional_call passes during "
+        "the call alone, and a checkpoint inside it runs again later, with others. Remove the "
+        "checkpoint, and put "
         "fpipe.remat around the function that calls functional_call"
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake tensors, ``make_fx`` and functionalization: everything that fpipe uses of torch's private tracing.
+"""Fake tensors, ``make_fx`` and functionalization: everything that fpipe uses of torch's private
+tracing.
 
-Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows abstract tensors and graphs, no stages.
+Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows abstract tensors and graphs, no
+stages.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ from .symbols import Symbols
 _IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
 #: The kernel of operations that consist of others.
 _COMPOSITE = "CompositeImplicitAutograd"
-#: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the files of all modules
-#: that are loaded, which takes 50 ms.
+#: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the
+#: files of all modules that are loaded, which takes 50 ms.
 RULES: dict[object, Callable[..., Any]] = {}
 #: Errors of operations on fake tensors whose result depends on data.
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 #: The error of an operation that has no implementation for fake tensors.
 NO_FAKE = UnsupportedOperatorException
 
@@ -51,12 +57,16 @@ def mode(symbols: Symbols | None = None) -> FakeTensorMode:
 
 
 class _Fake(FakeTensorMode):
-    """Takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two devices."""
+    """Takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two
+    devices.
+    """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):  # their rules are registered for torch's own mode
+        if isinstance(
+            func, torch._ops.HigherOrderOperator
+        ):  # their rules are registered for torch's own mode
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -82,7 +92,9 @@ class _Symbolic(_Fake):
 
 @contextmanager
 def entered(mode: FakeTensorMode) -> Iterator[None]:
-    """Run under a mode, with torch's Python form of products where their C++ form does not take symbolic sizes."""
+    """Run under a mode, with torch's Python form of products where their C++ form does not take
+    symbolic sizes.
+    """
     _enter_first()
     python = isinstance(mode, _Symbolic) and _products_need_python()
     if python:
@@ -95,8 +107,9 @@ def entered(mode: FakeTensorMode) -> Iterator[None]:
 def _enter_first() -> None:
     """Enter a mode, before any other, in a thread that does not end.
 
-    Where torch is built for CUDA and finds no device, the first thread to enter a mode registers an object that ends
-    with that thread. Torch 2.11 then calls it in the next mode, and the process dies.
+    Where torch is built for CUDA and finds no device, the first thread to enter a mode registers an
+    object that ends with that thread. Torch 2.11 then calls it in the next mode, and the process
+    dies.
     """
     if torch.version.cuda is None or torch.cuda.is_available():
         return
@@ -125,7 +138,9 @@ def alone() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _products_need_python() -> bool:
-    """Whether the C++ form of a product of matrices takes sizes for numbers, as before torch 2.13."""
+    """Whether the C++ form of a product of matrices takes sizes for numbers, as before torch
+    2.13.
+    """
     symbols = Symbols()
     with FakeTensorMode(shape_env=symbols):
         x, w = torch.empty(2, symbols.new(5), 3), torch.empty(3, 3, requires_grad=True)
@@ -135,17 +150,22 @@ def _products_need_python() -> bool:
 
 @lru_cache(maxsize=1)
 def _resolve_composites() -> None:
-    """Let torch's Python dispatcher take composite operations on the device meta apart, as its C++ dispatcher does.
+    """Let torch's Python dispatcher take composite operations on the device meta apart, as its C++
+    dispatcher does.
 
-    Torch registers Python rules for some of them, and its Python dispatcher then finds no derivative of theirs. What it
-    finds without the rule is kept in its cache.
+    Torch registers Python rules for some of them, and its Python dispatcher then finds no
+    derivative of theirs. What it finds without the rule is kept in its cache.
     """
     import torch._meta_registrations  # registers the rules
 
     meta, autograd = torch._C.DispatchKey.Meta, torch._C.DispatchKey.AutogradMeta
     for op in decomposition_table:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if isinstance(op, torch._ops.OpOverload) and meta in op.py_kernels and has(op.name(), _COMPOSITE):
+        if (
+            isinstance(op, torch._ops.OpOverload)
+            and meta in op.py_kernels
+            and has(op.name(), _COMPOSITE)
+        ):
             rule = op.py_kernels.pop(meta)
             op._uncache_dispatch(autograd)
             op._get_dispatch(autograd)
@@ -159,7 +179,9 @@ def is_fake(value: object) -> TypeGuard[FakeTensor]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disable torch's log of operations that fail on fake tensors: the exception has the same text."""
+    """Disable torch's log of operations that fail on fake tensors: the exception has the same
+    text.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -170,7 +192,9 @@ def quiet() -> Iterator[None]:
 
 def empty(aval: Aval) -> torch.Tensor:
     """A fake tensor of an aval; call inside ``mode()``."""
-    tensor = aval.build(lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device))
+    tensor = aval.build(
+        lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
+    )
     return tensor.requires_grad_(aval.grad and aval.differentiable)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs for all sizes of a signature, from one trace with symbols for the sizes that differ.
 
-A ``Family`` is such a trace with the conditions under which it holds. For other sizes its numbers are computed and put
-in place of those of the trace: nothing is traced, no Python is compiled. Sizes for which a condition does not hold get
-a trace of their own, as everything does that cannot be traced with symbols. Knows signatures, no schedules or ranks.
+A ``Family`` is such a trace with the conditions under which it holds. For other sizes its numbers
+are computed and put in place of those of the trace: nothing is traced, no Python is compiled. Sizes
+for which a condition does not hold get a trace of their own, as everything does that cannot be
+traced with symbols. Knows signatures, no schedules or ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from .tracing import traced
 KEPT = 8
 #: How many earlier sizes decide which sizes differ, and which are equal.
 SEEN = 4
-#: A stage that cannot be traced with symbols at a smaller size may be at others: one token less may be one token.
+#: A stage that cannot be traced with symbols at a smaller size may be at others: one token less may
+#: be one token.
 SMALL = 4
 
 
 class Axis(NamedTuple):
-    """An axis of an input with a symbol for its size, or for its stride where the memory has gaps."""
+    """An axis of an input with a symbol for its size, or for its stride where the memory has
+    gaps.
+    """
 
     argument: int
     leaf: int
@@ -46,7 +50,9 @@ Axes: TypeAlias = tuple[Axis, ...]
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One trace for many sizes. ``signature`` has the numbers of the trace; ``axes`` are those of each symbol."""
+    """One trace for many sizes. ``signature`` has the numbers of the trace; ``axes`` are those of
+    each symbol.
+    """
 
     signature: Signature
     axes: tuple[Axes, ...]
@@ -73,8 +79,8 @@ class Family:
 class Families:
     """The symbolic traces of one function for signatures that differ in sizes alone.
 
-    ``seen`` are the latest signatures, the last of them of an ``occasion``. ``fault`` says why there is no symbolic
-    trace, where one was tried.
+    ``seen`` are the latest signatures, the last of them of an ``occasion``. ``fault`` says why
+    there is no symbolic trace, where one was tried.
     """
 
     families: tuple[Family, ...] = ()
@@ -89,10 +95,14 @@ class Families:
                 return family.traced.at(numbers, f"{label} {signature}")
         return None
 
-    def extended(self, stage: Stage, signature: Signature, unused: frozenset[int], occasion: object) -> Families:
-        """With a symbolic trace that serves a signature, or with the signature among those that get their own trace.
+    def extended(
+        self, stage: Stage, signature: Signature, unused: frozenset[int], occasion: object
+    ) -> Families:
+        """With a symbolic trace that serves a signature, or with the signature among those that get
+        their own trace.
 
-        Two sizes of one ``occasion``, such as those of an uneven batch, are not worth a symbolic trace.
+        Two sizes of one ``occasion``, such as those of an uneven batch, are not worth a symbolic
+        trace.
         """
         saw = self.saw(signature, occasion)
         once = len(self.seen) == 1 and occasion is not None and occasion is self.occasion
@@ -106,10 +116,15 @@ class Families:
         for axes in dict.fromkeys([(*varied, *others), tuple(varied)]):
             try:
                 family = _traced(stage, signature, unused, axes, len(varied)) if axes else None
-            except Exception as error:  # of torch's symbolic shapes, or of the function: a plain trace raises it again
+            # of torch's symbolic shapes, or of the function: a plain trace raises it again
+            except Exception as error:
                 faults.append(f"{first_line(error.__cause__ or error)}{where(error)}")
             else:
-                return saw if family is None else replace(saw, families=(*self.families[1 - KEPT :], family))
+                return (
+                    saw
+                    if family is None
+                    else replace(saw, families=(*self.families[1 - KEPT :], family))
+                )
         small = any(_size(signature, axes[0]) < SMALL for axes in varied)
         return saw if small else replace(saw, fault=faults[0])
 
@@ -120,18 +135,29 @@ class Families:
     def warn(self, stage: Stage) -> None:
         """Warn that every size is traced."""
         warnings.warn(
-            f"stage {stage.label} is traced for every new size, since one trace for all sizes is not possible: "
-            f"{self.fault}. Pad its inputs to few sizes (fpipe.pad), or accept it with fpipe.Stage(fn, dynamic=False)",
+            f"stage {stage.label} is traced for every new size, since one trace for all sizes is "
+            "not possible: "
+            f"{self.fault}. Pad its inputs to few sizes (fpipe.pad), or accept it with "
+            "fpipe.Stage(fn, dynamic=False)",
             stacklevel=2,
         )
 
 
-def _traced(stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int) -> Family:
-    """A trace with a symbol for each group of axes; RuntimeError where it holds for one size of the first ones."""
+def _traced(
+    stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int
+) -> Family:
+    """A trace with a symbol for each group of axes; RuntimeError where it holds for one size of the
+    first ones.
+    """
     symbols = Symbols()
     given = _with_symbols(signature, axes, symbols)
     programs, record = traced(stage, given, unused, symbols, shown=str(signature))
-    family = Family(Signature(*(t.with_avals(record.aval) for t in given)), tuple(axes), record.formulas(), programs)
+    family = Family(
+        Signature(*(t.with_avals(record.aval) for t in given)),
+        tuple(axes),
+        record.formulas(),
+        programs,
+    )
     place = symbols.fixed(varied)
     if place is not None:
         raise RuntimeError(f"a size is used as a Python number{where_in(place)}")
@@ -140,18 +166,32 @@ def _traced(stage: Stage, signature: Signature, unused: frozenset[int], axes: Se
     return family
 
 
-# ---- which sizes are symbols -----------------------------------------------------------------------------------------
+# ---- which sizes are symbols ----
 def _size(signature: Signature, place: Axis) -> int:
     aval = signature[place.argument].avals[place.leaf]
     return (aval.stride if place.stride else aval.shape)[place.axis]
 
 
 def _places(signature: Signature, strides: bool = False) -> list[Axis]:
-    """The axes of the input, the side inputs and the state; with ``strides`` also those of tensors with gaps."""
-    leaves = [(argument, leaf, aval) for argument in (1, 2, 3) for leaf, aval in signature[argument].avals.items()]
-    places = [Axis(argument, leaf, axis) for argument, leaf, aval in leaves for axis in range(len(aval.shape))]
+    """The axes of the input, the side inputs and the state; with ``strides`` also those of tensors
+    with gaps.
+    """
+    leaves = [
+        (argument, leaf, aval)
+        for argument in (1, 2, 3)
+        for leaf, aval in signature[argument].avals.items()
+    ]
+    places = [
+        Axis(argument, leaf, axis)
+        for argument, leaf, aval in leaves
+        for axis in range(len(aval.shape))
+    ]
     gaps = [leaf for leaf in leaves if strides and _has_gaps(leaf[2])]
-    return places + [Axis(argument, leaf, n, True) for argument, leaf, aval in gaps for n in range(len(aval.shape))]
+    return places + [
+        Axis(argument, leaf, n, True)
+        for argument, leaf, aval in gaps
+        for n in range(len(aval.shape))
+    ]
 
 
 def _has_gaps(aval: Aval) -> bool:
@@ -162,7 +202,11 @@ def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     """The axes whose size is not what it was; those that were always of one size together."""
     found: dict[tuple[int, ...], list[Axis]] = {}
     for place in _places(signature, strides=True) if seen else ():
-        alike = [each for each in seen if not place.stride or _has_gaps(each[place.argument].avals[place.leaf])]
+        alike = [
+            each
+            for each in seen
+            if not place.stride or _has_gaps(each[place.argument].avals[place.leaf])
+        ]
         sizes = tuple(_size(each, place) for each in (*alike, signature))
         if len(set(sizes)) > 1:
             found.setdefault((place.stride, *sizes), []).append(place)
@@ -188,14 +232,22 @@ def _named_axes(stage: Stage, signature: Signature) -> list[Axis]:
     if not stage.dynamic:
         return []
     first = {1: ("x",), 2: ()}
-    paths = {g: [".".join(map(str, (*first[g], *path))) for path in signature[g].spec.paths()] for g in first}
+    paths = {
+        g: [".".join(map(str, (*first[g], *path))) for path in signature[g].spec.paths()]
+        for g in first
+    }
     if isinstance(stage.dynamic, Mapping):
         wanted = list(stage.dynamic.items())
     else:
         wanted = [("*", (0, 1) if stage.dynamic is True else stage.dynamic)]
-    fits = lambda place, pattern: tree.matches(paths[place.argument][place.leaf], [pattern])
+
+    def fits(place, pattern):
+        return tree.matches(paths[place.argument][place.leaf], [pattern])
+
     places = [place for place in _places(signature) if place.argument in paths]
-    return [p for p in places if any(p.axis in axes and fits(p, pattern) for pattern, axes in wanted)]
+    return [
+        p for p in places if any(p.axis in axes and fits(p, pattern) for pattern, axes in wanted)
+    ]
 
 
 def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) -> Signature:
@@ -206,15 +258,21 @@ def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) 
 
     def given(argument: int) -> AbstractTree:
         following = iter(signature[argument].avals)
-        return signature[argument].with_avals(lambda aval: _sized(aval, argument, next(following), numbers))
+        return signature[argument].with_avals(
+            lambda aval: _sized(aval, argument, next(following), numbers)
+        )
 
     return Signature(signature.params, given(1), given(2), given(3))
 
 
 def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[Axis, int]) -> Aval:
-    shape = tuple(numbers.get(Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape))
+    shape = tuple(
+        numbers.get(Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape)
+    )
     if _has_gaps(aval):
-        strides = (numbers.get(Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride))
+        strides = (
+            numbers.get(Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride)
+        )
         return aval._replace(shape=shape, stride=tuple(strides))
     if all(new is old for new, old in zip(shape, aval.shape, strict=True)):
         return aval
@@ -224,7 +282,9 @@ def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[Axis, int]) ->
 def _strides(aval: Aval, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor without gaps, as products of sizes."""
     strides, step = list(aval.stride), 1
-    order = sorted(range(len(shape)), key=lambda axis: (aval.stride[axis], aval.shape[axis] > 1, -axis))
+    order = sorted(
+        range(len(shape)), key=lambda axis: (aval.stride[axis], aval.shape[axis] > 1, -axis)
+    )
     for axis in order:
         if aval.stride[axis]:
             strides[axis] = step

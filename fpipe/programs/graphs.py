@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the nodes of a traced graph show, and its clean-up: simplification, and no writes.
 
-Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,
-``dy0..`` cotangents. Knows graphs, no stages.
+Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs,
+``t0..`` state, ``dy0..`` cotangents. Knows graphs, no stages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,33 @@ from torch import fx
 from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
-from .internals import Targeted, mutates, operator_of, resolved, returns_views, storage_id, updates_statistics
+from .internals import (
+    Targeted,
+    mutates,
+    operator_of,
+    resolved,
+    returns_views,
+    storage_id,
+    updates_statistics,
+)
 from .sizes import Numbers, Size
 from .symbols import known
 
-_T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
+_T, _SUM, _VIEW = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.view.default,
+)
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-#: What the first letter of a placeholder's name means, where its memory belongs to the caller and may not change.
+#: What the first letter of a placeholder's name means, where its memory belongs to the caller and
+#: may not change.
 _SHARED = {"p": "a parameter", "k": "a side input"}
 
 
-#: The key of a node's meta that identifies its storage, where another call of the same block shares its fake tensor.
+#: The key of a node's meta that identifies its storage, where another call of the same block shares
+#: its fake tensor.
 STORAGE = "fpipe_storage"
 
 
@@ -60,7 +74,9 @@ def argument(node: fx.Node, index: int) -> fx.Node:
 
 
 def shared(node: fx.Node) -> str | None:
-    """What a node is, in words, if stages may not write into it: a parameter, a side input or a captured tensor."""
+    """What a node is, in words, if stages may not write into it: a parameter, a side input or a
+    captured tensor.
+    """
     if node.op == "get_attr":
         return "a captured tensor"
     return _SHARED.get(node.name[0]) if node.op == "placeholder" else None
@@ -73,7 +89,9 @@ def draws(node: Targeted) -> bool:
 
 
 def elementwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from the same elements of its inputs, without random numbers."""
+    """Whether a node computes each element from the same elements of its inputs, without random
+    numbers.
+    """
     op = operator_of(node)
     return op is not None and torch.Tag.pointwise in op.tags and not mutates(op) and not draws(node)
 
@@ -82,7 +100,10 @@ def constants(graph: fx.GraphModule) -> dict[str, Any]:
     """Captured tensors and modules by name."""
     captured = {n.name: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
     # A tensor that requires a gradient was used under no_grad or detached.
-    return {name: v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for name, v in captured.items()}
+    return {
+        name: v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v
+        for name, v in captured.items()
+    }
 
 
 def annotation(node: fx.Node, key: str) -> object | None:
@@ -92,7 +113,9 @@ def annotation(node: fx.Node, key: str) -> object | None:
 
 
 def storage(node: fx.Node, value: torch.Tensor) -> Hashable:
-    """What identifies the storage of a node's value; calls of one block share the fake tensors of its trace."""
+    """What identifies the storage of a node's value; calls of one block share the fake tensors of
+    its trace.
+    """
     return node.meta.get(STORAGE) or storage_id(value)
 
 
@@ -105,10 +128,14 @@ def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
         if value is None or value.layout is not torch.strided:
             continue
         waits = node.name.startswith("wait_tensor")  # returns the tensor that it waited for
-        root = roots.setdefault(storage(node, value), behind[str(node.args[0])].root if waits else node.name)
+        root = roots.setdefault(
+            storage(node, value), behind[str(node.args[0])].root if waits else node.name
+        )
         known = behind.get(root)
         nbytes = value.untyped_storage().nbytes() if known is None else known.nbytes
-        behind[node.name] = Held(root, nbytes, node.op == "placeholder" if known is None else known.given)
+        behind[node.name] = Held(
+            root, nbytes, node.op == "placeholder" if known is None else known.given
+        )
     return behind
 
 
@@ -120,9 +147,7 @@ def dense(node: fx.Node) -> bool:
     )
 
 
-# ---- clean-up -------------------------------------------------------------------------------------------------------
-
-
+# ---- clean-up ----
 def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
     """Name the inputs of a graph as it was traced, and clean it up."""
     name_inputs(graph, names)
@@ -145,7 +170,9 @@ def name_inputs(graph: fx.GraphModule, names: Sequence[str]) -> None:
 
 
 def clean(graph: fx.GraphModule) -> None:
-    """Remove identities and writes back into inputs, then dead code. Splits convolutions' gradients."""
+    """Remove identities and writes back into inputs, then dead code. Splits convolutions'
+    gradients.
+    """
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -157,30 +184,40 @@ def clean(graph: fx.GraphModule) -> None:
         elif node.target is torch.ops.aten.copy_.default:
             if what := shared(argument(node, 0)):
                 raise write_error(what)
-            node.replace_all_uses_with(argument(node, 1))  # an input or a state, which the stage may overwrite
+            node.replace_all_uses_with(
+                argument(node, 1)
+            )  # an input or a state, which the stage may overwrite
             graph.graph.erase_node(node)
         elif node.target is torch.ops.aten.convolution_backward.default:
             _split_convolution(graph, node)
         elif node.target is _AS_STRIDED:
             _check_place(node)
-    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output")
+    )
 
 
 def viewed(view: fx.Node) -> fx.Node:
     """The value whose memory a view shows, through views of views."""
     root = argument(view, 0)
-    while root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op):
+    while (
+        root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op)
+    ):
         root = argument(root, 0)
     return root
 
 
 def _check_place(node: fx.Node) -> None:
-    """Refuse a place in the memory of an argument: another microbatch begins at another place of the same memory."""
+    """Refuse a place in the memory of an argument: another microbatch begins at another place of
+    the same memory.
+    """
     root = viewed(node)
     if root.op == "placeholder" and root.name[0] != "d" and (*node.args[3:], None)[0] is not None:
         raise TraceError(
-            "a stage calls as_strided with storage_offset= on an argument, whose place in memory differs from call to "
-            'call; leave storage_offset out, take a slice first, or use fpipe.Stage(fn, engine="eager")'
+            "a stage calls as_strided with storage_offset= on an argument, whose place in memory "
+            "differs from call to "
+            "call; leave storage_offset out, take a slice first, or use fpipe.Stage(fn, "
+            'engine="eager")'
         )
 
 
@@ -192,7 +229,9 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
     gradients = []
     for part in ([mask[0], False, False], [False, *mask[1:]]):
         with graph.graph.inserting_before(node):
-            gradients.append(graph.graph.create_node("call_function", node.target, (*node.args[:10], part)))
+            gradients.append(
+                graph.graph.create_node("call_function", node.target, (*node.args[:10], part))
+            )
         gradients[-1].meta = dict(node.meta)
     for item in [user for user in node.users if user.op == "call_function"]:
         item.args = (gradients[item.args[1] != 0], item.args[1])
@@ -200,14 +239,24 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 def resolve(graph: fx.GraphModule) -> None:
-    """Resolve lazy tensors that are returned, such as conjugates: a message contains numbers, not flags of a tensor."""
+    """Resolve lazy tensors that are returned, such as conjugates: a message contains numbers, not
+    flags of a tensor.
+    """
     output = next(iter(graph.graph.find_nodes(op="output")))
     targets = {str(node.target) for node in graph.graph.nodes}
     numbers: dict[fx.Node, fx.Node] = {}
-    for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node) and n.op == "call_function"):
+    for node in dict.fromkeys(
+        n for n in output.args[0] if isinstance(n, fx.Node) and n.op == "call_function"
+    ):
         value = value_of(node)
-        flag = "aten._conj.default" if value is not None and value.is_complex() else "aten._neg_view.default"
-        lazy = value is not None and not targets.isdisjoint((flag, "aten._efficientzerotensor.default"))
+        flag = (
+            "aten._conj.default"
+            if value is not None and value.is_complex()
+            else "aten._neg_view.default"
+        )
+        lazy = value is not None and not targets.isdisjoint(
+            (flag, "aten._efficientzerotensor.default")
+        )
         if lazy:
             with graph.graph.inserting_before(output):
                 numbers[node] = graph.graph.call_function(resolved, (node,))
@@ -216,8 +265,10 @@ def resolve(graph: fx.GraphModule) -> None:
 
 
 def copy_shared_outputs(graph: fx.GraphModule) -> None:
-    """Copy what is returned and belongs to others (parameters, side inputs, state, captured tensors), and what has
-    gaps in memory and would arrive with other strides. An input or a cotangent that is returned stays as it is."""
+    """Copy what is returned and belongs to others (parameters, side inputs, state, captured
+    tensors), and what has gaps in memory and would arrive with other strides. An input or a
+    cotangent that is returned stays as it is.
+    """
     output = next(iter(graph.graph.find_nodes(op="output")))
     copies: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
@@ -236,16 +287,15 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     graph.graph.lint()
 
 
-# ---- simplification -------------------------------------------------------------------------------------------------
-
-
+# ---- simplification ----
 def simplify(graph: fx.GraphModule) -> None:
     """Remove views that are not needed.
 
-    A sum that keeps its axes for a view to drop them drops them itself: the gradient of each bias is such a sum.
-    Elementwise operations between a view and its inverse are done without both.
+    A sum that keeps its axes for a view to drop them drops them itself: the gradient of each bias
+    is such a sum. Elementwise operations between a view and its inverse are done without both.
 
-    >>> gm = fx.symbolic_trace(lambda x: x)  # (a traced graph has values in its nodes' meta; this one has none)
+    >>> gm = fx.symbolic_trace(lambda x: x)  # (
+    ...     a traced graph has values in its nodes' meta; this one has none)
     >>> simplify(gm)
     """
     for node in list(graph.graph.nodes):
@@ -260,7 +310,9 @@ def simplify(graph: fx.GraphModule) -> None:
 def _drops_axes(view: fx.Node) -> bool:
     """Whether a view only drops the axes that a sum kept."""
     total = view.args[0]
-    if not isinstance(total, fx.Node) or total.target is not _SUM:  # an erased view has no arguments
+    if (
+        not isinstance(total, fx.Node) or total.target is not _SUM
+    ):  # an erased view has no arguments
         return False
     if len(total.users) > 1 or len(total.args) != 3 or not total.args[2]:
         return False
@@ -268,7 +320,9 @@ def _drops_axes(view: fx.Node) -> bool:
     if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
         return False
     summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
-    return bool(summed) and _same(dropped.shape, [n for axis, n in enumerate(kept.shape) if axis not in summed])
+    return bool(summed) and _same(
+        dropped.shape, [n for axis, n in enumerate(kept.shape) if axis not in summed]
+    )
 
 
 def _apply_before_views(node: fx.Node) -> None:
@@ -308,7 +362,10 @@ def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | Non
     if len(values) < len(nodes):
         return None
     shape = tuple(values[0].shape)
-    alike = lambda value: value.is_contiguous() and known(value.numel() == count) and _same(value.shape, shape)
+
+    def alike(value):
+        return value.is_contiguous() and known(value.numel() == count) and _same(value.shape, shape)
+
     return shape if all(map(alike, values)) else None
 
 
@@ -322,23 +379,27 @@ def _same(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(known(a == b) for a, b in zip(one, other, strict=True))
 
 
-# ---- operations that do more than their schemas say ------------------------------------------------------------------
-
-
+# ---- operations that do more than their schemas say ----
 def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-    """Batch norm without writes: the new running statistics are the last two items of the result."""
+    """Batch norm without writes: the new running statistics are the last two items of the
+    result.
+    """
     mean, var = args[3].clone(), args[4].clone()
     return (*kernel(*args[:3], mean, var, *args[5:]), mean, var)
 
 
 def keeping(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-    """An operation that returns what its backward needs only while autograd records, which programs switch off."""
+    """An operation that returns what its backward needs only while autograd records, which programs
+    switch off.
+    """
     with torch.enable_grad():
         return kernel(*args)
 
 
 def spell_out(graph: fx.GraphModule) -> None:
-    """Make updates of running statistics explicit: later readers of a statistic read the new value."""
+    """Make updates of running statistics explicit: later readers of a statistic read the new
+    value.
+    """
     nodes = list(graph.graph.nodes)
     for place, node in enumerate(nodes):
         op = operator_of(node)
@@ -352,13 +413,19 @@ def _return_statistics(graph: fx.Graph, node: fx.Node, later: Container[fx.Node]
     old = [argument(node, 3), argument(node, 4)]
     for what in filter(None, map(shared, old)):
         raise TraceError(
-            f"a stage keeps running statistics in {what} and updates them in place; stages are pure functions: "
+            f"a stage keeps running statistics in {what} and updates them in place; stages are "
+            "pure functions: "
             "use fpipe.Stage(fn, state=True) with fn(params, state, x) -> (y, state)"
         )
-    results, values = node.meta["val"], [torch.empty_like(statistic.meta["val"]) for statistic in old]
+    results, values = (
+        node.meta["val"],
+        [torch.empty_like(statistic.meta["val"]) for statistic in old],
+    )
     with graph.inserting_before(node):
         pure = graph.call_function(norm, (node.target, *node.args))  # type: ignore[arg-type]
-        new = [graph.call_function(operator.getitem, (pure, len(results) + index)) for index in (0, 1)]
+        new = [
+            graph.call_function(operator.getitem, (pure, len(results) + index)) for index in (0, 1)
+        ]
     pure.meta = {**node.meta, "val": (*results, *values)}
     node.replace_all_uses_with(pure)
     for statistic, item, value in zip(old, new, values, strict=True):

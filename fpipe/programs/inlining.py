@@ -30,7 +30,9 @@ def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
     if not calls:
         return
     bodies: dict[int, _Body] = {}
-    storages: dict[Hashable, Hashable] = {}  # of results of calls -> of the operations in their place
+    storages: dict[
+        Hashable, Hashable
+    ] = {}  # of results of calls -> of the operations in their place
     for node in list(graph.graph.nodes):
         if node.target is FORWARD:
             call = calls[node.args[1]]
@@ -48,8 +50,9 @@ def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
 class _Body:
     """The operations of one call, while they are put into a graph.
 
-    ``nodes``: of the block's graph -> of the graph around it; ``storages`` likewise. ``constants`` are the storages of
-    captured tensors and their views, ``regions`` the recompute regions of this call.
+    ``nodes``: of the block's graph -> of the graph around it; ``storages`` likewise. ``constants``
+    are the storages of captured tensors and their views, ``regions`` the recompute regions of this
+    call.
     """
 
     into: fx.GraphModule
@@ -90,7 +93,11 @@ def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list
     with body.into.graph.inserting_before(call):
         for node in body.rest:
             source, place = (*node.args, None, None)[:2]
-            if node.target is operator.getitem and isinstance(source, fx.Node) and source.target is BACKWARD:
+            if (
+                node.target is operator.getitem
+                and isinstance(source, fx.Node)
+                and source.target is BACKWARD
+            ):
                 body.nodes[node] = cotangents[cast("int", place)]
                 _same_storage(body, node, body.nodes[node])
             elif node.op != "output":
@@ -109,8 +116,14 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
         body.nodes[node] = _constant(body, node)
         return
     copy = body.nodes[node] = body.into.graph.create_node(node.op, node.target, name=node.name)
-    outer = lambda used: body.nodes[used]
-    copy.args, copy.kwargs = fx.map_arg(node.args, outer), fx.map_arg(node.kwargs, outer)  # may contain symbols
+
+    def outer(used):
+        return body.nodes[used]
+
+    copy.args, copy.kwargs = (
+        fx.map_arg(node.args, outer),
+        fx.map_arg(node.kwargs, outer),
+    )  # may contain symbols
     custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
     copy.meta = {"val": node.meta.get("val"), **({"custom": custom} if custom else {})}
     value = value_of(node)
@@ -124,7 +137,11 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
 def _behind_view(body: _Body, node: fx.Node) -> Hashable:
     """The storage of the captured tensor of which a node is a view."""
     op = operator_of(node)
-    return body.constants.get(node.args[0]) if op is not None and returns_views(op) and node.args else None
+    return (
+        body.constants.get(node.args[0])
+        if op is not None and returns_views(op) and node.args
+        else None
+    )
 
 
 def _constant(body: _Body, node: fx.Node) -> fx.Node:
@@ -141,7 +158,10 @@ def _constant(body: _Body, node: fx.Node) -> fx.Node:
 
 def _annotations(body: _Body, node: fx.Node) -> dict[str, Any]:
     """The annotations of a node, with regions of this call alone."""
-    region = lambda key, value: body.regions.setdefault(value, object()) if key == "fpipe_remat" else value
+
+    def region(key, value):
+        return body.regions.setdefault(value, object()) if key == "fpipe_remat" else value
+
     return {key: region(key, value) for key, value in node.meta.get("custom", {}).items()}
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of torch that programs read: schemas, storages, saved tensors of nodes, transforms.
 
-Most of it has private names. Knows no stages or programs. Tracing and dispatch modes are in ``fake`` and ``purity``.
+Most of it has private names. Knows no stages or programs. Tracing and dispatch modes are in
+``fake`` and ``purity``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def direct(op: Op) -> Callable[..., Any]:
 
 
 def updates_statistics(op: Op, args: Sequence[Any]) -> bool:
-    """Whether an operation is a batch norm that writes into running statistics, its arguments 3 and 4.
+    """Whether an operation is a batch norm that writes into running statistics, its arguments 3 and
+    4.
 
     Its kernels write into them although their schemas declare them as plain inputs.
     """
@@ -58,7 +60,9 @@ def written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]
         return [args[3], args[4]]
     declared = op._schema.arguments
     values = {**dict(zip((a.name for a in declared), args, strict=False)), **kwargs}
-    return [values.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return [
+        values.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def mutates(op: Op) -> bool:
@@ -67,19 +71,32 @@ def mutates(op: Op) -> bool:
 
 
 def without_write(op: Op) -> Op | None:
-    """The form of an operation that returns a new tensor instead of writing into its first argument, and no other.
+    """The form of an operation that returns a new tensor instead of writing into its first
+    argument, and no other.
 
     >>> without_write(torch.ops.aten.div_.Scalar)
     <OpOverload(op='aten.div', overload='Scalar')>
     """
     arguments, name = op._schema.arguments, op._opname
-    writes = [place for place, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
-    packet = getattr(torch.ops.aten, name[:-1], None) if op.namespace == "aten" and name.endswith("_") else None
+    writes = [
+        place
+        for place, each in enumerate(arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    packet = (
+        getattr(torch.ops.aten, name[:-1], None)
+        if op.namespace == "aten" and name.endswith("_")
+        else None
+    )
     found = getattr(packet, op._overloadname, None)
     if writes != [0] or not isinstance(found, Op) or mutates(found):
         return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [(a.name, str(a.type)) for a in arguments]
-    return found if same else None  # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
+        (a.name, str(a.type)) for a in arguments
+    ]
+    return (
+        found if same else None
+    )  # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
 
 
 def returns_views(op: Op) -> bool:
@@ -88,7 +105,9 @@ def returns_views(op: Op) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number of a tensor's storage, unique as long as the storage is alive; fake tensors have storages, too."""
+    """A number of a tensor's storage, unique as long as the storage is alive; fake tensors have
+    storages, too.
+    """
     return tensor.untyped_storage()._cdata
 
 
@@ -100,11 +119,15 @@ def versions(leaves: Iterable[Any]) -> list[int]:
     >>> versions([x, None])
     [1, 0]
     """
-    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+    return [
+        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+        for leaf in leaves
+    ]
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with numbers instead of lazy flags: conjugate, negative, or all zeros without memory.
+    """A tensor with numbers instead of lazy flags: conjugate, negative, or all zeros without
+    memory.
 
     >>> x = torch.ones(1, requires_grad=True)
     >>> lazy = torch.autograd.grad(torch.sgn(x), x)[0]
@@ -135,7 +158,7 @@ def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
     return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
 
 
-# ---- torch.func -----------------------------------------------------------------------------------------------------
+# ---- torch.func ----
 def wrapped(*tensors: torch.Tensor) -> bool:
     """Whether a torch.func transform works on any of these. Takes no time where none is active.
 

@@ -20,22 +20,29 @@ from .signature import Apart
 
 
 def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
-    """Raise StageError where ``first``, the first tensor that a loss returned, is not one floating number."""
+    """Raise StageError where ``first``, the first tensor that a loss returned, is not one floating
+    number.
+    """
     if isinstance(first, torch.Tensor):
         first = Aval.like(first)
     if first is None or first.shape != ():
         raise StageError(
-            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
+            "anything); "
             f"it returned {'no tensor' if first is None else first}"
         )
     if not first.dtype.is_floating_point:
-        raise StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")
+        raise StageError(
+            f"the loss {label} must be floating, not {first.dtype}; take .float() of it"
+        )
 
 
 def with_aux(result: Any) -> tuple[Any, Any]:
     """What a loss returned with has_aux=True: the scalar and everything else."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}")
+        raise StageError(
+            f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
+        )
     return result
 
 
@@ -62,13 +69,18 @@ class LossCall:
 def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
     """A loss as a stage without parameters whose input is (output, *targets).
 
-    ``each``: its second value goes to a function of the caller; on autograd it may then be anything.
+    ``each``: its second value goes to a function of the caller; on autograd it may then be
+    anything.
     """
     stage = as_stage(loss)
     apart = has_aux and each and stage.engine == "eager"
     like = None if stage.like is None else LossCall(stage.like, has_aux, apart)
     return Stage(
-        LossCall(stage.fn, has_aux, apart), name=stage.label, engine=stage.engine, like=like, dynamic=stage.dynamic
+        LossCall(stage.fn, has_aux, apart),
+        name=stage.label,
+        engine=stage.engine,
+        like=like,
+        dynamic=stage.dynamic,
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for parts of a function that its backward carries too.
 
-A forward operation is annotated by torch. The backward runs later, from autograd's nodes, whose sequence numbers
-ascend in the order of their creation: the numbers between begin and end of a part are that part's. Knows no stages or
-graphs.
+A forward operation is annotated by torch. The backward runs later, from autograd's nodes, whose
+sequence numbers ascend in the order of their creation: the numbers between begin and end of a part
+are that part's. Knows no stages or graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.autograd.graph import Node
 from torch.fx import traceback
 
 MARK = "fpipe_segment"
-Marks = list[tuple[int, int, str]]  # first number, the one after the last, name; inner marks before outer ones
+Marks = list[
+    tuple[int, int, str]
+]  # first number, the one after the last, name; inner marks before outer ones
 
 _MARKS: ContextVar[Marks | None] = ContextVar("_MARKS", default=None)
 
@@ -52,7 +54,9 @@ def _next_number() -> int:
 
 @contextmanager
 def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
-    """While the gradients of ``ends`` are traced, mark every backward operation like its forward operation."""
+    """While the gradients of ``ends`` are traced, mark every backward operation like its forward
+    operation.
+    """
     if not marks:
         yield
         return
@@ -64,7 +68,9 @@ def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
             continue
         seen.add(node)
         number = node._sequence_nr()
-        node.register_prehook(partial(_annotate, next((name for a, b, name in marks if a <= number < b), None)))
+        node.register_prehook(
+            partial(_annotate, next((name for a, b, name in marks if a <= number < b), None))
+        )
         stack += [upper for upper, _ in node.next_functions]
     try:
         yield

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Operation``: one operation of a program, as a record without tensors.
 
-A traced graph has fake tensors in its nodes and refers to all of itself. Programs outlive the trace, so its nodes
-become records: the operation, its arguments, and what it computes in abstract form. Knows graphs, no stages.
+A traced graph has fake tensors in its nodes and refers to all of itself. Programs outlive the
+trace, so its nodes become records: the operation, its arguments, and what it computes in abstract
+form. Knows graphs, no stages.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Ref(str):
 class Operation:
     """One operation: ``name = target(*args, **kwargs)``, in which each value is a ``Ref``.
 
-    ``inputs`` are the names of the values it reads, each once, and ``reads`` those values; ``mark`` is the user's name
-    for the part it belongs to.
+    ``inputs`` are the names of the values it reads, each once, and ``reads`` those values; ``mark``
+    is the user's name for the part it belongs to.
     """
 
     name: str
@@ -72,9 +73,15 @@ def operations_of(nodes: Iterable[fx.Node], record: Recorder) -> dict[fx.Node, O
             args, kwargs = _argument(tuple(node.args), record), _argument(dict(node.kwargs), record)
             reads = tuple(values.get(each) for each in used)
             found[node] = Operation(
-                node.name, node.target, args, kwargs, tuple(each.name for each in used), reads, values[node],
+                node.name,
+                node.target,
+                args,
+                kwargs,
+                tuple(each.name for each in used),
+                reads,
+                values[node],
                 mark if isinstance(mark, str) else None,
-            )  # fmt: skip
+            )
     return found
 
 
@@ -83,7 +90,9 @@ def _argument(value: Any, record: Recorder) -> Any:
     if isinstance(value, fx.Node):
         return Ref(value.name)
     if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_argument(item, record) for item in value)
+        return (list if isinstance(value, list) else tuple)(
+            _argument(item, record) for item in value
+        )
     if isinstance(value, dict):
         return {key: _argument(item, record) for key, item in value.items()}
     return record.number(value)
@@ -92,7 +101,11 @@ def _argument(value: Any, record: Recorder) -> Any:
 def _abstract(value: object, record: Recorder) -> Value:
     if isinstance(value, torch.Tensor):
         return record.aval(Aval.like(value)) if value.layout is torch.strided else None
-    return tuple(_abstract(item, record) for item in value) if isinstance(value, (list, tuple)) else None
+    return (
+        tuple(_abstract(item, record) for item in value)
+        if isinstance(value, (list, tuple))
+        else None
+    )
 
 
 def tensors(value: Value) -> Iterator[Aval]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Program``: a straight line of tensor operations, printed as Python and called with a box.
 
-A box is a list of arguments that the program empties as it starts, so that a tensor is freed at its last use even if
-the caller keeps the list. Values that several programs of one stage share have one name in all of them. Knows no
-stages, schedules or ranks.
+A box is a list of arguments that the program empties as it starts, so that a tensor is freed at its
+last use even if the caller keeps the list. Values that several programs of one stage share have one
+name in all of them. Knows no stages, schedules or ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,38 @@ Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: What the names in a source stand for. The private functions here enter what they meet.
 Scope: TypeAlias = dict[str, Any]
 
-#: Overloads whose Python binding does the same with less parsing. Only those whose positional arguments agree.
+#: Overloads whose Python binding does the same with less parsing. Only those whose positional
+#: arguments agree.
 _SAME_NAME = (
-    "mm.default", "bmm.default", "addmm.default", "tanh.default", "sigmoid.default", "relu.default", "neg.default",
-    "exp.default", "rsqrt.default", "permute.default", "unsqueeze.default", "t.default", "native_layer_norm.default",
-    "embedding.default", "mean.default", "sum.default", "sum.dim_IntList", "add.Tensor", "sub.Tensor", "mul.Tensor",
-    "mul.Scalar", "div.Tensor", "div.Scalar", "pow.Tensor_Scalar", "transpose.int",
-)  # fmt: skip
+    "mm.default",
+    "bmm.default",
+    "addmm.default",
+    "tanh.default",
+    "sigmoid.default",
+    "relu.default",
+    "neg.default",
+    "exp.default",
+    "rsqrt.default",
+    "permute.default",
+    "unsqueeze.default",
+    "t.default",
+    "native_layer_norm.default",
+    "embedding.default",
+    "mean.default",
+    "sum.default",
+    "sum.dim_IntList",
+    "add.Tensor",
+    "sub.Tensor",
+    "mul.Tensor",
+    "mul.Scalar",
+    "div.Tensor",
+    "div.Scalar",
+    "pow.Tensor_Scalar",
+    "transpose.int",
+)
 _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAME_NAME} | {
-    "aten.view.default": "Tensor.reshape",  # a real kernel may return other strides than its fake one
+    # a real kernel may return other strides than its fake one
+    "aten.view.default": "Tensor.reshape",
     "aten.expand.default": "Tensor.expand",
 }
 
@@ -46,14 +69,15 @@ _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAM
 class Program:
     """A callable straight-line program; calling it empties the box.
 
-    ``traced`` are its operations at the sizes of the trace, ``operations`` those at its sizes: ``resized`` maps one to
-    the other. ``inputs`` and ``outputs`` are value names, in the order of the box and of the returned tuple; ``code``
-    is the source that runs. ``random``: whether it draws random numbers. ``adds`` names, for a value, the inputs into
-    which it is added as soon as it is computed. ``stage`` describes the stage for messages.
+    ``traced`` are its operations at the sizes of the trace, ``operations`` those at its sizes:
+    ``resized`` maps one to the other. ``inputs`` and ``outputs`` are value names, in the order of
+    the box and of the returned tuple; ``code`` is the source that runs. ``random``: whether it
+    draws random numbers. ``adds`` names, for a value, the inputs into which it is added as soon as
+    it is computed. ``stage`` describes the stage for messages.
 
-    Of a segment of a program, ``label`` is its name, ``numbers`` the numbers of its program's collectives, and
-    ``stream``, where several segments draw, whether it continues another's random stream and whether another continues
-    its own.
+    Of a segment of a program, ``label`` is its name, ``numbers`` the numbers of its program's
+    collectives, and ``stream``, where several segments draw, whether it continues another's random
+    stream and whether another continues its own.
 
     >>> add = Operation("total", torch.add, (Ref("a"), Ref("b")), {}, ("a", "b"))
     >>> add = Program.of("add", [add], inputs=["a", "b"], outputs=["total"])
@@ -85,45 +109,72 @@ class Program:
         return self.run(box)
 
     def __repr__(self) -> str:
-        return f"<Program {self.name}: {len(self.traced)} operations, {len(self.inputs)} in, {len(self.outputs)} out>"
+        return (
+            f"<Program {self.name}: {len(self.traced)} operations, {len(self.inputs)} in, "
+            f"{len(self.outputs)} out>"
+        )
 
     @classmethod
     def of(
-        cls, name: str, operations: Iterable[Operation], inputs: Sequence[str], outputs: Sequence[str],
-        constants: Mapping[str, Any] | None = None, adds: Adds | None = None, stage: str = "",
-    ) -> Program:  # fmt: skip
+        cls,
+        name: str,
+        operations: Iterable[Operation],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        constants: Mapping[str, Any] | None = None,
+        adds: Adds | None = None,
+        stage: str = "",
+    ) -> Program:
         """Write the operations as Python, compile it once, and bind every target to a name."""
         body = tuple(operations)
         constants, adds = constants or {}, adds or {}
         code, run = _function(name, body, inputs, outputs, constants, adds)
         random = any(map(draws, body))
-        return cls(name, code, run, tuple(inputs), tuple(outputs), random, body, constants, adds, stage)
+        return cls(
+            name, code, run, tuple(inputs), tuple(outputs), random, body, constants, adds, stage
+        )
 
-    def at(self, numbers: Numbers, operations: Callable[[Operation], Operation], stage: str) -> Program:
+    def at(
+        self, numbers: Numbers, operations: Callable[[Operation], Operation], stage: str
+    ) -> Program:
         """The program for other sizes. It shares the code, which refers to sizes by name."""
         assert isinstance(self.run, FunctionType)
         given = self.run.__globals__
-        changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))}
+        changed = {
+            name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))
+        }
         run = FunctionType(self.run.__code__, {**given, **changed}, self.name)
         head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
-        return replace(self, code=head + self.code, run=run, stage=stage, resized=operations if changed else None)
+        return replace(
+            self,
+            code=head + self.code,
+            run=run,
+            stage=stage,
+            resized=operations if changed else None,
+        )
 
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
         """The program that adds values into further inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
         if not self.traced:  # it takes the further inputs as it is
             return replace(self, inputs=inputs, outputs=tuple(outputs))
-        return Program.of(self.name, self.operations, inputs, outputs, self.constants, adds, self.stage)
+        return Program.of(
+            self.name, self.operations, inputs, outputs, self.constants, adds, self.stage
+        )
 
 
-# ---- the source -----------------------------------------------------------------------------------------------------
-
-
+# ---- the source ----
 def _function(
-    name: str, body: Sequence[Operation], inputs: Sequence[str], outputs: Sequence[str], constants: Mapping[str, Any],
+    name: str,
+    body: Sequence[Operation],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    constants: Mapping[str, Any],
     adds: Adds,
-) -> tuple[str, Callable[[list[Any]], tuple[Any, ...]]]:  # fmt: skip
-    """The operations as source of a function of a box, and that function. ``adds``: see ``Program``."""
+) -> tuple[str, Callable[[list[Any]], tuple[Any, ...]]]:
+    """The operations as source of a function of a box, and that function. ``adds``: see
+    ``Program``.
+    """
     scope = dict(constants)
     last = dict.fromkeys(inputs, -1)
     last |= {each: index for index, one in enumerate(body) for each in (one.name, *one.inputs)}
@@ -154,7 +205,9 @@ def _tuple(items: Sequence[str]) -> str:
 def _call(one: Operation, scope: Scope) -> str:
     if one.target is operator.getitem:
         return f"{_text(one.args[0], scope)}[{_text(one.args[1], scope)}]"
-    args = [_text(a, scope) for a in one.args] + [f"{k}={_text(v, scope)}" for k, v in one.kwargs.items()]
+    args = [_text(a, scope) for a in one.args] + [
+        f"{k}={_text(v, scope)}" for k, v in one.kwargs.items()
+    ]
     return f"{_target(one.target, scope)}({', '.join(args)})"
 
 
@@ -162,10 +215,14 @@ def _target(target: object, scope: Scope) -> str:
     """A short name for an operation."""
     if isinstance(target, Op):
         binding = _BINDINGS.get(str(target))
-        name = (f"torch.{binding}" if binding else str(target).removesuffix(".default")).replace(".", "_")
+        name = (f"torch.{binding}" if binding else str(target).removesuffix(".default")).replace(
+            ".", "_"
+        )
         scope[name] = operator.attrgetter(binding)(torch) if binding else direct(target)
         return name
-    name = f"{getattr(target, '__module__', 'op')}_{getattr(target, '__name__', 'call')}".replace(".", "_")
+    name = f"{getattr(target, '__module__', 'op')}_{getattr(target, '__name__', 'call')}".replace(
+        ".", "_"
+    )
     return _enter(name, target, scope)
 
 
@@ -178,9 +235,17 @@ def _text(value: object, scope: Scope) -> str:
         return f"[{', '.join(items)}]" if isinstance(value, list) else f"({_tuple(items)})"
     if isinstance(value, (Size, Real)):
         return _enter(f"n{value.place}", value, scope)
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return repr(value)
-    name = f"lit_{type(value).__name__}_{value}" if isinstance(value, (torch.dtype, torch.device)) else "lit"
+    name = (
+        f"lit_{type(value).__name__}_{value}"
+        if isinstance(value, (torch.dtype, torch.device))
+        else "lit"
+    )
     return _enter("".join(c if c.isalnum() else "_" for c in name), value, scope)
 
 
@@ -192,11 +257,11 @@ def _enter(name: str, value: object, scope: Scope) -> str:
     return free
 
 
-# ---- compilation ----------------------------------------------------------------------------------------------------
-
-
+# ---- compilation ----
 def compiled(program: Program, backend: str) -> Program:
-    """The same program, compiled by ``backend`` ("inductor", "aot_eager", ...) at its first call."""
+    """The same program, compiled by ``backend`` ("inductor", "aot_eager", ...) at its first
+    call.
+    """
     if not program.operations:
         return program
     graph = fx.Graph()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses impure stage functions while they run: writes into captured tensors, captured tensors that require a
-gradient, and seeds of random streams. Knows operations, no stages or graphs."""
+"""Refuses impure stage functions while they run: writes into captured tensors, captured tensors
+that require a gradient, and seeds of random streams. Knows operations, no stages or graphs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from .explain import captured_gradient_error, captured_write_error, seed_error
 from .fake import is_fake
 from .internals import Op, returns_views, storage_id, written
 
-_FRESH = torch.ops.aten.lift_fresh.default  # torch.tensor(...): its schema says view, but nobody else has the memory
+_FRESH = (
+    torch.ops.aten.lift_fresh.default
+)  # torch.tensor(...): its schema says view, but nobody else has the memory
 
 
 class Around(TorchDispatchMode):
@@ -28,7 +31,9 @@ class Around(TorchDispatchMode):
         self.run = run
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # torch.cond compiles its branches under the modes that are on
+    def _should_skip_dynamo(
+        cls,
+    ) -> bool:  # torch.cond compiles its branches under the modes that are on
         return False
 
     @classmethod
@@ -37,7 +42,11 @@ class Around(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not isinstance(func, Op):  # torch.cond, for example
             return func(*args, **(kwargs or {}))
@@ -51,7 +60,9 @@ def pure_on_fakes(
 
     A real one that requires a gradient is refused with ``error``.
     """
-    views: dict[int, torch.UntypedStorage] = {}  # of fake views of real tensors, by address; kept alive here
+    views: dict[
+        int, torch.UntypedStorage
+    ] = {}  # of fake views of real tensors, by address; kept alive here
 
     def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for tensor in _tensors(written(op, args, kwargs)):
@@ -71,7 +82,9 @@ def pure_on_fakes(
 
 
 def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispatchMode:
-    """While a function runs on real arguments under this mode, refuse writes into other tensors it did not create."""
+    """While a function runs on real arguments under this mode, refuse writes into other tensors it
+    did not create.
+    """
     local = set(map(_storage, arguments)) | {None}
 
     def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -88,10 +101,11 @@ def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispa
 
 @contextmanager
 def unseeded(label: str) -> Iterator[None]:
-    """While a function runs on fake tensors, refuse that it seeds, sets or restores a random stream of torch.
+    """While a function runs on fake tensors, refuse that it seeds, sets or restores a random stream
+    of torch.
 
-    A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here each one moves it to
-    another seed, so that a stream which was restored shows.
+    A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here
+    each one moves it to another seed, so that a stream which was restored shows.
     """
     stream, device = torch.default_generator, _device_seed()
     state = stream.get_state()
@@ -126,8 +140,14 @@ def _device_seed() -> int | None:
 
 
 def _real(value: object) -> bool:
-    """Whether a value is a tensor with data; of a tensor with inner tensors, these are checked instead."""
-    return isinstance(value, torch.Tensor) and not is_fake(value) and not hasattr(type(value), "__tensor_flatten__")
+    """Whether a value is a tensor with data; of a tensor with inner tensors, these are checked
+    instead.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and not is_fake(value)
+        and not hasattr(type(value), "__tensor_flatten__")
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what a function does to fake tensors, as a graph without writes.
 
-Torch's own removal of writes traces the graph again, and takes operations apart whose kernels have other last bits than
-their parts, such as ``binary_cross_entropy_with_logits``. Most writes need no such care: nothing reads the memory
-afterwards but through the tensor that is written. Knows graphs, no stages.
+Torch's own removal of writes traces the graph again, and takes operations apart whose kernels have
+other last bits than their parts, such as ``binary_cross_entropy_with_logits``. Most writes need no
+such care: nothing reads the memory afterwards but through the tensor that is written. Knows graphs,
+no stages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _SERIAL = count()
 
 
 def make_graph(fn: Callable[..., Any], flat: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Record what ``fn`` does to tensors as a graph without mutations; one placeholder for each tensor."""
+    """Record what ``fn`` does to tensors as a graph without mutations; one placeholder for each
+    tensor.
+    """
     for tensor in flat:
         tensor.grad = None
     with preserve_node_meta():
@@ -48,15 +51,20 @@ def _inline_numbers(graph: fx.GraphModule) -> None:
         return
     for node in graph.graph.nodes:
         if node not in numbers:
-            inline = lambda used: numbers.get(used, used)
+
+            def inline(used):
+                return numbers.get(used, used)
+
             node.args, node.kwargs = fx.map_arg(node.args, inline), fx.map_arg(node.kwargs, inline)
     for node in reversed(numbers):
         graph.graph.erase_node(node)
 
 
-# ---- writes ---------------------------------------------------------------------------------------------------------
+# ---- writes ----
 def _without_writes(graph: fx.GraphModule) -> bool:
-    """Replace each write into a temporary that nothing else shows later on; returns whether no write is left."""
+    """Replace each write into a temporary that nothing else shows later on; returns whether no
+    write is left.
+    """
     nodes = list(graph.graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
     left = False
@@ -76,8 +84,15 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
     if before is None or after is None:
         return False
     memory = storage(source, before)
-    later = lambda one: places[one] > places[node]
-    shown = [each for each in places if (value := value_of(each)) is not None and storage(each, value) == memory]
+
+    def later(one):
+        return places[one] > places[node]
+
+    shown = [
+        each
+        for each in places
+        if (value := value_of(each)) is not None and storage(each, value) == memory
+    ]
     others = [each for each in shown if places[each] < places[node] and each is not source]
     if any(each.op != "call_function" or any(map(later, each.users)) for each in others):
         return False
@@ -107,5 +122,8 @@ def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pairs = [*zip(one.shape, other.shape, strict=False), *zip(one.stride(), other.stride(), strict=False)]
+    pairs = [
+        *zip(one.shape, other.shape, strict=False),
+        *zip(one.stride(), other.stride(), strict=False),
+    ]
     return one.dim() == other.dim() and all(known(a == b) for a, b in pairs)

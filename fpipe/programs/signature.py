@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and results of a stage function in abstract form, and the call itself; shared by both engines.
+"""Arguments and results of a stage function in abstract form, and the call itself; shared by both
+engines.
 
 The results are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.
 """
@@ -54,7 +55,9 @@ class Signature(NamedTuple):
     @property
     def devices(self) -> list[torch.device]:
         """The devices of the tensors."""
-        return sorted({aval.device for argument in self for aval in argument.avals.values()}, key=str)
+        return sorted(
+            {aval.device for argument in self for aval in argument.avals.values()}, key=str
+        )
 
     @property
     def skeleton(self) -> tuple[AbstractTree, ...]:
@@ -72,14 +75,18 @@ def without_sizes(aval: Aval) -> Aval:
 
 
 class Apart(NamedTuple):
-    """What a function returns to pass on, beside its output, something of any kind that is not known beforehand."""
+    """What a function returns to pass on, beside its output, something of any kind that is not
+    known beforehand.
+    """
 
     y: Tree
     extra: object
 
 
 class Result(NamedTuple):
-    """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without them."""
+    """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without
+    them.
+    """
 
     y: Tree
     aux: torch.Tensor | None
@@ -91,14 +98,16 @@ class Result(NamedTuple):
 class Outputs:
     """The results of a stage function in abstract form.
 
-    ``unused`` are the leaves of ``y`` that have no cotangent although they carry a gradient: nothing that the loss
-    depends on uses them.
+    ``unused`` are the leaves of ``y`` that have no cotangent although they carry a gradient:
+    nothing that the loss depends on uses them.
     """
 
     y: AbstractTree
     aux: Aval | None = None
     state: AbstractTree | None = None
-    copies: bool = False  # whether its input must be copied first, since the function writes into it
+    copies: bool = (
+        False  # whether its input must be copied first, since the function writes into it
+    )
     unused: frozenset[int] = frozenset()
 
     @cached_property
@@ -134,7 +143,9 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     """The abstract form of a checked result."""
     ys, y_spec = tree.flatten(result.y)
     _check_outputs(stage, ys, result.aux)
-    y = AbstractTree.flat(y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys])
+    y = AbstractTree.flat(
+        y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys]
+    )
     first: dict[int, int] = {}
     places = ((j, first.setdefault(id(ys[j]), j)) for j in y.avals)
     y = replace(y, repeats=tuple((j, i) for j, i in places if j != i))
@@ -143,7 +154,8 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     for leaf in () if state is None else state.leaves:
         if not isinstance(leaf, Aval):
             raise StageError(
-                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors (a number would "
+                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors "
+                "(a number would "
                 "make each microbatch another program); write torch.tensor(0) for a counter"
             )
     return Outputs(y, aux, state, copies)
@@ -157,17 +169,23 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
             what = f"{leaf.layout} tensor" if sparse else type(leaf).__name__
             raise StageError(
                 f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
-                "return tensors (of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
+                "return tensors (of a DTensor: its to_local()) and plain numbers, or register "
+                "its class as a pytree "
                 '(optree, namespace="fpipe")'
             )
     check_aux(stage, aux)
 
 
 def check_aux(stage: Stage, aux: object) -> None:
-    """Raise StageError where the auxiliary loss of a stage that has one is not one floating number."""
-    if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
+    """Raise StageError where the auxiliary loss of a stage that has one is not one floating
+    number.
+    """
+    if stage.aux_loss and (
+        not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()
+    ):
         raise StageError(
-            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
+            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a "
+            "floating tensor without "
             f"axes; its second value is {tree.describe([aux])}"
         )
 
@@ -175,14 +193,17 @@ def check_aux(stage: Stage, aux: object) -> None:
 def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of x as the function gets them.
 
-    What another stage computed is no leaf of autograd in a run of the whole model, so it must not be one here: autocast
-    keeps its casts of leaves. A tensor that it returned twice is one tensor: the order in which the gradients of its
-    uses are added depends on that.
+    What another stage computed is no leaf of autograd in a run of the whole model, so it must not
+    be one here: autocast keeps its casts of leaves. A tensor that it returned twice is one tensor:
+    the order in which the gradients of its uses are added depends on that.
     """
     if not x.computed:
         return list(leaves)
     alias = torch.ops.aten.alias.default
-    given = [alias(leaf) if i in x.wanted and leaf.requires_grad else leaf for i, leaf in enumerate(leaves)]
+    given = [
+        alias(leaf) if i in x.wanted and leaf.requires_grad else leaf
+        for i, leaf in enumerate(leaves)
+    ]
     for leaf, first in x.repeats:
         given[leaf] = given[first]
     return given
@@ -193,14 +214,20 @@ def stage_that_runs() -> str | None:
     return _RUNS.get()
 
 
-def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
+def call(
+    stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool
+) -> Result:
     """Call the stage function on flat leaves."""
-    p, x, side, state = (tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True))
+    p, x, side, state = (
+        tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
+    )
     token = _RUNS.set(stage.label)
     try:
         with torch.enable_grad():
             if copies:
-                clones = {id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)}
+                clones = {
+                    id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)
+                }
                 x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     except BaseException as error:
@@ -221,7 +248,7 @@ def result_of(stage: Stage, out: Any) -> Result:
     if not isinstance(out, tuple) or len(out) != 1 + extras:
         names = ["y", *(["scalar"] if stage.aux_loss else []), *(["state"] if stage.state else [])]
         raise StageError(
-            f"stage {stage.label} must return ({', '.join(names)}), but it returned a {type(out).__name__}"
-            + (f" of {len(out)}" if isinstance(out, tuple) else "")
+            f"stage {stage.label} must return ({', '.join(names)}), but it returned a "
+            f"{type(out).__name__}" + (f" of {len(out)}" if isinstance(out, tuple) else "")
         )
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)

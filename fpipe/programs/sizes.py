@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of a trace that depend on the sizes of its inputs, and other values in their place.
 
-In programs that were traced with symbolic sizes each such number is a ``Size`` (or ``Real``): the number at the sizes
-of the trace, with its place among the trace's formulas. The programs of other sizes are the same with other numbers.
-Knows abstract tensors, no operations or stages.
+In programs that were traced with symbolic sizes each such number is a ``Size`` (or ``Real``): the
+number at the sizes of the trace, with its place among the trace's formulas. The programs of other
+sizes are the same with other numbers. Knows abstract tensors, no operations or stages.
 """
 
 from __future__ import annotations
@@ -61,11 +61,16 @@ class Formulas:
     @cached_property
     def _function(self) -> Callable[..., Numbers | None]:
         conditions = " and ".join(f"({text})" for text in self.conditions) or "True"
-        source = f"lambda {', '.join(self.symbols)}: ({', '.join(self.texts)},) if {conditions} else None"
+        source = (
+            f"lambda {', '.join(self.symbols)}: ({', '.join(self.texts)},) if {conditions} "
+            "else None"
+        )
         return eval(compile(source, "<fpipe sizes>", "eval"), dict(NAMES))
 
     def at(self, symbols: Sequence[int]) -> Numbers | None:
-        """The numbers for values of the symbols; ``None`` where the trace does not hold for them."""
+        """The numbers for values of the symbols; ``None`` where the trace does not hold for
+        them.
+        """
         return self._function(*symbols)
 
 
@@ -77,7 +82,8 @@ class Recorder:
         self.places: dict[str, Size | Real] = {}
         if symbols is not None:
             self.places = {
-                n: sized(hint, i) for i, (n, hint) in enumerate(zip(symbols.names, symbols.hints, strict=True))
+                n: sized(hint, i)
+                for i, (n, hint) in enumerate(zip(symbols.names, symbols.hints, strict=True))
             }
 
     def number(self, value: Any) -> Any:
@@ -97,21 +103,28 @@ class Recorder:
         if self.symbols is None:
             return aval
         number = self.number
-        return aval._replace(shape=tuple(map(number, aval.shape)), stride=tuple(map(number, aval.stride)))
+        return aval._replace(
+            shape=tuple(map(number, aval.shape)), stride=tuple(map(number, aval.stride))
+        )
 
     def formulas(self) -> Formulas:
-        """The formulas of all numbers; ValueError where they do not give the numbers of the trace."""
+        """The formulas of all numbers; ValueError where they do not give the numbers of the
+        trace.
+        """
         assert self.symbols is not None
         formulas = Formulas(self.symbols.names, tuple(self.places), self.symbols.conditions())
         traced = tuple(self.places.values())
         found = formulas.at(self.symbols.hints)
         if found != traced:
-            raise ValueError(f"the formulas {formulas.texts} give {found} where the trace has {traced}")
+            raise ValueError(
+                f"the formulas {formulas.texts} give {found} where the trace has {traced}"
+            )
         return formulas
 
 
 def at(value: Any, numbers: Numbers) -> Any:
-    """A value of programs with other numbers in place of its sizes; the same object where it has none.
+    """A value of programs with other numbers in place of its sizes; the same object where it has
+    none.
 
     >>> at([sized(7, 0), 1, "a"], (8,))
     [8, 1, 'a']
@@ -120,14 +133,20 @@ def at(value: Any, numbers: Numbers) -> Any:
         return numbers[value.place]
     if isinstance(value, Aval):
         shape, stride = at(value.shape, numbers), at(value.stride, numbers)
-        return value if shape is value.shape and stride is value.stride else value._replace(shape=shape, stride=stride)
+        return (
+            value
+            if shape is value.shape and stride is value.stride
+            else value._replace(shape=shape, stride=stride)
+        )
     if isinstance(value, AbstractTree):
         return value.with_avals(lambda aval: at(aval, numbers))
     if isinstance(value, (tuple, list)):
         items = [at(item, numbers) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        make: Callable[[list[Any]], Any] = getattr(value, "_make", type(value))  # a named tuple, or a plain one
+        make: Callable[[list[Any]], Any] = getattr(
+            value, "_make", type(value)
+        )  # a named tuple, or a plain one
         return make(items)
     if isinstance(value, dict):
         other = {key: at(item, numbers) for key, item in value.items()}

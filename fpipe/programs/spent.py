@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the parts of a preparation take: tracing, lowering, handshakes. Knows clocks, no stages or plans."""
+"""How long the parts of a preparation take: tracing, lowering, handshakes. Knows clocks, no stages
+or plans.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ class Spent:
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
-            self.tracing + other.tracing, self.lowering + other.lowering, self.handshakes + other.handshakes,
+            self.tracing + other.tracing,
+            self.lowering + other.lowering,
+            self.handshakes + other.handshakes,
             self.traces + other.traces,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         traces = f"{self.traces} trace{'' if self.traces == 1 else 's'}"

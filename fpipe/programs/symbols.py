@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic sizes of fake tensors: everything that fpipe uses of torch's symbolic shapes.
 
-Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers and expressions, no tensors or stages.
+Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers and expressions, no
+tensors or stages.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from torch.utils._sympy.printers import PythonPrinter
 
 #: How operations on numbers are written.
 _PATTERNS: dict[object, str] = {
-    operator.add: "({} + {})", operator.sub: "({} - {})", operator.mul: "({} * {})", operator.truediv: "({} / {})",
-    operator.neg: "(-{})", operator.pow: "({} ** {})", torch.sym_float: "float({})",
+    operator.add: "({} + {})",
+    operator.sub: "({} - {})",
+    operator.mul: "({} * {})",
+    operator.truediv: "({} / {})",
+    operator.neg: "(-{})",
+    operator.pow: "({} ** {})",
+    torch.sym_float: "float({})",
     getattr(torch, "_sym_sqrt", None): "math.sqrt({})",
-}  # fmt: skip
+}
 #: What the texts of expressions refer to.
 NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
 
@@ -42,7 +48,9 @@ class _Input(Source):
 
 
 class Symbols(ShapeEnv):
-    """The symbols of one trace, what was assumed of them, and where a symbol was first taken for something else."""
+    """The symbols of one trace, what was assumed of them, and where a symbol was first taken for
+    something else.
+    """
 
     def __init__(self) -> None:
         super().__init__(duck_shape=False)
@@ -51,7 +59,9 @@ class Symbols(ShapeEnv):
         self.places: dict[sympy.Symbol, list[FrameSummary]] = {}
 
     def new(self, hint: int) -> int:
-        """A number that stands for any size of 2 or more; ``hint`` decides where a condition needs a value."""
+        """A number that stands for any size of 2 or more; ``hint`` decides where a condition needs
+        a value.
+        """
         source = _Input(len(self.symbols))
         symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
         assert isinstance(symbol, sympy.Symbol)
@@ -90,7 +100,9 @@ class Symbols(ShapeEnv):
             yield _text(guard.expr)
 
     def fixed(self, count: int) -> list[FrameSummary] | None:
-        """The stack where the trace took one of the first symbols for one number; ``None`` if it took none."""
+        """The stack where the trace took one of the first symbols for one number; ``None`` if it
+        took none.
+        """
         for symbol in self.symbols[:count]:
             if isinstance(self.replacements.get(symbol), sympy.Integer):
                 return self.places.get(symbol, [])
@@ -99,7 +111,9 @@ class Symbols(ShapeEnv):
 
 @dataclass(frozen=True)
 class Computed:
-    """A symbolic float as the Python that computes it: another order of operations may round differently."""
+    """A symbolic float as the Python that computes it: another order of operations may round
+    differently.
+    """
 
     text: str
     hint: float
@@ -115,7 +129,9 @@ def text_of(value: Any) -> tuple[str, Any]:
     if isinstance(value, Computed):
         return value.text, value.hint
     if isinstance(value, torch.SymFloat):
-        raise ValueError(f"a Python float is computed from sizes in a way that is not known ({value.node.expr})")
+        raise ValueError(
+            f"a Python float is computed from sizes in a way that is not known ({value.node.expr})"
+        )
     return _text(value.node.expr), value.node.hint
 
 
@@ -138,7 +154,9 @@ def _part(argument: Any) -> str | None:
 
 
 def known(condition: Any) -> bool:
-    """Whether a condition holds for all sizes; of numbers that are not symbolic, whether it holds."""
+    """Whether a condition holds for all sizes; of numbers that are not symbolic, whether it
+    holds.
+    """
     return statically_known_true(condition)
 
 

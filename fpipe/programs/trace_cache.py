@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traces of each function, by signature: a signature is traced once, and other sizes of it not at all.
+"""The traces of each function, by signature: a signature is traced once, and other sizes of it not
+at all.
 
-The first signature of a function is traced as it is. When another one differs from it in sizes alone, the function is
-traced with symbols for the sizes that differ (``families``), and that trace serves all sizes for which its conditions
-hold. Traces are cached as long as their function lives, up to a limit. A Python number is a part of a signature: one
-that differs in every call, such as a temperature or the number of a step, would make each call a new trace; the user is
-warned of it. Knows functions and signatures, no schedules, ranks or microbatches.
+The first signature of a function is traced as it is. When another one differs from it in sizes
+alone, the function is traced with symbols for the sizes that differ (``families``), and that trace
+serves all sizes for which its conditions hold. Traces are cached as long as their function lives,
+up to a limit. A Python number is a part of a signature: one that differs in every call, such as a
+temperature or the number of a step, would make each call a new trace; the user is warned of it.
+Knows functions and signatures, no schedules, ranks or microbatches.
 """
 
 from __future__ import annotations
@@ -58,8 +60,11 @@ _STRONG: dict[Callable[..., object], _Traces] = {}
 _EAGER: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 
 
-def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Programs:
-    """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and devices.
+def trace(
+    fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree
+) -> Programs:
+    """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and
+    devices.
 
     Args:
         fn: a function as for ``fpipe.pipeline``, or a ``Stage``.
@@ -68,8 +73,8 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
         side: its side inputs.
 
     Returns:
-        ``Programs``: ``forward``, ``backward``, ``backward_input`` and ``backward_weight`` are functions, whose
-        ``.code`` is their source.
+        ``Programs``: ``forward``, ``backward``, ``backward_input`` and ``backward_weight`` are
+        functions, whose ``.code`` is their source.
 
     Raises:
         TraceError: if the function cannot be traced, with the line and a remedy.
@@ -84,21 +89,29 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
     of = AbstractTree.of
     if as_stage(fn).carry:
         raise StageError(
-            f"stage {as_stage(fn).label} has a carry, and a trace has none; trace lambda p, x: fn(p, *x) for an input "
+            f"stage {as_stage(fn).label} has a carry, and a trace has none; trace lambda p, x: "
+            "fn(p, *x) for an input "
             "(carry, x)"
         )
     return programs_of(as_stage(fn), Signature(of(params, True), of(x, True), of(side), of(state)))
 
 
 def programs_of(
-    stage: Stage, signature: Signature, unused: frozenset[int] = frozenset(), occasion: object = None
-) -> Programs:  # fmt: skip
-    """The programs of a stage for a signature and the autocast that is on, traced where they are not in the cache.
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int] = frozenset(),
+    occasion: object = None,
+) -> Programs:
+    """The programs of a stage for a signature and the autocast that is on, traced where they are
+    not in the cache.
 
-    The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one call.
+    The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one
+    call.
     """
     surroundings = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
-    every_size = stage.dynamic is False  # no trace with symbols, also where another Stage of the function has one
+    every_size = (
+        stage.dynamic is False
+    )  # no trace with symbols, also where another Stage of the function has one
     options: Key = (stage.aux_loss, stage.state, stage.compile, every_size, surroundings, unused)
     eager = stage.engine == "eager"
     if eager:
@@ -131,9 +144,16 @@ def programs_of(
 
 
 def _trace(
-    store: _Traces, stage: Stage, signature: Signature, unused: frozenset[int], options: Key, occasion: object
-) -> Programs:  # fmt: skip
-    """Programs for a signature that is new: of a trace with symbolic sizes, or of a trace of their own."""
+    store: _Traces,
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    options: Key,
+    occasion: object,
+) -> Programs:
+    """Programs for a signature that is new: of a trace with symbolic sizes, or of a trace of their
+    own.
+    """
     key = (*options, signature.skeleton)
     known = store.families.get(key, Families())
     programs = known.programs(stage.label, signature)
@@ -152,9 +172,16 @@ def _trace(
 
 
 def _new(
-    stage: Stage, signature: Signature, unused: frozenset[int], known: Families, occasion: object, disk: Entry | None
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    known: Families,
+    occasion: object,
+    disk: Entry | None,
 ) -> tuple[Families, Programs]:
-    """Trace, with symbolic sizes or for this signature alone; kept on disk where there is a place."""
+    """Trace, with symbolic sizes or for this signature alone; kept on disk where there is a
+    place.
+    """
     families = known.extended(stage, signature, unused, occasion)
     programs = families.programs(stage.label, signature)
     if programs is not None and disk is not None:
@@ -168,9 +195,7 @@ def _new(
     return families, programs
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
-
-
+# ---- the cache ----
 def _traces_of(fn: Callable[..., object]) -> _Traces:
     try:
         return _WEAK.setdefault(fn, _Traces())
@@ -187,17 +212,32 @@ def _warn_of_numbers(store: _Traces, stage: Stage, key: Key) -> None:
     if store.warned or len(store) < ALIKE:
         return
     wanted = _without_numbers(key)
-    alike = [s for other in store if _without_numbers(other) == wanted for s in other if isinstance(s, Signature)]
+    alike = [
+        s
+        for other in store
+        if _without_numbers(other) == wanted
+        for s in other
+        if isinstance(s, Signature)
+    ]
     if len(alike) < ALIKE:
         return
     store.warned = True
-    places = [(g, i) for g, t in enumerate(alike[0]) for i, leaf in enumerate(t.leaves) if isinstance(leaf, Static)]
-    group, index = max(places, key=lambda place: len({other[place[0]].leaves[place[1]] for other in alike}))
+    places = [
+        (g, i)
+        for g, t in enumerate(alike[0])
+        for i, leaf in enumerate(t.leaves)
+        if isinstance(leaf, Static)
+    ]
+    group, index = max(
+        places, key=lambda place: len({other[place[0]].leaves[place[1]] for other in alike})
+    )
     seen = ", ".join(str(other[group].leaves[index]) for other in alike[-3:])
     what = ("the parameters", "the input", "the side inputs", "the state")[group]
     warnings.warn(
-        f"stage {stage.label} was traced {ALIKE} times for the same shapes, since a Python value in {what} was "
-        f"another each time (last {seen}); every new one costs a trace. Give it as a tensor, torch.tensor(...), "
+        f"stage {stage.label} was traced {ALIKE} times for the same shapes, since a Python value "
+        f"in {what} was "
+        f"another each time (last {seen}); every new one costs a trace. Give it as a tensor, "
+        "torch.tensor(...), "
         "and one trace serves all",
         stacklevel=2,
     )
@@ -205,7 +245,10 @@ def _warn_of_numbers(store: _Traces, stage: Stage, key: Key) -> None:
 
 def _without_numbers(key: Key) -> list[object]:
     """A key with the types of the leaves that are not tensors instead of their values."""
-    shapes = lambda s: [(t.spec, [a if isinstance(a, Aval) else a.type for a in t.leaves]) for t in s]
+
+    def shapes(s):
+        return [(t.spec, [a if isinstance(a, Aval) else a.type for a in t.leaves]) for t in s]
+
     return [shapes(part) if isinstance(part, Signature) else part for part in key]
 
 

@@ -2,13 +2,13 @@
 """Splits one traced joint function into the four programs F, B, I and W.
 
     F   what the outputs need, and every random draw
-    I   what the input gradients need beyond F        W   what the parameter gradients need beyond F and I
-    B   I and W in the order in which they were traced
+    I   what the input gradients need beyond F        W   what the parameter gradients need beyond F
+    and I B   I and W in the order in which they were traced
 
-A value that a later program needs is passed on under its name: an input, an output of F ("saved"), or an output of I
-("kept"). Views use no memory of their own, so they are passed on like anything else. Constants that depend on no input
-are computed again; so is a value inside a recompute region, random draws excepted. Knows graphs alone, no tensors,
-stages or ranks.
+A value that a later program needs is passed on under its name: an input, an output of F ("saved"),
+or an output of I ("kept"). Views use no memory of their own, so they are passed on like anything
+else. Constants that depend on no input are computed again; so is a value inside a recompute region,
+random draws excepted. Knows graphs alone, no tensors, stages or ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .graphs import draws
 class Joint:
     """The nodes of a traced forward and backward, and those of its results.
 
-    ``extras`` are auxiliary scalar and new state; ``dps`` and ``dxs`` have one entry for each leaf, ``None`` where no
-    gradient flows. ``region`` returns the recompute region of a node, if any.
+    ``extras`` are auxiliary scalar and new state; ``dps`` and ``dxs`` have one entry for each leaf,
+    ``None`` where no gradient flows. ``region`` returns the recompute region of a node, if any.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -45,7 +45,9 @@ Piece: TypeAlias = tuple[Sequence[fx.Node], tuple[str, ...], tuple[str, ...]]
 
 
 class Pieces(NamedTuple):
-    """The programs F, B, I and W of a joint graph. ``saved``: held from F to I or B; ``kept``: held from I to W."""
+    """The programs F, B, I and W of a joint graph. ``saved``: held from F to I or B; ``kept``: held
+    from I to W.
+    """
 
     pieces: tuple[Piece, ...]
     saved: tuple[str, ...]
@@ -66,19 +68,27 @@ def split(joint: Joint) -> Pieces:
     def needed(gradients: Sequence[fx.Node | None]) -> set[fx.Node]:
         found = _ancestors([node for node in gradients if node is not None], known)
         # A tuple is passed on by its items, so the items are computed together with the tuple.
-        return found | {n for n in nodes if n.target is operator.getitem and n.args[0] in found and not known(n)}
+        return found | {
+            n for n in nodes if n.target is operator.getitem and n.args[0] in found and not known(n)
+        }
 
     for_inputs, for_weights = needed(joint.dxs), needed(joint.dps)
     dxs, dps = _names(joint.dxs), _names(joint.dps)
     f, b, i, w = (
         [node for node in nodes if node in part]
-        for part in (forward, for_inputs | for_weights, for_inputs, for_weights - (for_inputs - constant))
+        for part in (
+            forward,
+            for_inputs | for_weights,
+            for_inputs,
+            for_weights - (for_inputs - constant),
+        )
     )
     b_computes, w_computes = set(_names(b)), set(_names(w))
     saved = _unique(
-        name for name in (*_free(b), *(end for end in dps + dxs if end not in b_computes))
+        name
+        for name in (*_free(b), *(end for end in dps + dxs if end not in b_computes))
         if name not in joint.cotangents
-    )  # fmt: skip
+    )
     kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))
     results = ((*_names((*joint.ys, *joint.extras)), *saved), dps + dxs, dxs + kept, dps)
     return Pieces(tuple(map(_piece, (f, b, i, w), results)), saved, kept)
@@ -94,14 +104,19 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on no input and draw nothing: cheap to compute again, expensive to hold."""
     constant: set[fx.Node] = set()
     for node in nodes:
-        if node.op == "call_function" and not draws(node) and all(n in constant for n in node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and not draws(node)
+            and all(n in constant for n in node.all_input_nodes)
+        ):
             constant.add(node)
     return constant
 
 
 def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
-    """Forward values that may be saved: outside recompute regions all; inside, random draws and what leaves the
-    region in the forward."""
+    """Forward values that may be saved: outside recompute regions all; inside, random draws and
+    what leaves the region in the forward.
+    """
     savable = set()
     for node in forward:
         region = joint.region(node)
@@ -113,7 +128,9 @@ def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
 
 
 def _ancestors(ends: Iterable[fx.Node], known: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """All call nodes on which ``ends`` depend, without those that are known and what only they depend on."""
+    """All call nodes on which ``ends`` depend, without those that are known and what only they
+    depend on.
+    """
     seen: set[fx.Node] = set()
     stack = [node for node in ends if not known(node)]
     while stack:
@@ -125,7 +142,9 @@ def _ancestors(ends: Iterable[fx.Node], known: Callable[[fx.Node], bool]) -> set
 
 
 def _free(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The names that a program reads and does not compute; captured tensors are part of the program."""
+    """The names that a program reads and does not compute; captured tensors are part of the
+    program.
+    """
     computed = set(_names(nodes))
     used = _unique(u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")
     return tuple(name for name in used if name not in computed)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a stage over fake tensors and splits the graph into programs, for one signature.
 
-Outputs and gradients are traced as one joint graph. The joint function is written with ``torch.autograd.grad``, so
-custom autograd functions, functional collectives and torch.func inside a stage all trace. What depends on data cannot
-be traced, since there is no data. A signature may have symbolic sizes. Knows functions and signatures, no schedules,
-ranks or microbatches.
+Outputs and gradients are traced as one joint graph. The joint function is written with
+``torch.autograd.grad``, so custom autograd functions, functional collectives and torch.func inside
+a stage all trace. What depends on data cannot be traced, since there is no data. A signature may
+have symbolic sizes. Knows functions and signatures, no schedules, ranks or microbatches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ from .trace_split import Joint, Piece, Pieces, split
 
 
 def traced(
-    stage: Stage, signature: Signature, unused: frozenset[int], symbols: Symbols | None = None, shown: str = ""
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    symbols: Symbols | None = None,
+    shown: str = "",
 ) -> tuple[Programs, Recorder]:
     """The programs of a stage for one signature, and the numbers that depend on its symbols.
 
@@ -49,12 +53,18 @@ def traced(
     for aval in (aval for argument in signature for aval in argument.avals.values()):
         if aval.kind is not None:
             raise TraceError(
-                f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot be traced; give it "
+                f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot "
+                "be traced; give it "
                 f"the local tensors, or {EAGERLY}"
             )
     shown = shown or str(signature)
     # A trace is cached for all callers, so none of their modes may be in it.
-    with timed("tracing"), explained(stage.label, shown), torch.inference_mode(False), torch.enable_grad():
+    with (
+        timed("tracing"),
+        explained(stage.label, shown),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         try:
             with blocks.using(stage.label, symbols) as found:
                 outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
@@ -68,13 +78,12 @@ def traced(
     return _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, record), record
 
 
-# ---- the joint graph ------------------------------------------------------------------------------------------------
-
-
+# ---- the joint graph ----
 def _joint_graph(
     stage: Stage, signature: Signature, outputs: Outputs, symbols: Symbols | None
-) -> fx.GraphModule:  # fmt: skip
-    """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x), tensors only.
+) -> fx.GraphModule:
+    """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x),
+    tensors only.
 
     Its inputs are the tensors of the signature and the cotangents.
     """
@@ -97,15 +106,22 @@ def _joint_graph(
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
-            # A checkpoint computes again what functional_call computed, but with the module's parameters.
-            with without_autocast(), followed(live, marks), pure_on_fakes(stage.label, other_parameters_error):
+            # A checkpoint computes again what functional_call computed, but with the module's
+            # parameters.
+            with (
+                without_autocast(),
+                followed(live, marks),
+                pure_on_fakes(stage.label, other_parameters_error),
+            ):
                 grads = torch.autograd.grad(live, wrt, flat[len(slots) :], allow_unused=True)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
                 raise sparse_gradient_error(stage.label, grad.shape)
         return (*ends, *tree.leaves(result.state), *grads)
 
-    with fake.entered(mode):  # tensors that the function creates (arange, zeros, ...) must be fake, too
+    with fake.entered(
+        mode
+    ):  # tensors that the function creates (arange, zeros, ...) must be fake, too
         return make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
 
 
@@ -113,7 +129,10 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
     """The nodes of a joint graph by role."""
     (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
     following = iter(returned)
-    take = lambda indices: {i: next(following) for i in indices}
+
+    def take(indices):
+        return {i: next(following) for i in indices}
+
     ys, aux = take(outputs.y.avals), take([0] if outputs.aux is not None else [])
     state = take(() if outputs.state is None else outputs.state.avals)
     dps, dxs = take(signature.params.wanted), take(signature.x.wanted)
@@ -128,20 +147,29 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
     )
 
 
-# ---- its programs ---------------------------------------------------------------------------------------------------
-
-
+# ---- its programs ----
 def _programs(
-    stage: Stage, label: str, signature: Signature, outputs: Outputs, graph: fx.GraphModule, record: Recorder
-) -> Programs:  # fmt: skip
+    stage: Stage,
+    label: str,
+    signature: Signature,
+    outputs: Outputs,
+    graph: fx.GraphModule,
+    record: Recorder,
+) -> Programs:
     joint, captured = _joint_of(graph, signature, outputs), constants(graph)
     pieces = split(joint)
-    behind = {name: held._replace(nbytes=record.number(held.nbytes)) for name, held in memory(joint.nodes).items()}
+    behind = {
+        name: held._replace(nbytes=record.number(held.nbytes))
+        for name, held in memory(joint.nodes).items()
+    }
     records = operations_of(joint.nodes, record)
     ys = dict(zip(outputs.y.avals, joint.ys, strict=True))
     extras = [node.name for node in joint.extras]
     aux = extras.pop(0) if outputs.aux is not None else None
-    programs = (_program(*each, records, captured, label) for each in zip("FBIW", pieces.pieces, strict=True))
+    programs = (
+        _program(*each, records, captured, label)
+        for each in zip("FBIW", pieces.pieces, strict=True)
+    )
     return Programs(
         *programs,
         counts=signature.counts,
@@ -157,11 +185,15 @@ def _programs(
         traced_memory=behind,
         fresh=_fresh(joint, behind, pieces),
         label=stage.label,
-    )  # fmt: skip
+    )
 
 
 def _program(
-    letter: str, piece: Piece, records: Mapping[fx.Node, Operation], captured: Mapping[str, Any], label: str
+    letter: str,
+    piece: Piece,
+    records: Mapping[fx.Node, Operation],
+    captured: Mapping[str, Any],
+    label: str,
 ) -> Program:
     nodes, inputs, results = piece
     body = [records[node] for node in nodes if node in records]
@@ -186,17 +218,26 @@ def _recorded(outputs: Outputs, ys: Sequence[fx.Node], record: Recorder) -> Outp
 
 def _avals(nodes: Iterable[fx.Node | None], record: Recorder) -> dict[str, Aval]:
     values = {node.name: value_of(node) for node in nodes if node is not None}
-    return {name: record.aval(Aval.like(value)) for name, value in values.items() if value is not None}
+    return {
+        name: record.aval(Aval.like(value)) for name, value in values.items() if value is not None
+    }
 
 
 def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozenset[str]:
     """Gradients that alone use their storage, so that others may be added into them."""
     gradients = {n.name: n for n in joint.dps if n is not None}
-    others = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)} - set(gradients)
+    others = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)} - set(
+        gradients
+    )
     users = Counter(behind[n.name].root for n in joint.dps if n is not None and n.name in behind)
     users.update(behind[name].root for name in others if name in behind)
     return frozenset(
-        name for name, node in gradients.items()
-        if node.op == "call_function" and not draws(node) and dense(node)
-        and name in behind and not behind[name].given and users[behind[name].root] == 1
-    )  # fmt: skip
+        name
+        for name, node in gradients.items()
+        if node.op == "call_function"
+        and not draws(node)
+        and dense(node)
+        and name in behind
+        and not behind[name].given
+        and users[behind[name].root] == 1
+    )

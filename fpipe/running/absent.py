@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.elsewhere``: stands for an argument of a call that only another process has.
 
-What plans need of such an argument, its structure, shapes, dtypes and strides, comes from a process that has it, once
-for each signature of a call. Knows pytrees; no pipeline and no group.
+What plans need of such an argument, its structure, shapes, dtypes and strides, comes from a process
+that has it, once for each signature of a call. Knows pytrees; no pipeline and no group.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ class Absent:
 
     def stand_in(self) -> Absent | torch.Tensor:
         """A tensor of the shape without data, where the shape is known."""
-        return self if self.shape is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return (
+            self if self.shape is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
+        )
 
 
 def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
     """Stands for an argument of a pipeline on the processes that do not have it.
 
-    ``x`` is read by the processes that have the first stage, targets by those that have the last, side inputs by those
-    whose stages name them; all others may pass ``fpipe.elsewhere(...)``. With a shape and a dtype it stands for one
-    leaf, so an argument of several leaves is a pytree of them, and nothing is sent in a call. Without them it stands
-    for a whole argument, or for all of its Microbatches; its shapes are received in the first call, and must then stay
-    as they are. Outputs are joined as those of a whole batch. Calls with the argument on every process and calls with
-    it elsewhere have plans of their own: pass one or the other from the first call on, for each shape.
+    ``x`` is read by the processes that have the first stage, targets by those that have the last,
+    side inputs by those whose stages name them; all others may pass ``fpipe.elsewhere(...)``. With
+    a shape and a dtype it stands for one leaf, so an argument of several leaves is a pytree of
+    them, and nothing is sent in a call. Without them it stands for a whole argument, or for all of
+    its Microbatches; its shapes are received in the first call, and must then stay as they are.
+    Outputs are joined as those of a whole batch. Calls with the argument on every process and calls
+    with it elsewhere have plans of their own: pass one or the other from the first call on, for
+    each shape.
 
     Args:
         shape: of the tensor, as the processes have it that pass it.
@@ -46,25 +50,31 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
         a value to pass as an argument of a call, or as a leaf of one.
 
     Raises:
-        BatchError: if a shape is no sequence of sizes, or a dtype is none or is given without a shape.
+        BatchError: if a shape is no sequence of sizes, or a dtype is none or is given without a
+        shape.
 
     >>> elsewhere((8, 128), torch.long)
     Absent(shape=(8, 128), dtype=torch.int64)
     """
     if shape is None:
         if dtype is not None:
-            raise BatchError(f"elsewhere(dtype={dtype}) has no shape; give both, or neither for a whole argument")
+            raise BatchError(
+                f"elsewhere(dtype={dtype}) has no shape; give both, or neither for a whole argument"
+            )
         return Absent()
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise BatchError(f"elsewhere(dtype={dtype!r}); give a dtype such as torch.float32")
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+    if not isinstance(shape, Sequence) or not all(
+        isinstance(size, int) and size >= 0 for size in sizes
+    ):
         raise BatchError(f"elsewhere(shape={shape!r}); give a sequence of sizes, as in (8, 128)")
     return Absent(sizes, torch.get_default_dtype() if dtype is None else dtype)
 
 
 def stand_ins(leaves: Sequence[Any], name: str) -> tuple[list[Any], bool]:
-    """Leaves with stand-ins for those that are elsewhere, and whether the argument is; all of its tensors are, or none.
+    """Leaves with stand-ins for those that are elsewhere, and whether the argument is; all of its
+    tensors are, or none.
 
     >>> stand_ins([elsewhere((2,)), 3], "x")
     ([tensor(..., device='meta', size=(2,)), 3], True)
@@ -75,12 +85,14 @@ def stand_ins(leaves: Sequence[Any], name: str) -> tuple[list[Any], bool]:
     here = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     if here is not None:
         raise BatchError(
-            f"{name} holds a tensor of shape {list(here.shape)} beside fpipe.elsewhere(...); pass all of it, or "
+            f"{name} holds a tensor of shape {list(here.shape)} beside fpipe.elsewhere(...); pass "
+            "all of it, or "
             "elsewhere for each of its tensors"
         )
     if len(leaves) > 1 and any(leaf == Absent() for leaf in leaves):
         raise BatchError(
-            f"{name} holds fpipe.elsewhere() without a shape, which stands for a whole argument; pass it in place of "
+            f"{name} holds fpipe.elsewhere() without a shape, which stands for a whole argument; "
+            "pass it in place of "
             f"{name}, or give shapes"
         )
     return [leaf.stand_in() if isinstance(leaf, Absent) else leaf for leaf in leaves], True

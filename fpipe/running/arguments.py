@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one call: checked, flattened, cut into microbatches, and abstracted to a signature.
+"""The arguments of one call: checked, flattened, cut into microbatches, and abstracted to a
+signature.
 
-Two calls with one signature run the same plans. Knows configurations and batches; no plan and no register.
+Two calls with one signature run the same plans. Knows configurations and batches; no plan and no
+register.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ LossScale: TypeAlias = float | torch.Tensor | None
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
 
 
-#: By argument that is elsewhere on some rank: its microbatches in abstract form, or one for all of a whole batch.
+#: By argument that is elsewhere on some rank: its microbatches in abstract form, or one for all of
+#: a whole batch.
 Offers: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 
 
@@ -41,10 +44,11 @@ Offers: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 class Call:
     """One call of a pipeline.
 
-    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches or,
-    where these have slices, the slices of all of them: here, slices are meant where microbatches are written.
-    ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of this process. ``offers`` are what
-    other processes said of arguments that are elsewhere.
+    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts
+    the microbatches or, where these have slices, the slices of all of them: here, slices are meant
+    where microbatches are written. ``leaves`` and ``state_leaves`` are the parameters and the
+    states of the stages of this process. ``offers`` are what other processes said of arguments that
+    are elsewhere.
     """
 
     config: Config
@@ -66,10 +70,20 @@ class Call:
 
     @classmethod
     def of(
-        cls, config: Config, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree],
-        side: Mapping[str, Tree], *, seed: int | None = None, wanted: tuple[int, ...] = (0,), has_aux: bool = False,
-        each: Each | None = None, loss_scale: LossScale = None,
-    ) -> Call:  # fmt: skip
+        cls,
+        config: Config,
+        mode: Mode,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: Mapping[str, Tree],
+        *,
+        seed: int | None = None,
+        wanted: tuple[int, ...] = (0,),
+        has_aux: bool = False,
+        each: Each | None = None,
+        loss_scale: LossScale = None,
+    ) -> Call:
         """Check the arguments of a call and cut its batch."""
         config.check_params(params)
         _check_options(config, has_aux, each, loss_scale)
@@ -77,7 +91,8 @@ class Call:
         state = _state(config, side.pop("state", None)) if config.stateful else None
         if config.loss is None and targets:
             raise BatchError(
-                f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
+                f"{len(targets)} targets were given, but the pipeline has no loss; say "
+                "pipeline(..., loss=)"
             )
         m = count([x, *targets, *side.values()], config.microbatches)
         k = config.slices
@@ -85,23 +100,38 @@ class Call:
         parts = tuple(Parts(target, m, f"target {i}", slices=k) for i, target in enumerate(targets))
         _check_sliced(batch, k)
         _check_sides(config, side)
-        sides = {name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()}
+        sides = {
+            name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()
+        }
         _check_absent(config, batch, parts, sides)
         check_seed(seed)
         seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
         state_leaves = {} if state is None else {s: tree.flatten(state[s]) for s in config.here}
         return cls(
-            config, mode, params, state, leaves, state_leaves, m * k, batch, parts, sides, seed, wanted, has_aux, each,
+            config,
+            mode,
+            params,
+            state,
+            leaves,
+            state_leaves,
+            m * k,
+            batch,
+            parts,
+            sides,
+            seed,
+            wanted,
+            has_aux,
+            each,
             loss_scale,
-        )  # fmt: skip
+        )
 
     @property
     def microbatches(self) -> int:
         """The number of whole microbatches."""
         return self.number // self.config.slices
 
-    # ---- what other processes have ------------------------------------------------------------------------------
+    # ---- what other processes have ----
     @property
     def batch_parts(self) -> tuple[Parts, ...]:
         """The batch, the targets and the side inputs."""
@@ -113,17 +143,23 @@ class Call:
         return [part.name for part in self.batch_parts if part.absent]
 
     def offered(self, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
-        """Those of the arguments that this process has, microbatch by microbatch, or one for all of a whole batch."""
+        """Those of the arguments that this process has, microbatch by microbatch, or one for all of
+        a whole batch.
+        """
         wanted = set(absent)
         return {
             part.name: tuple(
-                AbstractTree.flat(part.specs[m], part.rows[m]) for m in range(1 if part.uniform else self.number)
+                AbstractTree.flat(part.specs[m], part.rows[m])
+                for m in range(1 if part.uniform else self.number)
             )
-            for part in self.batch_parts if part.name in wanted and not part.absent
-        }  # fmt: skip
+            for part in self.batch_parts
+            if part.name in wanted and not part.absent
+        }
 
     def completed(self, absent: Sequence[Sequence[str]], offers: Sequence[Offers]) -> Call:
-        """With the arguments of other processes, from what every rank lacks and offers; the same errors on all."""
+        """With the arguments of other processes, from what every rank lacks and offers; the same
+        errors on all.
+        """
         found: dict[str, tuple[AbstractTree, ...]] = {}
         for offer in reversed(offers):
             found |= offer
@@ -140,10 +176,16 @@ class Call:
             return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
-    # ---- its parts ----------------------------------------------------------------------------------------------
+    # ---- its parts ----
     def side_inputs(self, stage: int, mb: int) -> dict[str, Tree]:
-        """The side inputs of a stage, or of the loss (one past the last stage), for one microbatch."""
-        return {name: self.sides[name].tree(mb) for name in self.config.sides[stage] if name in self.sides}
+        """The side inputs of a stage, or of the loss (one past the last stage), for one
+        microbatch.
+        """
+        return {
+            name: self.sides[name].tree(mb)
+            for name in self.config.sides[stage]
+            if name in self.sides
+        }
 
     @cached_property
     def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
@@ -151,7 +193,9 @@ class Call:
         if not self.sides:
             return {}
         takers = [stage for stage, names in enumerate(self.config.sides) if names]
-        return {(s, m): tree.leaves(self.side_inputs(s, m)) for s in takers for m in range(self.number)}
+        return {
+            (s, m): tree.leaves(self.side_inputs(s, m)) for s in takers for m in range(self.number)
+        }
 
     @property
     def batch_leaves(self) -> list[Any]:
@@ -160,25 +204,37 @@ class Call:
         return [*states, *(leaf for part in self.batch_parts for leaf in part.leaves)]
 
     def weights(self) -> Weights | None:
-        """The weights of the microbatches' losses; None without a loss, or where only other ranks need them.
+        """The weights of the microbatches' losses; None without a loss, or where only other ranks
+        need them.
 
         Copies of the pipeline communicate here.
         """
         config = self.config
         if config.loss is None or any(part.absent for part in self._weighted):
             return None
-        return weights(config.reduction, self.targets, self.sides, self.number, config.copies, self.loss_scale)
+        return weights(
+            config.reduction, self.targets, self.sides, self.number, config.copies, self.loss_scale
+        )
 
     @property
     def _weighted(self) -> list[Parts]:
         """The arguments that the weights of microbatches are computed from."""
         names = getattr(self.config.reduction, "sides", None)
-        return [] if names is None else [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
+        return (
+            []
+            if names is None
+            else [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
+        )
 
     def misplaced(self) -> str | None:
-        """What to say where a value is on a device of no rank here, such as meta, where tensors hold no numbers."""
+        """What to say where a value is on a device of no rank here, such as meta, where tensors
+        hold no numbers.
+        """
         group = self.config.group
-        named = [(f"the parameters of stage {stage}", leaves) for stage, (leaves, _) in self.leaves.items()]
+        named = [
+            (f"the parameters of stage {stage}", leaves)
+            for stage, (leaves, _) in self.leaves.items()
+        ]
         named += [(p.name, row) for p in self.batch_parts if not p.absent for row in p.rows]
         devices = {group.device(rank).type: group.device(rank) for rank in group.here}
         if "meta" in devices:
@@ -188,7 +244,8 @@ class Call:
                 if leaf.device.type not in ("cpu", *devices):
                     return (
                         f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on "
-                        f"{' and '.join(map(str, devices.values()))}; give tensors with numbers in them, on the CPU or "
+                        f"{' and '.join(map(str, devices.values()))}; give tensors with numbers "
+                        "in them, on the CPU or "
                         "where the rank is"
                     )
         return None
@@ -201,17 +258,24 @@ class Call:
             return scale.item() if scale.device.type == "cpu" else 0.0
         return scale
 
-    # ---- its signature ------------------------------------------------------------------------------------------
+    # ---- its signature ----
     def signature(self) -> tuple[Any, ...]:
         """Everything that plans depend on, as a key: cheap, since each call computes it."""
         try:
             return self._signature()
         except RuntimeError as error:  # torch has no strides for these
-            every = [*(leaf for leaves, _ in self.leaves.values() for leaf in leaves), *self.batch_leaves]
-            layouts = {str(leaf.layout) for leaf in every if tree.is_tensor(leaf)} - {"torch.strided"}
+            every = [
+                *(leaf for leaves, _ in self.leaves.values() for leaf in leaves),
+                *self.batch_leaves,
+            ]
+            layouts = {str(leaf.layout) for leaf in every if tree.is_tensor(leaf)} - {
+                "torch.strided"
+            }
             raise BatchError(
-                f"an argument has the layout {', '.join(sorted(layouts))}, and a tensor without strides cannot be an "
-                "argument of a stage; give its parts (crow_indices, col_indices and values, say), or to_dense() of it"
+                f"an argument has the layout {', '.join(sorted(layouts))}, and a tensor without "
+                "strides cannot be an "
+                "argument of a stage; give its parts (crow_indices, col_indices and values, "
+                "say), or to_dense() of it"
             ) from error
 
     def _signature(self) -> tuple[Any, ...]:
@@ -224,9 +288,17 @@ class Call:
             structures.append(part.structure)
             every += part.leaves
         return (
-            self.mode, self.wanted, self.has_aux, self.each is None, self.number, debugging(), ambient(),
-            tuple(self.sides), tuple(structures), tuple(tree.cache_keys(every)),
-        )  # fmt: skip
+            self.mode,
+            self.wanted,
+            self.has_aux,
+            self.each is None,
+            self.number,
+            debugging(),
+            ambient(),
+            tuple(self.sides),
+            tuple(structures),
+            tuple(tree.cache_keys(every)),
+        )
 
     def request(self, shares: Shares | None) -> Request:
         """The same in full, for preparing the plans."""
@@ -238,7 +310,9 @@ class Call:
             wanted = training and 0 in self.wanted
             trained = config.trained(stage, self.params[stage]) if wanted else [False] * len(leaves)
             if shares is not None:
-                leaves, layouts[stage] = shares.seen(stage, self.params[stage], leaves, config.frozen)
+                leaves, layouts[stage] = shares.seen(
+                    stage, self.params[stage], leaves, config.frozen
+                )
             params[stage] = AbstractTree.flat(spec, leaves, trained)
         for stage, (leaves, spec) in self.state_leaves.items():
             states[stage] = AbstractTree.flat(spec, leaves)
@@ -247,16 +321,27 @@ class Call:
         uniform = not several and all(part.uniform for part in self.batch_parts)
         schedule = config.schedule_for(self.microbatches)
         chain = schedule.slices if config.carries else 1
-        kinds, kind_of = _kinds([self._kind(m, dx) for m in range(chain if uniform else self.number)], chain)
+        kinds, kind_of = _kinds(
+            [self._kind(m, dx) for m in range(chain if uniform else self.number)], chain
+        )
         if not training:
             schedule = config.forwards_for(self.microbatches)
         elif self.mode == "vjp":
             schedule = _phased(schedule)
         return Request(
-            self.mode, schedule, tuple(params), tuple(states), tuple(kinds),
-            tuple(kind_of * (self.number // chain if uniform else 1)), dx, layouts, self.each is not None, self.has_aux,
-            debugging(), chain,
-        )  # fmt: skip
+            self.mode,
+            schedule,
+            tuple(params),
+            tuple(states),
+            tuple(kinds),
+            tuple(kind_of * (self.number // chain if uniform else 1)),
+            dx,
+            layouts,
+            self.each is not None,
+            self.has_aux,
+            debugging(),
+            chain,
+        )
 
     def _kind(self, m: int, dx: bool) -> Kind:
         x = self._abstract(self.x, m, dx)
@@ -271,19 +356,24 @@ class Call:
             if part.absent and part.name in self.offers:
                 found = self._abstract(part, m)
                 empty = (
-                    torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") for a in found.avals.values()
+                    torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
+                    for a in found.avals.values()
                 )
                 sides[name] = found.fill(empty)
         return AbstractTree.of(sides)
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+# ---- checks ----
 def _check_options(config: Config, has_aux: bool, each: Each | None, scale: LossScale) -> None:
     if has_aux and config.loss is None:
-        raise BatchError("has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)")
+        raise BatchError(
+            "has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)"
+        )
     if each is not None and not callable(each):
         loss = "" if config.loss is None else ", what the loss returned"
-        raise BatchError(f"each={each!r}; give a function of (the microbatch's number, its output{loss})")
+        raise BatchError(
+            f"each={each!r}; give a function of (the microbatch's number, its output{loss})"
+        )
     if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
         return
     if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
@@ -295,18 +385,28 @@ def _check_sliced(x: Parts, slices: int) -> None:
     tensors = [leaf for leaf in x.leaves if isinstance(leaf, torch.Tensor)]
     if slices > 1 and not x.absent and all(leaf.dim() < 2 for leaf in tensors):
         raise BatchError(
-            f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give it one, or leave out "
+            f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give "
+            "it one, or leave out "
             "slices="
         )
 
 
-def _check_absent(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:
-    """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss, reads."""
+def _check_absent(
+    config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]
+) -> None:
+    """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss,
+    reads.
+    """
     if not (x.absent or any(part.absent for part in (*targets, *sides.values()))):
         return
-    readers: list[tuple[Parts, Iterable[int]]] = [(x, [0]), *((target, [config.stages - 1]) for target in targets)]
+    readers: list[tuple[Parts, Iterable[int]]] = [
+        (x, [0]),
+        *((target, [config.stages - 1]) for target in targets),
+    ]
     for name, part in sides.items():
-        takers = (min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names)
+        takers = (
+            min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names
+        )
         readers.append((part, list(takers)))
     for part, stages in readers:
         here = [stage for stage in stages if stage in config.here]
@@ -318,7 +418,8 @@ def _check_absent(config: Config, x: Parts, targets: Sequence[Parts], sides: Map
             )
     if any(stage.aux_loss for stage in config.functions) and isinstance(config.reduction, Weighted):
         raise BatchError(
-            "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; pass them on all"
+            "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; "
+            "pass them on all"
         )
 
 
@@ -326,14 +427,19 @@ def _state(config: Config, state: Sequence[Tree] | None) -> Sequence[Tree]:
     if state is None:
         return [stage.initial_state for stage in config.functions]
     if not isinstance(state, (list, tuple)) or len(state) != config.stages:
-        raise StageError(f"state must be a list with one entry for each of the {config.stages} stages, None where none")
+        raise StageError(
+            f"state must be a list with one entry for each of the {config.stages} stages, None "
+            "where none"
+        )
     return state
 
 
 def _check_sides(config: Config, side: Mapping[str, Tree]) -> None:
     if not side:
         return
-    known = {name for names in (*config.sides, getattr(config.reduction, "sides", ())) for name in names}
+    known = {
+        name for names in (*config.sides, getattr(config.reduction, "sides", ())) for name in names
+    }
     for name in side:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -345,7 +451,9 @@ def _check_sides(config: Config, side: Mapping[str, Tree]) -> None:
 
 
 def _kinds(found: Sequence[Kind], chain: int) -> tuple[list[Kind], list[int]]:
-    """The kinds of microbatches, and that of each. With a chain, the slices of a microbatch have kinds in a row."""
+    """The kinds of microbatches, and that of each. With a chain, the slices of a microbatch have
+    kinds in a row.
+    """
     places: dict[tuple[Kind, ...], int] = {}
     kind_of = []
     for first in range(0, len(found), chain):

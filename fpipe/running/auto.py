@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``schedule="auto"``: the schedule of a pipeline is chosen for its costs and its memory, once for each number of
-microbatches.
+"""``schedule="auto"``: the schedule of a pipeline is chosen for its costs and its memory, once for
+each number of microbatches.
 
-Where costs are given, all placements are candidates, and the choice is that of rank 0 when the pipeline is built. Else
-the placement is the one that is best for equal stages, and the first call that needs gradients estimates the costs
-from the programs of all stages. Rank 0 searches, and the others get what it chose.
+Where costs are given, all placements are candidates, and the choice is that of rank 0 when the
+pipeline is built. Else the placement is the one that is best for equal stages, and the first call
+that needs gradients estimates the costs from the programs of all stages. Rank 0 searches, and the
+others get what it chose.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class Plans(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Auto:
-    """A schedule that is chosen: a function (ranks, microbatches) -> Schedule, as ``fpipe.pipeline`` takes.
+    """A schedule that is chosen: a function (ranks, microbatches) -> Schedule, as
+    ``fpipe.pipeline`` takes.
 
-    ``chosen`` is by number of microbatches: the schedule, and why. ``provisional`` is run where there was no choice
-    yet, as in calls without gradients.
+    ``chosen`` is by number of microbatches: the schedule, and why. ``provisional`` is run where
+    there was no choice yet, as in calls without gradients.
     """
 
     group: Group
@@ -59,7 +61,14 @@ class Auto:
     chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, group: Group, stages: int, memory: Memory, costs: Costs | None, microbatches: int | None) -> Auto:
+    def of(
+        cls,
+        group: Group,
+        stages: int,
+        memory: Memory,
+        costs: Costs | None,
+        microbatches: int | None,
+    ) -> Auto:
         """The choice that a pipeline begins with."""
         if memory is not None and not isinstance(memory, (str, int, float)):
             raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
@@ -72,13 +81,19 @@ class Auto:
     def __call__(self, ranks: int, microbatches: int) -> Schedule:
         if microbatches in self.chosen:
             return self.chosen[microbatches][0]
-        if self.chosen and self.costs is not None:  # another number of microbatches than the pipeline was built with
+        if (
+            self.chosen and self.costs is not None
+        ):  # another number of microbatches than the pipeline was built with
             placement = next(iter(self.chosen.values()))[0].placement
             return self.choose(microbatches, self.costs, placement)
         return provisional(ranks, microbatches, self.stages)
 
-    def choose(self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0) -> Schedule:
-        """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations. Collective."""
+    def choose(
+        self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0
+    ) -> Schedule:
+        """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations.
+        Collective.
+        """
         from ..generators.solver.choose import choose  # the search is loaded where it is used
 
         answer: tuple[str, str] | str = ""
@@ -86,15 +101,31 @@ class Auto:
             limit = None if self.memory is None else self.memory - used
             try:
                 if limit is not None and limit <= 0:
-                    what = f"memory={self.memory:g} does not hold parameters, gradients and messages, {used:g} bytes"
-                    raise ScheduleError(f"{what}; give more memory, more ranks or zero=", rule="memory")
+                    what = (
+                        f"memory={self.memory:g} does not hold parameters, gradients and "
+                        f"messages, {used:g} bytes"
+                    )
+                    raise ScheduleError(
+                        f"{what}; give more memory, more ranks or zero=", rule="memory"
+                    )
                 choice = choose(
-                    costs, self.group.size, microbatches, self.stages, limit, placement=placement, time_limit=SECONDS
+                    costs,
+                    self.group.size,
+                    microbatches,
+                    self.stages,
+                    limit,
+                    placement=placement,
+                    time_limit=SECONDS,
                 )
-                answer = choice.best.schedule.name or choice.best.name, f"{choice.best.schedule}\n\n{choice}"
+                answer = (
+                    choice.best.schedule.name or choice.best.name,
+                    f"{choice.best.schedule}\n\n{choice}",
+                )
             except ScheduleError as error:
                 answer = str(error)
-        first = answer if alone(self.group) else next(filter(None, self.group.gather_objects(answer)))
+        first = (
+            answer if alone(self.group) else next(filter(None, self.group.gather_objects(answer)))
+        )
         if isinstance(first, str):
             raise ScheduleError(first, rule="memory")
         name, text = first
@@ -106,9 +137,9 @@ class Auto:
     ) -> Schedule:
         """Choose from what the programs of all stages are expected to take. Collective.
 
-        ``run`` is a schedule with the same placement, and ``plans_of`` returns the plans of one. What plans hold beside
-        activations depends on the schedule, so the plans of what is chosen are checked. Where they exceed the memory,
-        the choice is made again with as much less.
+        ``run`` is a schedule with the same placement, and ``plans_of`` returns the plans of one.
+        What plans hold beside activations depends on the schedule, so the plans of what is chosen
+        are checked. Where they exceed the memory, the choice is made again with as much less.
         """
         known: dict[str, dict[int, float]] = {}
         plans = plans_of(run)
@@ -122,14 +153,20 @@ class Auto:
         for _ in range(TRIES):
             used += over
             schedule = self.choose(microbatches, costs, run.placement, used)
-            over = 0.0 if self.memory is None else max(self._peaks(plans_of(schedule)).values()) - self.memory
+            over = (
+                0.0
+                if self.memory is None
+                else max(self._peaks(plans_of(schedule)).values()) - self.memory
+            )
             if over <= 0:
                 return schedule
             del self.chosen[microbatches]
         raise ScheduleError(
-            f"the plans of {TRIES} schedules that were chosen take more than memory={self.memory:g}, the last one by "
-            f"{over:,.0f} bytes; give more memory, more ranks or zero=", rule="memory",
-        )  # fmt: skip
+            f"the plans of {TRIES} schedules that were chosen take more than "
+            f"memory={self.memory:g}, the last one by "
+            f"{over:,.0f} bytes; give more memory, more ranks or zero=",
+            rule="memory",
+        )
 
     def _peaks(self, plans: Plans) -> dict[int, int]:
         """The peaks of memory of all ranks."""
@@ -140,7 +177,12 @@ class Auto:
 
 
 def chosen_by(
-    schedule: Source, group: Group, stages: int, memory: Memory, costs: Costs | None, microbatches: int | None
+    schedule: Source,
+    group: Group,
+    stages: int,
+    memory: Memory,
+    costs: Costs | None,
+    microbatches: int | None,
 ) -> Source:
     """``schedule`` as it is, or what chooses one where it is "auto"."""
     if schedule == "auto":
@@ -151,7 +193,10 @@ def chosen_by(
 
 
 def _plain(figures: Figures) -> dict[str, dict[int, float]]:
-    return {name: {int(stage): float(v) for stage, v in values.items()} for name, values in figures.items()}
+    return {
+        name: {int(stage): float(v) for stage, v in values.items()}
+        for name, values in figures.items()
+    }
 
 
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
@@ -171,6 +216,9 @@ def provisional(ranks: int, microbatches: int, stages: int) -> Schedule:
     ('ZBVZeroBubble', 'ZBH1', 'InterleavedZeroBubble')
     """
     if stages % ranks:
-        raise StageError(f"{stages} stages cannot be placed evenly on {ranks} ranks; give a multiple, or a Schedule")
+        raise StageError(
+            f"{stages} stages cannot be placed evenly on {ranks} ranks; give a multiple, or a "
+            "Schedule"
+        )
     name = {1: "ZBH1", 2: "ZBV"}.get(stages // ranks, "InterleavedZeroBubble")
     return make_schedule(name, ranks, microbatches, stages)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm path: feed the plans of a call, run them, and read the results.
 
-Nothing is kept between calls but the ``Cache`` of plans. Knows configurations, plans and registers; no schedules.
+Nothing is kept between calls but the ``Cache`` of plans. Knows configurations, plans and registers;
+no schedules.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .signatures import Pullback
 AllRegisters: TypeAlias = dict[int, Registers]
 
 
-# ---- what can be done with a call -----------------------------------------------------------------------------------
+# ---- what can be done with a call ----
 def forward(call: Call, cache: Cache) -> Tree:
     """Loss or outputs, forward alone."""
     with call.config.claim:
@@ -77,7 +78,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
         if not kept:
             raise StageError(
-                "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
+                "this pullback was called before and what it needs is freed; call it with "
+                "retain=True to keep it"
             )
         _refuse_surrounded()
         try:
@@ -102,14 +104,18 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
 def _check_unchanged(same: bool) -> None:
     if not same:
         raise StageError(
-            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a parameter, the "
+            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a "
+            "parameter, the "
             "batch, a side input or an output; call the pullback first, or change a copy"
         )
 
 
 def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
     """How often each tensor that the backwards need was written to."""
-    return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in plans.carried.items()]
+    return [
+        versions([regs[rank].slots[slot] for slot in slots])
+        for rank, slots in plans.carried.items()
+    ]
 
 
 def _outputs(results: Results, call: Call) -> Tree:
@@ -125,7 +131,9 @@ def _input_grads(results: Results, call: Call) -> Tree:
 
 
 def surrounded() -> bool:
-    """Whether the caller is a stage, a loss or a torch.func transform, which differentiates a call as a function."""
+    """Whether the caller is a stage, a loss or a torch.func transform, which differentiates a call
+    as a function.
+    """
     return transforming() or stage_that_runs() is not None
 
 
@@ -134,7 +142,8 @@ def _refuse_surrounded() -> None:
         stage = stage_that_runs()
         where = "a torch.func transform" if stage is None else f"stage {stage}"
         raise StageError(
-            f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, fpipe.grad or "
+            f"a plan cannot run inside {where}, which would not see its gradients; call the "
+            "pipeline, fpipe.grad or "
             "fpipe.value_and_grad there, or torch.func's transforms of them"
         )
 
@@ -149,7 +158,9 @@ def unrecordable(call: Call, cache: Cache) -> str:
     if call.each is not None:
         return "each= is a function of Python that every step calls"
     every = (*call.config.functions, call.config.loss)
-    eager = next((stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None)
+    eager = next(
+        (stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None
+    )
     if eager is not None:
         return f'{eager.label} has engine="eager", whose Python runs in every step'
     plans = cache.plans_for(call).prepared.plans.values()
@@ -158,9 +169,11 @@ def unrecordable(call: Call, cache: Cache) -> str:
     return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"
 
 
-# ---- running --------------------------------------------------------------------------------------------------------
+# ---- running ----
 class _Reported:
-    """Around what follows the announcement of a call: an error of this rank is reported to the others, which wait."""
+    """Around what follows the announcement of a call: an error of this rank is reported to the
+    others, which wait.
+    """
 
     __slots__ = ("config",)
 
@@ -179,7 +192,9 @@ class _Reported:
 
 
 def refuse(config: Config, error: Exception) -> None:
-    """Report that this rank raised before it announced a call, unless the group is in use by another one."""
+    """Report that this rank raised before it announced a call, unless the group is in use by
+    another one.
+    """
     if not config.local and not surrounded():
         with suppress(GroupError), config.claim:
             refused(config, error)
@@ -199,12 +214,18 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     returned: dict[int, Any] = {}
 
     def each(mb: int, values: list[Any]) -> None:
-        """Pass a microbatch's output, and what the loss returned, to the caller's function; keep no reference."""
+        """Pass a microbatch's output, and what the loss returned, to the caller's function; keep no
+        reference.
+        """
         assert call.each is not None
         before = versions(values)
-        returned[int(mb)] = call.each(mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux))
+        returned[int(mb)] = call.each(
+            mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux)
+        )
         if call.mode == "grad" and versions(values) != before:
-            raise StageError("it wrote into the output or the loss, which the backward needs; change a copy")
+            raise StageError(
+                "it wrote into the output or the loss, which the backward needs; change a copy"
+            )
         values.clear()
 
     def feed(feeder: Feeder, r: Registers) -> None:
@@ -216,9 +237,12 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
 
 
 def _run(
-    call: Call, plans: CachedPlans, regs: AllRegisters, feed: Callable[[Feeder, Registers], None],
+    call: Call,
+    plans: CachedPlans,
+    regs: AllRegisters,
+    feed: Callable[[Feeder, Registers], None],
     phase: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Feed and drive the ranks of this process, wholly or in one of two phases."""
     group = call.config.group
     executables = plans.prepared.executables
@@ -238,12 +262,16 @@ def _run(
                 check_leaks(executable.plan, regs[rank])
     finally:
         for r in regs.values():
-            r.send_loss = r.each = None  # they refer to the registers: a cycle keeps gradients until a collection
+            r.send_loss = r.each = (
+                None  # they refer to the registers: a cycle keeps gradients until a collection
+            )
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
+# ---- values ----
 def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
-    loss = results.loss()  # first: it may be on its way, and what one rank sends is received in order
+    loss = (
+        results.loss()
+    )  # first: it may be on its way, and what one rank sends is received in order
     extras: list[Any] = [results.aux()] if call.has_aux and call.each is None else []
     extras += [_returned_by_each(call, returned)] if call.each is not None else []
     extras += [results.states()] if call.state is not None else []
@@ -251,8 +279,14 @@ def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
 
 
 def _returned_by_each(call: Call, returned: dict[int, Any]) -> list[Any] | None:
-    """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere", on every rank."""
+    """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere",
+    on every rank.
+    """
     config = call.config
     if config.outputs == "everywhere" and not config.local:
-        returned = {mb: value for part in config.group.gather_objects(returned) for mb, value in part.items()}
+        returned = {
+            mb: value
+            for part in config.group.gather_objects(returned)
+            for mb, value in part.items()
+        }
     return [returned.get(mb) for mb in range(call.number)] if returned else None

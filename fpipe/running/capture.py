@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``capture=True``: a step is recorded as one graph of kernels, and later steps start the graph.
 
-A graph reads fixed memory. Arguments that stay where they are, as parameters of an optimizer that writes in place do,
-are read where they are; others are copied before each step. Results are copied out, since the next step overwrites
-them. The first step of a signature runs as without a graph, the second is recorded. Knows calls; no plan.
+A graph reads fixed memory. Arguments that stay where they are, as parameters of an optimizer that
+writes in place do, are read where they are; others are copied before each step. Results are copied
+out, since the next step overwrites them. The first step of a signature runs as without a graph, the
+second is recorded. Knows calls; no plan.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def check(group: Group, copies: bool) -> None:
     local = len(group.here) == group.size and len(devices) == 1 and not copies
     if not local or graphs.recorder(*devices) is None:
         raise StageError(
-            f"capture=True records a step as one graph of kernels: all ranks must be in this process on one GPU, as "
-            f'fpipe.local(devices=["cuda:0"] * 4) has them, without dp=; the group is {group!r}. Leave it out; '
+            "capture=True records a step as one graph of kernels: all ranks must be in this "
+            "process on one GPU, as "
+            f'fpipe.local(devices=["cuda:0"] * 4) has them, without dp=; the group is {group!r}. '
+            "Leave it out; "
             'compile="cudagraphs" records single programs, in any group'
         )
 
@@ -50,8 +53,8 @@ def check(group: Group, copies: bool) -> None:
 class Graph:
     """The steps of one signature: nothing yet, or a recorded step.
 
-    ``places`` are the addresses of the arguments of the step before. ``fixed`` has, for each of them, the copy that the
-    graph reads, or None where it reads the argument where it is.
+    ``places`` are the addresses of the arguments of the step before. ``fixed`` has, for each of
+    them, the copy that the graph reads, or None where it reads the argument where it is.
     """
 
     record: graphs.Record
@@ -66,27 +69,42 @@ class Graph:
         return replace(self, places=_places(tensors), fixed=(None,) * len(tensors))
 
     def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Any]:
-        """The next state, and the result of the step on these tensors by the graph, which is recorded if need be."""
+        """The next state, and the result of the step on these tensors by the graph, which is
+        recorded if need be.
+        """
         places = _places(tensors)
         moved = [here != before for here, before in zip(places, self.places, strict=True)]
         unread = any(m and fixed is None for m, fixed in zip(moved, self.fixed, strict=True))
-        graph = self if self.recorded is not None and not unread else self._recorded(tensors, moved, step)
+        graph = (
+            self
+            if self.recorded is not None and not unread
+            else self._recorded(tensors, moved, step)
+        )
         assert graph.recorded is not None
         graph._copy(tensors)
         graph.recorded.replay()
         return replace(graph, places=places), _copied(graph.recorded.results)
 
-    def _recorded(self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: TensorStep) -> Graph:
+    def _recorded(
+        self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: TensorStep
+    ) -> Graph:
         """With a graph that reads copies of the arguments that moved."""
         every = self.times >= TIMES
-        fixed = tuple([
-            before if before is not None or not (every or m or tensor.device != self.device)
-            else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-            for tensor, before, m in zip(tensors, self.fixed, moved, strict=True)
-        ])  # fmt: skip
+        fixed = tuple(
+            [
+                before
+                if before is not None or not (every or m or tensor.device != self.device)
+                else torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                )
+                for tensor, before, m in zip(tensors, self.fixed, moved, strict=True)
+            ]
+        )
         graph = replace(self, fixed=fixed, recorded=None, times=self.times + 1)
         graph._copy(tensors)
-        read = [tensor if copy is None else copy for tensor, copy in zip(tensors, fixed, strict=True)]
+        read = [
+            tensor if copy is None else copy for tensor, copy in zip(tensors, fixed, strict=True)
+        ]
         step(read)  # what a first step prepares cannot be recorded
         return replace(graph, recorded=self.record(lambda: step(read)))
 
@@ -102,9 +120,11 @@ Graphs: TypeAlias = dict[Any, Graph | str]
 
 
 class Step(NamedTuple):
-    """A step as functions: ``plain()`` runs it without a graph, ``on(*args)`` on other arguments of the same signature.
+    """A step as functions: ``plain()`` runs it without a graph, ``on(*args)`` on other arguments of
+    the same signature.
 
-    ``why_not()`` is called after the first one: the reason why its signature cannot be recorded, or nothing.
+    ``why_not()`` is called after the first one: the reason why its signature cannot be recorded, or
+    nothing.
     """
 
     plain: Callable[[], Any]
@@ -132,7 +152,9 @@ class Step(NamedTuple):
 
         def on(tensors: Sequence[torch.Tensor]) -> Any:
             given = dict(zip(at, tensors, strict=True))
-            return self.on(*tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            return self.on(
+                *tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+            )
 
         try:
             known[key], result = graph.after(tensors, on)
@@ -164,7 +186,11 @@ def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def _odd(tensors: Sequence[torch.Tensor]) -> str:
     """The reason why arguments cannot be read from fixed memory, or nothing."""
     odd = next((tensor for tensor in tensors if type(tensor) not in PLAIN), None)
-    return "" if odd is None else f"an argument is a {type(odd).__name__}, whose memory is not one piece"
+    return (
+        ""
+        if odd is None
+        else f"an argument is a {type(odd).__name__}, whose memory is not one piece"
+    )
 
 
 def _copied(results: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a pipeline: what ``fpipe.pipeline`` was called with, checked and frozen.
 
-A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no plan and no call.
+A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no
+plan and no call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Config:
-    """Everything that a pipeline is built from. ``schedule`` is a name, a Schedule, a CSV file or a function."""
+    """Everything that a pipeline is built from. ``schedule`` is a name, a Schedule, a CSV file or a
+    function.
+    """
 
     functions: tuple[Stage, ...]
     schedule: Source
@@ -61,33 +64,52 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
-            raise StageError(f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more")
+            raise StageError(
+                f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more"
+            )
         for index, stage in enumerate(self.functions):
             _check_carry(f"stage {index} ({stage.label})", stage)
         if isinstance(self.loss, Stage) and self.loss.carry:
-            raise StageError("the loss has carry=True, and only stages have carries; return what it needs from a stage")
+            raise StageError(
+                "the loss has carry=True, and only stages have carries; return what it needs "
+                "from a stage"
+            )
         if self.loss is not None and not callable(self.loss):
-            raise StageError(f"loss={self.loss!r}; give a function loss(y, *targets) that returns a scalar, or None")
+            raise StageError(
+                f"loss={self.loss!r}; give a function loss(y, *targets) that returns a scalar, or "
+                "None"
+            )
         if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
-            raise StageError(f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
+            raise StageError(
+                f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)"
+            )
         if self.outputs not in get_args(Outputs):
             raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
         if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
-            raise StageError(f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32")
+            raise StageError(
+                f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32"
+            )
         check_seed(self.seed)
         for names in self.tied:
             _check_frozen_alike(names, self.frozen)
         if self.capture:
             check(self.group, self.copies is not None)
         for name in {name for names in self.sides for name in names} & RESERVED:
-            raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
+            raise StageError(
+                f"{name!r} cannot be a side input, since a call has an argument of that name; "
+                "rename it"
+            )
 
     def __repr__(self) -> str:
-        name = self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "name", "custom")
+        name = (
+            self.schedule
+            if isinstance(self.schedule, str)
+            else getattr(self.schedule, "name", "custom")
+        )
         name = "auto" if isinstance(self.schedule, Auto) else name
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
-    # ---- what follows from it -----------------------------------------------------------------------------------
+    # ---- what follows from it ----
     @property
     def stages(self) -> int:
         """The number of stages."""
@@ -123,9 +145,18 @@ class Config:
 
     @cached_property
     def forwards_for(self) -> Callable[[int], Schedule]:
-        """The schedule of forwards alone for a number of microbatches; one that the caller gave keeps its order."""
+        """The schedule of forwards alone for a number of microbatches; one that the caller gave
+        keeps its order.
+        """
         name = isinstance(self.schedule, str) and not is_path(self.schedule)
-        made = lambda number: forwards_alone(self.schedule_for(number)) if name else self.schedule_for(number).only("F")
+
+        def made(number):
+            return (
+                forwards_alone(self.schedule_for(number))
+                if name
+                else self.schedule_for(number).only("F")
+            )
+
         return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
 
     @cached_property
@@ -135,13 +166,17 @@ class Config:
 
     @property
     def _some_schedule(self) -> Schedule:
-        return self.schedule_for(2 * self.group.size if self.microbatches is None else self.microbatches)
+        return self.schedule_for(
+            2 * self.group.size if self.microbatches is None else self.microbatches
+        )
 
     @cached_property
     def here(self) -> tuple[int, ...]:
         """The stages on the ranks of this process."""
         ranks = set(self.group.here)
-        return tuple(s for s in range(self.stages) if not ranks.isdisjoint(self.placement.ranks_of(s)))
+        return tuple(
+            s for s in range(self.stages) if not ranks.isdisjoint(self.placement.ranks_of(s))
+        )
 
     @cached_property
     def local(self) -> bool:
@@ -171,25 +206,35 @@ class Config:
     def check_params(self, params: Sequence[Tree]) -> None:
         """Raise StageError where params is not one entry per stage."""
         if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else f"a {type(params).__name__}"
+            got = (
+                f"{len(params)} entries"
+                if isinstance(params, (list, tuple))
+                else f"a {type(params).__name__}"
+            )
             raise StageError(
-                f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
+                f"params must be a list with one pytree for each of the {self.stages} stages, in "
+                f"stage order; got {got}"
             )
 
 
 def check_seed(seed: object) -> None:
-    """Raise StageError for a seed that is no integer: the text of another value may differ between ranks."""
+    """Raise StageError for a seed that is no integer: the text of another value may differ between
+    ranks.
+    """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
 
 
 def _check_frozen_alike(names: Sequence[str], frozen: Sequence[str]) -> None:
-    """Raise StageError where some copies of a tied parameter are frozen and others are trained apart from them."""
+    """Raise StageError where some copies of a tied parameter are frozen and others are trained
+    apart from them.
+    """
     some = [name for name in names if tree.matches(name, frozen)]
     if some and len(some) < len(names):
         others = ", ".join(name for name in names if name not in some)
         raise StageError(
-            f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are one parameter; freeze "
+            f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are one "
+            "parameter; freeze "
             "all of its copies, or none"
         )
 
@@ -199,7 +244,8 @@ def _check_carry(what: str, stage: Stage) -> None:
     given = stage.initial_carry is not MISSING
     if stage.carry and not given and not isinstance(stage.fn, Elsewhere):
         raise StageError(
-            f"{what} has carry=True without initial_carry=; give what its first slice gets: tensors, numbers, None, or "
+            f"{what} has carry=True without initial_carry=; give what its first slice gets: "
+            "tensors, numbers, None, or "
             "a function of x"
         )
     if given and not stage.carry:
@@ -207,34 +253,45 @@ def _check_carry(what: str, stage: Stage) -> None:
     leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise StageError(
-            f"initial_carry of {what} has a tensor that requires a gradient, which it does not get; make it a "
+            f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
+            "get; make it a "
             "parameter, and let the function begin with it where its carry is None"
         )
 
 
-def _schedule_for(source: Source, ranks: int, stages: int, slices: int | None, microbatches: int) -> Schedule:
+def _schedule_for(
+    source: Source, ranks: int, stages: int, slices: int | None, microbatches: int
+) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
     if not isinstance(source, (str, PathLike, Schedule)) and not callable(source):
         raise StageError(
-            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
+            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
+            "microbatches)"
         )
     schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)
     if slices not in (None, schedule.slices):
-        remedy = f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
+        remedy = (
+            f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
+        )
         raise StageError(
-            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a microbatch; give {remedy}, "
+            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a "
+            f"microbatch; give {remedy}, "
             "or a name, which is made with as many"
         )
     if schedule.ranks != ranks:
-        raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
+        raise StageError(
+            f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree"
+        )
     if schedule.stages != stages:
         raise StageError(
-            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many stages as it runs, "
+            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many "
+            "stages as it runs, "
             "or make_schedule(..., stages=)"
         )
     if schedule.microbatches != microbatches:
         raise StageError(
-            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are run; "
+            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are "
+            "run; "
             "say microbatches= as the schedule does, or give a name or a function"
         )
     return schedule.check()
@@ -250,7 +307,10 @@ def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[
         for leaf, group in stage.ties:
             carried.setdefault(group, []).append(f"{index}.{leaf}")
     groups: list[tuple[str, ...]] = []
-    for group in (*_named_ties(tied, len(stages)), *(each for each in carried.values() if len(each) > 1)):
+    for group in (
+        *_named_ties(tied, len(stages)),
+        *(each for each in carried.values() if len(each) > 1),
+    ):
         common = [other for other in groups if not set(other).isdisjoint(group)]
         joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
         groups = [*(other for other in groups if other not in common), joined]
@@ -264,19 +324,25 @@ def _named_ties(tied: object, stages: int) -> Iterator[tuple[str, ...]]:
         raise StageError(f"tied={tied!r}; {form}")
     for group in tied:
         if isinstance(group, str):
-            raise StageError(f"tied={tied!r} has the text {group!r} in place of a group of names; {form}")
+            raise StageError(
+                f"tied={tied!r} has the text {group!r} in place of a group of names; {form}"
+            )
         names = patterns("tied", group)
         if len(set(names)) < 2:
             raise StageError(f"tied={names!r} names fewer than two leaves; {form}")
         for name in names:
             head = name.partition(".")[0]
             if not head.isdecimal() or int(head) >= stages:
-                raise StageError(f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below {stages}")
+                raise StageError(
+                    f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below "
+                    f"{stages}"
+                )
         yield names
 
 
 def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
-    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves of each stage.
+    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves
+    of each stage.
 
     >>> list(tied_leaves(("0.wte", "1"), [("norm", "wte"), ("",)]))
     [(0, 1), (1, 0)]
@@ -286,6 +352,7 @@ def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterato
         stage = int(head)
         if rest not in paths[stage]:
             raise StageError(
-                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(paths[stage])}"
+                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has "
+                f"{', '.join(paths[stage])}"
             )
         yield stage, list(paths[stage]).index(rest)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """REDUCE, UNSHARD, RESHARD and their WAIT as functions of the registers.
 
-A wait for other copies blocks and does not yield to other ranks of this process: all copies run one plan, so they
-start their collectives in one order, which a rank that ran in between could break. Knows no backends.
+A wait for other copies blocks and does not yield to other ranks of this process: all copies run one
+plan, so they start their collectives in one order, which a rank that ran in between could break.
+Knows no backends.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ def together(
         return _reshard(ins)
     assert ins.kind == "WAIT", ins.kind
     what = "gradients" if share.gradients else "parameters"
-    return _wait(ins, share, lambda: journal(rank, f"waiting for the {what} of stage {share.stage} of other copies"))
+    return _wait(
+        ins,
+        share,
+        lambda: journal(rank, f"waiting for the {what} of stage {share.stage} of other copies"),
+    )
 
 
 def _reduce(ins: Instruction, share: Share) -> Callable[[Registers], None]:
     copies, frees, number = share.copies, ins.frees, ins.number
     slot_of = dict(zip(share.leaves, ins.reads, strict=True))
     op = "mean" if copies.mean else "sum"
-    buckets = [(b, [slot_of.get(leaf, -1) for leaf in b.leaves], share.carried(b)) for b in share.buckets()]
+    buckets = [
+        (b, [slot_of.get(leaf, -1) for leaf in b.leaves], share.carried(b)) for b in share.buckets()
+    ]
 
     def step(r: Registers) -> None:
         slots, works = r.slots, []
@@ -74,7 +81,9 @@ def _reshard(ins: Instruction) -> Callable[[Registers], None]:
     return step
 
 
-def _wait(ins: Instruction, share: Share, journal: Callable[[], None]) -> Callable[[Registers], None]:
+def _wait(
+    ins: Instruction, share: Share, journal: Callable[[], None]
+) -> Callable[[Registers], None]:
     slot_of = dict(zip(share.leaves, ins.writes, strict=True))
     buckets = share.buckets()
 

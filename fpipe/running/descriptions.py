@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that only another process has (``fpipe.Stage.elsewhere()``): each is described by a process that has it.
+"""Stages that only another process has (``fpipe.Stage.elsewhere()``): each is described by a
+process that has it.
 
-Which leaves are frozen or tied, which side inputs there are, whether a stage carries state: a pipeline needs that of
-every stage. The processes exchange it once, when the pipeline is built. Knows configurations and groups; no plan.
+Which leaves are frozen or tied, which side inputs there are, whether a stage carries state: a
+pipeline needs that of every stage. The processes exchange it once, when the pipeline is built.
+Knows configurations and groups; no plan.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def described(config: Config) -> tuple[Stage, ...]:
     if config.local:
         where = next(s for s, stage in enumerate(functions) if _is_elsewhere(stage))
         raise StageError(
-            f"stage {where} is elsewhere, but all ranks are in this process; give its function, or a group of several "
+            f"stage {where} is elsewhere, but all ranks are in this process; give its function, "
+            "or a group of several "
             "processes"
         )
     fault = next((s for s in config.here if _is_elsewhere(functions[s])), None)
@@ -47,7 +50,8 @@ def described(config: Config) -> tuple[Stage, ...]:
     for rank, found in enumerate(reports):
         if found[0] != "stages":
             raise MismatchError(
-                f"rank {config.group.global_rank(rank)} calls a pipeline while others build one; {TOGETHER}"
+                f"rank {config.group.global_rank(rank)} calls a pipeline while others build one; "
+                f"{TOGETHER}"
             )
         if isinstance(found[1], str):
             raise StageError(f"rank {config.group.global_rank(rank)}: {found[1]}")
@@ -65,26 +69,41 @@ def _is_elsewhere(stage: Stage) -> bool:
 def _as_data(stage: Stage) -> dict[str, Any]:
     moded = stage.in_mode(True)
     texts = {"text": named(stage.fn), "moded": "" if moded is stage else named(moded.fn)}
-    weights = None if stage.weights is None else {name: weight.key for name, weight in stage.weights.items()}
+    weights = (
+        None
+        if stage.weights is None
+        else {name: weight.key for name, weight in stage.weights.items()}
+    )
     names = {"layers": _numbers(stage.layers), "weights": weights}
-    return {**texts, **names, "sides": stage.sides, **{name: getattr(stage, name) for name in _PLAIN}}
+    return {
+        **texts,
+        **names,
+        "sides": stage.sides,
+        **{name: getattr(stage, name) for name in _PLAIN},
+    }
 
 
 def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]]) -> Stage:
     if not _is_elsewhere(stage):
         return stage
     if index not in known:
-        raise StageError(f"stage {index} is elsewhere on every rank; give its function on the rank that has it")
+        raise StageError(
+            f"stage {index} is elsewhere on every rank; give its function on the rank that has it"
+        )
     found = known[index]
     options = {name: found[name] for name in (*_PLAIN, "layers")}
     if found["weights"] is not None:  # names alone: checkpoints ask for shapes where the stage is
         nothing = torch.empty(0, device="meta")
         options["weights"] = {name: Weight(key, nothing) for name, key in found["weights"].items()}
-    return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["moded"]), **options)
+    return replace(
+        stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["moded"]), **options
+    )
 
 
 def _numbers(layers: Layers) -> Any:
     """The numbers of blocks as data."""
     if not isinstance(layers, Mapping):
         return layers if layers is None else tuple(layers)
-    return {path: value if isinstance(value, str) else tuple(value) for path, value in layers.items()}
+    return {
+        path: value if isinstance(value, str) else tuple(value) for path, value in layers.items()
+    }

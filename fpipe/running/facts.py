@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of a pipeline must agree on for a call, as text by name.
 
-Functions are compared by their names and code. The values in their closures and defaults are not compared: they may
-be tensors or differ legitimately. Parameters, batches and side inputs are compared by shape, where every rank has
+Functions are compared by their names and code. The values in their closures and defaults are not
+compared: they may be tensors or differ legitimately. Parameters, batches and side inputs are
+    compared by shape, where every rank has
 them. Knows configurations and requests; no group and no plan.
 """
 
@@ -27,7 +28,8 @@ from .config import Config
 from .reduction import Weighted
 from .request import Request
 
-#: Facts that are compared only where a rank has no plans and another has: ranks may differ in them from the start.
+#: Facts that are compared only where a rank has no plans and another has: ranks may differ in them
+#: from the start.
 _UNSHARED = ("the strides of x", "plans")
 
 
@@ -37,19 +39,24 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     python = ".".join(map(str, sys.version_info[:2]))
     return {
         "versions": f"Python {python}, fpipe {__version__}, torch {torch.__version__}",
-        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={request.has_aux}"
-        + (", each=" if request.each else ""),
+        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, "
+        f"has_aux={request.has_aux}" + (", each=" if request.each else ""),
         "microbatches": str(schedule.microbatches),
         "slices": str(schedule.slices),
-        "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
+        "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages "
+        f"({schedule.digest})",
         "the kinds of microbatches": _kinds(request),
         "the shape of x": _shapes([kind[0] for kind in request.kinds]),
-        "the shapes of the targets": _shapes([target for kind in request.kinds for target in kind[1]]),
+        "the shapes of the targets": _shapes(
+            [target for kind in request.kinds for target in kind[1]]
+        ),
         "the loss function": "none" if loss is None else named(loss),
         "the stage functions": _parts([named(stage) for stage in stages]),
         "the reduction": _reduction(config),
         "tied parameters": str(config.tied),
-        "frozen parameters": None if any(isinstance(s.fn, Elsewhere) for s in stages) else str(config.frozen),
+        "frozen parameters": None
+        if any(isinstance(s.fn, Elsewhere) for s in stages)
+        else str(config.frozen),
         "the dtype of accumulation": str(config.accumulate),
         "the engine of the stages": _parts([str(stage.engine) for stage in stages]),
         "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",
@@ -63,8 +70,12 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     }
 
 
-def of_call(known: Facts, seed: int | None, loss_scale: float | None, plans: str) -> dict[str, str | None]:
-    """The facts of one call: those of its signature, its seed and loss scale, and which plans it runs."""
+def of_call(
+    known: Facts, seed: int | None, loss_scale: float | None, plans: str
+) -> dict[str, str | None]:
+    """The facts of one call: those of its signature, its seed and loss scale, and which plans it
+    runs.
+    """
     return {**known, "the seed": str(seed), "loss_scale=": str(loss_scale), "plans": plans}
 
 
@@ -76,7 +87,8 @@ def shared(call: Facts) -> dict[str, str | None]:
 def named(function: Callable[..., Any]) -> str:
     """A function as text that is the same in every process: its name, and a digest of its code.
 
-    >>> named(lambda x: x + 1) == named(lambda x: x + 1), named(lambda x: x + 1) == named(lambda x: x + 2)
+    >>> named(lambda x: x + 1) == named(lambda x: x + 1), named(lambda x: x + 1) == named(
+    ...     lambda x: x + 2)
     (True, False)
     """
     if isinstance(function, Elsewhere):
@@ -89,7 +101,11 @@ def named(function: Callable[..., Any]) -> str:
     code = _code(function)
     name = function.__qualname__ if code is not None else type(function).__qualname__
     if code is None:
-        code = _code(type(function).forward if isinstance(function, torch.nn.Module) else type(function).__call__)
+        code = _code(
+            type(function).forward
+            if isinstance(function, torch.nn.Module)
+            else type(function).__call__
+        )
     text = name.rpartition("<locals>.")[2] + (f" ({_digest(code)})" if code is not None else "")
     inner = getattr(function, "__wrapped__", None)
     return text if inner is None else f"{text} of {named(inner)}"
@@ -107,7 +123,10 @@ def _digest(code: CodeType) -> str:
 def _text(value: object) -> str:
     """A constant of a function as text without addresses; sets have no order."""
     if isinstance(value, CodeType):
-        return f"{value.co_code.hex()} {value.co_names} {value.co_freevars} {[_text(v) for v in value.co_consts]}"
+        return (
+            f"{value.co_code.hex()} {value.co_names} {value.co_freevars} "
+            f"{[_text(v) for v in value.co_consts]}"
+        )
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
@@ -124,7 +143,9 @@ def _unknown(tree: AbstractTree) -> bool:
 
 def _reduction(config: Config) -> str:
     reduction = config.reduction
-    return f"weighted by {named(reduction.fn)}" if isinstance(reduction, Weighted) else str(reduction)
+    return (
+        f"weighted by {named(reduction.fn)}" if isinstance(reduction, Weighted) else str(reduction)
+    )
 
 
 def _parts(texts: Sequence[str]) -> str:
@@ -134,8 +155,14 @@ def _parts(texts: Sequence[str]) -> str:
 
 def _shapes(trees: Sequence[AbstractTree]) -> str | None:
     rows = [[leaf for leaf in tree.leaves if isinstance(leaf, Aval)] for tree in trees]
-    return None if not any(rows) or any(map(_unknown, trees)) else "; ".join(", ".join(map(str, row)) for row in rows)
+    return (
+        None
+        if not any(rows) or any(map(_unknown, trees))
+        else "; ".join(", ".join(map(str, row)) for row in rows)
+    )
 
 
 def _strides(trees: Sequence[AbstractTree]) -> str:
-    return "; ".join(str([leaf.stride for leaf in tree.leaves if isinstance(leaf, Aval)]) for tree in trees)
+    return "; ".join(
+        str([leaf.stride for leaf in tree.leaves if isinstance(leaf, Aval)]) for tree in trees
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the registers before a run: parameters, microbatches, weights, cotangents. Knows no schedule."""
+"""What goes into the registers before a run: parameters, microbatches, weights, cotangents. Knows
+no schedule.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ class Feeder:
     def __init__(self, plan: Plan, prepared: Prepared, device: torch.device):
         self.device = device
         self.move = device.type != "cpu"
-        self.tables: dict[object, tuple[Table, list[tuple[int, Any, int]]]] = {}  # with (slot, row, index in it)
+        self.tables: dict[
+            object, tuple[Table, list[tuple[int, Any, int]]]
+        ] = {}  # with (slot, row, index in it)
         self.params: list[int] = []
-        self.returned = prepared.request.wants_dx  # the gradient of x may be the cotangent of a loss itself
+        self.returned = (
+            prepared.request.wants_dx
+        )  # the gradient of x may be the cotangent of a loss itself
         self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
         self.cotangents: list[tuple[int, int, int]] = []
         for key, slot in plan.feeds.items():
@@ -58,12 +64,17 @@ class Feeder:
                         slots[slot] = slots[slot].to(self.device, non_blocking=True)
         if weights is None:
             return
-        for dtype, seeds in self.seeds.items():  # one cotangent for all losses where one number weights them all
+        for (
+            dtype,
+            seeds,
+        ) in self.seeds.items():  # one cotangent for all losses where one number weights them all
             common = None if weights.number is None else weights.cotangent(0, dtype, self.device)
             if common is not None and self.returned:
                 common = common.clone()
             for slot, mb in seeds:
-                slots[slot] = weights.cotangent(mb, dtype, self.device) if common is None else common
+                slots[slot] = (
+                    weights.cotangent(mb, dtype, self.device) if common is None else common
+                )
 
     def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
         """Write the cotangents of the outputs into the registers."""
@@ -72,7 +83,9 @@ class Feeder:
 
 
 def _source(key: Key, prepared: Prepared) -> tuple[object, Table, Any, int]:
-    """The table that holds a fed value, by what identifies it and as a function of the call; the row, the index."""
+    """The table that holds a fed value, by what identifies it and as a function of the call; the
+    row, the index.
+    """
     match key:
         case (Param(stage, leaf), None):
             return (Param, stage), lambda call: call.leaves[stage], 0, leaf  # beside the structure
@@ -85,18 +98,29 @@ def _source(key: Key, prepared: Prepared) -> tuple[object, Table, Any, int]:
         case (Target(leaf), int(mb)):
             for which, target in enumerate(prepared.request.kinds[prepared.request.kind_of[mb]][1]):
                 if leaf < len(target.leaves):
-                    return (Target, which), lambda call, which=which: call.targets[which].rows, mb, leaf
+                    return (
+                        (Target, which),
+                        lambda call, which=which: call.targets[which].rows,
+                        mb,
+                        leaf,
+                    )
                 leaf -= len(target.leaves)
     raise AssertionError(f"no value is fed under {key}")
 
 
 def _seed_dtype(prepared: Prepared, stage: int, mb: int) -> torch.dtype:
-    """The dtype of the cotangent of a stage's auxiliary loss or, one past the last stage, of the loss."""
+    """The dtype of the cotangent of a stage's auxiliary loss or, one past the last stage, of the
+    loss.
+    """
     kind = prepared.request.kind_of[mb]
     if stage == prepared.request.schedule.stages:
         loss = prepared.loss[kind]
         aval = None if loss is None else loss.outputs.y.tensors[0]
     else:
-        aval = next(p[stage].daux for p in (job.kinds[kind].programs for job in prepared.inputs.values()) if stage in p)
+        aval = next(
+            p[stage].daux
+            for p in (job.kinds[kind].programs for job in prepared.inputs.values())
+            if stage in p
+        )
     assert aval is not None
     return aval.dtype

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The derivatives of a pipeline as functions: ``fpipe.value_and_grad``, ``fpipe.grad`` and ``fpipe.vjp``.
+"""The derivatives of a pipeline as functions: ``fpipe.value_and_grad``, ``fpipe.grad`` and
+``fpipe.vjp``.
 
 Each checks its arguments and creates a call; ``calls`` runs it. Knows no plan.
 """
@@ -41,9 +42,13 @@ _Results: TypeAlias = tuple[torch.Tensor, list[E] | None]
 
 
 @overload
-def value_and_grad(pipe: Pipeline[Y, torch.Tensor], argnums: Literal[0] = 0) -> ParamGrads[torch.Tensor]: ...
+def value_and_grad(
+    pipe: Pipeline[Y, torch.Tensor], argnums: Literal[0] = 0
+) -> ParamGrads[torch.Tensor]: ...
 @overload
-def value_and_grad(pipe: Pipeline[Y, torch.Tensor], argnums: Literal[1]) -> InputGrads[torch.Tensor]: ...
+def value_and_grad(
+    pipe: Pipeline[Y, torch.Tensor], argnums: Literal[1]
+) -> InputGrads[torch.Tensor]: ...
 @overload
 def value_and_grad(pipe: Pipeline[Y, torch.Tensor], argnums: _Both) -> BothGrads[torch.Tensor]: ...
 @overload
@@ -72,37 +77,49 @@ def value_and_grad(
 ) -> BothGrads[_Results[E]]: ...
 @overload
 def value_and_grad(
-    pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False, each: Each | None = None
+    pipe: Pipeline[Any, Any],
+    argnums: Argnums = 0,
+    *,
+    has_aux: bool = False,
+    each: Each | None = None,
 ) -> Callable[..., Any]: ...
 def value_and_grad(
-    pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False, each: Each | None = None
+    pipe: Pipeline[Any, Any],
+    argnums: Argnums = 0,
+    *,
+    has_aux: bool = False,
+    each: Each | None = None,
 ) -> Callable[..., Any]:
     """A function that runs the schedule and returns ``(value, grads)``.
 
-    The function takes the arguments of a call of the pipeline, ``(params, x, *targets, seed=, **side)``, and
-    ``loss_scale=``: gradients, not the value, are multiplied by it, for an optimizer that divides them in a wider
-    dtype, as ``fpipe.dynamic_loss_scale`` does. Every process calls it.
+    The function takes the arguments of a call of the pipeline,
+    ``(params, x, *targets, seed=, **side)``, and ``loss_scale=``: gradients, not the value, are
+    multiplied by it, for an optimizer that divides them in a wider dtype, as
+    ``fpipe.dynamic_loss_scale`` does. Every process calls it.
 
     Args:
         pipe: a pipeline with a loss.
         argnums: what is differentiated: 0 the parameters, 1 the input, ``(0, 1)`` both.
         has_aux: the loss returns ``(scalar, aux)``.
-        each: ``each(number, output, loss)`` is called once the loss of a microbatch is computed, on the rank of the
-            last stage alone, outside of traces: with the microbatch's number, the output of the last stage, which it
-            must not change, and the unweighted loss, or with ``has_aux=True`` all that the loss returned. It may
-            return anything. A loss with ``engine="eager"`` may return anything as ``aux``, such as plain numbers that
-            differ in every step. Either all ranks pass ``each=``, or none.
+        each: ``each(number, output, loss)`` is called once the loss of a microbatch is computed, on
+            the rank of the last stage alone, outside of traces: with the microbatch's number, the
+            output of the last stage, which it must not change, and the unweighted loss, or with
+            ``has_aux=True`` all that the loss returned. It may return anything. A loss with
+            ``engine="eager"`` may return anything as ``aux``, such as plain numbers that differ in
+            every step. Either all ranks pass ``each=``, or none.
 
     Returns:
-        A function whose result is ``(value, grads)``. The value is the loss, on every rank; with ``has_aux=True``
-        ``(loss, [aux, ...])`` in microbatch order; with ``each`` ``(loss, results)``, where results are None on ranks
-        without the last stage, unless ``outputs="everywhere"``; with stages that carry state, passed as
-        ``state=[...]``, a tuple that ends with the new state. The gradients are a list with one pytree for each stage,
-        None for stages of other processes and for frozen leaves. The gradient of the input is on the rank of the
-        first stage, None on others. With several ``argnums`` they are a tuple.
+        A function whose result is ``(value, grads)``. The value is the loss, on every rank; with
+        ``has_aux=True`` ``(loss, [aux, ...])`` in microbatch order; with ``each``
+        ``(loss, results)``, where results are None on ranks without the last stage, unless
+        ``outputs="everywhere"``; with stages that carry state, passed as ``state=[...]``, a tuple
+        that ends with the new state. The gradients are a list with one pytree for each stage, None
+        for stages of other processes and for frozen leaves. The gradient of the input is on the
+        rank of the first stage, None on others. With several ``argnums`` they are a tuple.
 
     Raises:
-        StageError: if ``pipe`` is no pipeline with a loss, or ``argnums`` is wrong. The function raises the errors of
+        StageError: if ``pipe`` is no pipeline with a loss, or ``argnums`` is wrong. The function
+        raises the errors of
             a call of the pipeline.
 
     >>> from fpipe import local, pipeline
@@ -110,23 +127,44 @@ def value_and_grad(
     >>> params, x = [torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0)
     >>> value_and_grad(pipe, argnums=(0, 1))(params, x)
     (tensor(18.), ([tensor(9.), tensor(6.)], tensor([3., 3., 3., 3.])))
-    >>> step = value_and_grad(pipe, each=lambda number, y, loss: f"{number}: {y.max():.0f}, {loss:.0f}")
+    >>> step = value_and_grad(pipe, each=lambda number, y,
+    ...     loss: f"{number}: {y.max():.0f}, {loss:.0f}")
     >>> step(params, x)[0]
     (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
     wanted = _wanted(pipe, argnums)
     config, cache = pipe.config, pipe.cache
 
-    def call(params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, loss_scale: Any = None,
-             _value: bool = True, **side: Tree) -> Any:  # fmt: skip
-        prepare = lambda params, x, targets, side, scale: pipe.call(
-            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, each=each, loss_scale=scale,
-        )  # fmt: skip
+    def call(
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        loss_scale: Any = None,
+        _value: bool = True,
+        **side: Tree,
+    ) -> Any:
+        def prepare(params, x, targets, side, scale):
+            return pipe.call(
+                "grad",
+                params,
+                x,
+                targets,
+                side,
+                seed=seed,
+                wanted=wanted,
+                has_aux=has_aux,
+                each=each,
+                loss_scale=scale,
+            )
+
         call = prepare(params, x, targets, side, loss_scale)
         if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
         elif config.capture and not calls.observed():
-            value, grads = _captured(pipe, call, prepare, (params, x, targets, side, loss_scale), _value)
+            value, grads = _captured(
+                pipe, call, prepare, (params, x, targets, side, loss_scale), _value
+            )
         else:
             value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
@@ -134,7 +172,9 @@ def value_and_grad(
     return call
 
 
-def _captured(pipe: Pipeline[Any, Any], call: Call, prepare: Callable[..., Call], args: Any, value: bool) -> Any:
+def _captured(
+    pipe: Pipeline[Any, Any], call: Call, prepare: Callable[..., Call], args: Any, value: bool
+) -> Any:
     """``calls.value_and_grad`` by the graph of its signature."""
     cache, scale = pipe.cache, args[-1]
     step = capture.Step(
@@ -156,22 +196,34 @@ def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
     """The arguments that are differentiated."""
     check_pipeline("value_and_grad", pipe)
     if pipe.config.loss is None:
-        raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
+        raise StageError(
+            "this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp"
+        )
     given: tuple[object, ...] = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     wanted = tuple(number for number in given if type(number) is int and number in (0, 1))
     if not wanted or len(wanted) < len(given):
-        raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
+        raise StageError(
+            f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is "
+            "differentiated"
+        )
     return wanted
 
 
 @overload
 def grad(pipe: Pipeline[Y, torch.Tensor], argnums: Literal[0] = 0) -> Grads: ...
 @overload
-def grad(pipe: _WithAux[Y, A], argnums: Literal[0] = 0, *, has_aux: Literal[True]) -> GradsAndAux[list[A]]: ...
+def grad(
+    pipe: _WithAux[Y, A], argnums: Literal[0] = 0, *, has_aux: Literal[True]
+) -> GradsAndAux[list[A]]: ...
 @overload
-def grad(pipe: Pipeline[Any, Any], argnums: Argnums, *, has_aux: bool = False) -> Callable[..., Any]: ...
-def grad(pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that runs the schedule and returns the gradient alone, without waiting for the loss.
+def grad(
+    pipe: Pipeline[Any, Any], argnums: Argnums, *, has_aux: bool = False
+) -> Callable[..., Any]: ...
+def grad(
+    pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """A function that runs the schedule and returns the gradient alone, without waiting for the
+    loss.
 
     Args:
         pipe: a pipeline with a loss.
@@ -179,8 +231,8 @@ def grad(pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = Fals
         has_aux: the loss returns ``(scalar, aux)``.
 
     Returns:
-        A function with the arguments of that of ``value_and_grad``, whose result is the gradients, or with
-        ``has_aux=True`` ``(grads, [aux, ...])``.
+        A function with the arguments of that of ``value_and_grad``, whose result is the gradients,
+        or with ``has_aux=True`` ``(grads, [aux, ...])``.
 
     Raises:
         StageError: as ``value_and_grad``.
@@ -201,20 +253,31 @@ def grad(pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = Fals
 
 @overload
 def vjp(
-    pipe: Pipeline[Y, None], params: Sequence[P], x: X, *, state: Sequence[Tree], seed: int | None = None, **side: Tree
+    pipe: Pipeline[Y, None],
+    params: Sequence[P],
+    x: X,
+    *,
+    state: Sequence[Tree],
+    seed: int | None = None,
+    **side: Tree,
 ) -> tuple[tuple[Y, list[Tree]], Pullback[P, X]]: ...
 @overload
 def vjp(
     pipe: Pipeline[Y, None], params: Sequence[P], x: X, *, seed: int | None = None, **side: Tree
 ) -> tuple[Y, Pullback[P, X]]: ...
 def vjp(
-    pipe: Pipeline[Any, Any], params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+    pipe: Pipeline[Any, Any],
+    params: Sequence[Tree],
+    x: Tree,
+    *targets: Tree,
+    seed: int | None = None,
+    **side: Tree,
 ) -> tuple[Tree, Pullback[Any, Any]]:
     """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
 
-    The forwards of the schedule run now, the backwards when the pullback is called, so that a loss over the whole
-    batch can be computed in between. Where parameters, the batch or outputs that it needs were changed in place, the
-    pullback raises an error.
+    The forwards of the schedule run now, the backwards when the pullback is called, so that a loss
+    over the whole batch can be computed in between. Where parameters, the batch or outputs that it
+    needs were changed in place, the pullback raises an error.
 
     Args:
         pipe: a pipeline without a loss.
@@ -222,9 +285,10 @@ def vjp(
         targets: none, since there is no loss that takes them.
 
     Returns:
-        ``(outputs, pullback)``. ``pullback(dy)`` takes cotangents with the outputs' structure, shapes and dtypes, or
-        None for a leaf that has none, and returns the gradients of the parameters and of the input. It frees what it
-        used: it can be called once, or several times with ``retain=True``.
+        ``(outputs, pullback)``. ``pullback(dy)`` takes cotangents with the outputs' structure,
+        shapes and dtypes, or None for a leaf that has none, and returns the gradients of the
+        parameters and of the input. It frees what it used: it can be called once, or several times
+        with ``retain=True``.
 
     Raises:
         StageError: if the pipeline has a loss, or a stage an auxiliary one.
@@ -239,10 +303,15 @@ def vjp(
     """
     check_pipeline("vjp", pipe)
     if pipe.config.loss is not None or targets:
-        raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
+        raise StageError(
+            "vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad"
+        )
     scalar = next((stage.label for stage in pipe.config.functions if stage.aux_loss), None)
     if scalar is not None:
-        raise StageError(f"stage {scalar} has aux_loss=True, and without a loss there is no total that it could join")
+        raise StageError(
+            f"stage {scalar} has aux_loss=True, and without a loss there is no total that it "
+            "could join"
+        )
     return calls.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they are about to run before the first message is sent.
 
-Each sends a few named facts; where two ranks differ, all raise the same error, which names the fact, the ranks and both
-values. A rank that fails while it prepares reports it, and the others raise at once instead of waiting for it. Knows
-groups, and facts only as text.
+Each sends a few named facts; where two ranks differ, all raise the same error, which names the
+fact, the ranks and both values. A rank that fails while it prepares reports it, and the others
+raise at once instead of waiting for it. Knows groups, and facts only as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ T = TypeVar("T")
 #: In the errors of ranks that could prepare a step where another one could not.
 UNPREPARED = "could not prepare this step"
 #: The remedy where ranks do not build a pipeline together.
-TOGETHER = "where one rank leaves stages out, every rank builds the pipeline, and leaves one out at least"
+TOGETHER = (
+    "where one rank leaves stages out, every rank builds the pipeline, and leaves one out at least"
+)
 
 
 def alone(group: Group) -> bool:
@@ -32,14 +34,18 @@ def alone(group: Group) -> bool:
 
 def tag_of(facts: Facts) -> int:
     """A number that identifies what ranks agreed on: later steps compare it."""
-    return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little")
+    return int.from_bytes(
+        hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little"
+    )
 
 
-def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "", more: Any = None) -> list[Any]:
+def agree(
+    group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "", more: Any = None
+) -> list[Any]:
     """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
-    ``details`` returns a long form of a fact; it is called only where the fact differs. Returns ``more`` of every rank.
-    The facts themselves are sent only where their digests differ.
+    ``details`` returns a long form of a fact; it is called only where the fact differs. Returns
+    ``more`` of every rank. The facts themselves are sent only where their digests differ.
     """
     if alone(group):
         return [more]
@@ -47,7 +53,10 @@ def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fac
         answers = group.gather_objects(("facts", tag_of(facts), more))
     for rank, (what, *_) in enumerate(answers):
         if what != "facts":
-            raise MismatchError(f"rank {group.global_rank(rank)} builds a pipeline while others call one; {TOGETHER}")
+            raise MismatchError(
+                f"rank {group.global_rank(rank)} builds a pipeline while others call one; "
+                f"{TOGETHER}"
+            )
     if len({digest for _, digest, _ in answers}) > 1:
         _compare(group, facts, details)
     return [each for *_, each in answers]
@@ -65,10 +74,15 @@ def _compare(group: Group, facts: Facts, details: Callable[[str], str]) -> None:
 
 def _difference(texts: list[str], one: int, other: int) -> str:
     """The first line and word in which two long forms differ."""
-    for number, (a, b) in enumerate(zip(texts[one].splitlines(), texts[other].splitlines(), strict=False)):
+    for number, (a, b) in enumerate(
+        zip(texts[one].splitlines(), texts[other].splitlines(), strict=False)
+    ):
         for place, (x, y) in enumerate(zip(a.split(", "), b.split(", "), strict=False)):
             if x != y:
-                return f" (they part at rank {number}, position {place}: {x.strip('[]')} against {y.strip('[]')})"
+                return (
+                    f" (they part at rank {number}, position {place}: {x.strip('[]')} against "
+                    f"{y.strip('[]')})"
+                )
         if a != b:
             return f" (they part in the length of rank {number})"
     return ""
@@ -76,8 +90,10 @@ def _difference(texts: list[str], one: int, other: int) -> str:
 
 def together(
     group: Group, work: Callable[[], T], as_data: Callable[[T], Any], from_data: Callable[[Any], T]
-) -> list[T]:  # fmt: skip
-    """Do something on every rank and gather the results, as data; one rank's failure is raised on all."""
+) -> list[T]:
+    """Do something on every rank and gather the results, as data; one rank's failure is raised on
+    all.
+    """
     if alone(group):
         return [work()]
     report: tuple[str, Any]
@@ -94,7 +110,17 @@ def together(
         raise failure
     for rank, (what, value) in enumerate(reports):
         if what == "failed":
-            kind = MismatchError if value.startswith(("StageError", "MismatchError", "TraceError")) else PeerError
-            raise kind(f"rank {group.global_rank(rank)} {UNPREPARED}, so nothing was sent. It said: {value}")
+            kind = (
+                MismatchError
+                if value.startswith(("StageError", "MismatchError", "TraceError"))
+                else PeerError
+            )
+            raise kind(
+                f"rank {group.global_rank(rank)} {UNPREPARED}, so nothing was sent. It said: "
+                f"{value}"
+            )
     here: Any = result
-    return [here if rank in group.here else from_data(decode(value)) for rank, (_, value) in enumerate(reports)]
+    return [
+        here if rank in group.here else from_data(decode(value))
+        for rank, (_, value) in enumerate(reports)
+    ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of stages as data for other ranks, and back.
 
-Structures and abstract tensors are data already; dataclasses, and leaves that are not tensors, are converted here.
-This module must not know groups.
+Structures and abstract tensors are data already; dataclasses, and leaves that are not tensors, are
+converted here. This module must not know groups.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _leaf(leaf: AbstractLeaf) -> Any:
         return [leaf.value]
     if leaf.kind is not None:
         raise StageError(
-            f"a stage returns or keeps a {leaf}, and only ordinary tensors go to other ranks; return its inner tensors"
+            f"a stage returns or keeps a {leaf}, and only ordinary tensors go to other ranks; "
+            "return its inner tensors"
         )
     return leaf
 

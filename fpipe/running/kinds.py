@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kind of microbatch, traced: the interfaces of its stages, and the programs of those of this process.
+"""One kind of microbatch, traced: the interfaces of its stages, and the programs of those of this
+process.
 
-Slices of a microbatch of which a stage carries something from each to the next are kinds in a row: a slice is traced
-for the carry that the slice before it returns, and a carry that the next slice does not use has no cotangent. Knows
-configurations and requests; no plan.
+Slices of a microbatch of which a stage carries something from each to the next are kinds in a row:
+a slice is traced for the carry that the slice before it returns, and a carry that the next slice
+does not use has no cotangent. Knows configurations and requests; no plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from ..collectives.rendezvous import TRACING
 from ..errors import StageError
 from ..plans.plan import ProgramSet
 from ..plans.value_graph import Interface, ValueGraph
-from ..programs.carries import NO_CARRIES, NO_COPIES, Carries, crossing, of_slice, parted, with_carry
+from ..programs.carries import (
+    NO_CARRIES,
+    NO_COPIES,
+    Carries,
+    crossing,
+    of_slice,
+    parted,
+    with_carry,
+)
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
 from ..programs.trace_cache import Signature, programs_of
@@ -37,7 +46,9 @@ _NOTHING = tree.flatten(None)[1]
 
 @dataclass(frozen=True)
 class TracedKind:
-    """One kind of microbatch: the interfaces of its first stages, and local programs by stage and device."""
+    """One kind of microbatch: the interfaces of its first stages, and local programs by stage and
+    device.
+    """
 
     kind: Kind
     interfaces: tuple[Interface, ...] = ()
@@ -59,7 +70,9 @@ class TracedKind:
     def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
         """What lowering needs on one rank."""
         device, stages = config.group.device(rank), request.schedule.placement.stages_of(rank)
-        return ProgramSet(self.value_graph(), {s: self.programs[s, device] for s in stages}, self.loss)
+        return ProgramSet(
+            self.value_graph(), {s: self.programs[s, device] for s in stages}, self.loss
+        )
 
     def local(self, stage: int) -> Programs | None:
         """The programs of a stage, if it is on this process."""
@@ -72,13 +85,19 @@ class TracedKind:
         return parted(programs.outputs.y)[1].handed_on()
 
     def lacking(self, after: TracedKind | None) -> tuple[int, frozenset[int]] | None:
-        """The last stage whose programs have a cotangent for an output that has none, and all its outputs without.
+        """The last stage whose programs have a cotangent for an output that has none, and all its
+        outputs without.
 
-        Carries are outputs of the stages of this process, whose gradients the slice ``after`` computes.
+        Carries are outputs of the stages of this process, whose gradients the slice ``after``
+        computes.
         """
         graph = self.value_graph()
         for stage in reversed(range(len(self.interfaces))):
-            unused, carries, programs = graph.unused(stage), self._unused_carries(stage, after), self.local(stage)
+            unused, carries, programs = (
+                graph.unused(stage),
+                self._unused_carries(stage, after),
+                self.local(stage),
+            )
             known = frozenset[int]() if programs is None else programs.outputs.unused
             if any(self.interfaces[stage].dys[j] for j in unused) or not carries <= known:
                 return stage, unused | carries
@@ -89,17 +108,27 @@ class TracedKind:
         if after is None or mine is None or theirs is None:
             return frozenset()
         count, inputs = len(self.interfaces[stage].ys), len(after.interfaces[stage].dxs)
-        return frozenset(j for j in mine.outputs.y.wanted if j >= count and theirs.dxs[inputs + j - count] is None)
+        return frozenset(
+            j
+            for j in mine.outputs.y.wanted
+            if j >= count and theirs.dxs[inputs + j - count] is None
+        )
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
         batch, y = self.kind[0].tensors, self.output()
         if self.loss is not None:
             loss = Interface.of(self.loss)
-            passed_on = {source for source in loss.ys if isinstance(source, int)}  # the loss returns its input
-            takes = tuple(reads or leaf in passed_on or self.each for leaf, reads in enumerate(loss.takes_x))
+            passed_on = {
+                source for source in loss.ys if isinstance(source, int)
+            }  # the loss returns its input
+            takes = tuple(
+                reads or leaf in passed_on or self.each for leaf, reads in enumerate(loss.takes_x)
+            )
             return ValueGraph(self.interfaces, loss.dxs, takes, batch)
-        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors))
+        dxs = tuple(
+            (f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors)
+        )
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
 
 
@@ -114,9 +143,15 @@ def in_turn(
 
 
 def advanced(
-    config: Config, request: Request, traced: TracedKind, before: TracedKind | None, note: Callable[[str], None]
+    config: Config,
+    request: Request,
+    traced: TracedKind,
+    before: TracedKind | None,
+    note: Callable[[str], None],
 ) -> TracedKind:
-    """With the stages that follow those whose interfaces are known, as far as they are on this process."""
+    """With the stages that follow those whose interfaces are known, as far as they are on this
+    process.
+    """
     for stage in range(len(traced.interfaces), request.schedule.stages):
         if not ranks_here(config, request, stage):
             break
@@ -127,13 +162,19 @@ def advanced(
 
 def ranks_here(config: Config, request: Request, stage: int) -> list[int]:
     """The ranks of this process that have a stage."""
-    return [rank for rank in request.schedule.placement.ranks_of(stage) if rank in config.group.here]
+    return [
+        rank for rank in request.schedule.placement.ranks_of(stage) if rank in config.group.here
+    ]
 
 
 def with_stage(
-    config: Config, request: Request, traced: TracedKind, before: TracedKind | None, stage: int,
+    config: Config,
+    request: Request,
+    traced: TracedKind,
+    before: TracedKind | None,
+    stage: int,
     unused: frozenset[int] = frozenset(),
-) -> TracedKind:  # fmt: skip
+) -> TracedKind:
     """With the programs of a stage of this process; its outputs ``unused`` have no cotangent.
 
     ``before`` is the slice before this one.
@@ -141,19 +182,28 @@ def with_stage(
     ranks, params = ranks_here(config, request, stage), request.params[stage]
     if params is None:
         raise StageError(
-            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters are missing; "
+            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters "
+            "are missing; "
             "give params one entry per stage (pipe.place keeps those that are on this process)"
         )
-    x, function = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0], config.functions[stage]
+    x, function = (
+        traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0],
+        config.functions[stage],
+    )
     carry = before.carry(stage) if function.carry and before is not None else None
     x = x if carry is None else with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
-    on_devices = lambda called: {
-        (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
-    }
+
+    def on_devices(called):
+        return {
+            (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
+        }
+
     if function.carry:
-        programs, carries = _carrying(function, traced, 0 if carry is None else len(carry.leaves), on_devices)
+        programs, carries = _carrying(
+            function, traced, 0 if carry is None else len(carry.leaves), on_devices
+        )
     else:
         programs, carries = on_devices(function), NO_CARRIES
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
@@ -164,9 +214,11 @@ def with_stage(
 def _carrying(
     function: Stage, traced: TracedKind, given: int, on_devices: Callable[[Stage], Local]
 ) -> tuple[Local, Carries]:
-    """The programs of a slice of a stage with a carry, of which ``given`` leaves come in, and its carries.
+    """The programs of a slice of a stage with a carry, of which ``given`` leaves come in, and its
+    carries.
 
-    A carry that is another value, or whose gradient is one, is copied, which is known once it is traced.
+    A carry that is another value, or whose gradient is one, is copied, which is known once it is
+    traced.
     """
     first, last, apart = not traced.slice, traced.slice == traced.slices - 1, NO_COPIES
     while True:
@@ -200,22 +252,36 @@ def loss_programs(config: Config, request: Request, traced: TracedKind) -> Progr
     _, targets, sides = traced.kind
     trees = [traced.output().handed_on(), *targets]
     x = replace(
-        trees[0], spec=tree.together([t.spec for t in trees]), leaves=tuple(leaf for t in trees for leaf in t.leaves)
+        trees[0],
+        spec=tree.together([t.spec for t in trees]),
+        leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
+    ranks = [
+        r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here
+    ]
     device = config.group.device((ranks or config.group.here)[0])
     programs = _programs(
-        config, request, stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None
+        config,
+        request,
+        stage,
+        [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)],
+        device,
+        None,
     )
     check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return programs
 
 
 def _programs(
-    config: Config, request: Request, stage: Stage, trees: Sequence[AbstractTree], device: torch.device,
-    index: int | None, unused: frozenset[int] = frozenset(),
-) -> Programs:  # fmt: skip
+    config: Config,
+    request: Request,
+    stage: Stage,
+    trees: Sequence[AbstractTree],
+    device: torch.device,
+    index: int | None,
+    unused: frozenset[int] = frozenset(),
+) -> Programs:
     """The programs of stage ``index``, or of the loss (None), on a device."""
     group = config.group
     group.journal(group.here[0], f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
@@ -230,6 +296,10 @@ def _located(text: str, params: AbstractTree, index: int | None) -> str:
     text = text.replace("FakeTensor", "Tensor")
     if index is None:
         return text.replace("stage ", "the loss ", 1)
-    hints = ["its parameters are None: give params one entry per stage"] if params.spec == _NOTHING else []
+    hints = (
+        ["its parameters are None: give params one entry per stage"]
+        if params.spec == _NOTHING
+        else []
+    )
     hints += [f"its input is what stage {index - 1} returns"] if index else []
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")

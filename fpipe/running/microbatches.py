@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches cut into microbatches, and results joined again.
 
-The first axis of every tensor leaf of a batch is the batch axis; leaves that are not tensors are passed to every
-microbatch as they are. Knows no stages and no ranks.
+The first axis of every tensor leaf of a batch is the batch axis; leaves that are not tensors are
+passed to every microbatch as they are. Knows no stages and no ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Microbatches:
 
     def __init__(self, parts: Iterable[Tree]):
         if isinstance(parts, (str, Mapping)) or not isinstance(parts, Iterable):
-            raise BatchError(f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}")
+            raise BatchError(
+                f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}"
+            )
         self.parts = tuple(parts)
         if not self.parts:
             raise BatchError("Microbatches([]) is empty; give at least one microbatch")
@@ -57,18 +59,24 @@ class Microbatches:
 
 
 def count(batches: Sequence[Tree], microbatches: int | None) -> int:
-    """The number of microbatches of a call: that of its ``Microbatches``, else that of the pipeline.
+    """The number of microbatches of a call: that of its ``Microbatches``, else that of the
+    pipeline.
 
     >>> count([Microbatches([1, 2, 3]), torch.ones(4)], 4)
     3
     """
     counts = {len(b) for b in batches if isinstance(b, Microbatches)}
     if len(counts) > 1:
-        raise BatchError(f"the arguments hold {sorted(counts)} microbatches; give every argument the same number")
+        raise BatchError(
+            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
+        )
     if counts:
         return counts.pop()
     if microbatches is None:
-        raise BatchError("how many microbatches? say pipeline(..., microbatches=8) or pass fpipe.Microbatches([...])")
+        raise BatchError(
+            "how many microbatches? say pipeline(..., microbatches=8) or pass "
+            "fpipe.Microbatches([...])"
+        )
     return microbatches
 
 
@@ -80,7 +88,9 @@ def split(batch: Tree, parts: int, name: str = "the batch") -> list[Tree]:
     """
     if isinstance(batch, Microbatches):
         if len(batch) != parts:
-            raise BatchError(f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}")
+            raise BatchError(
+                f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}"
+            )
         return list(batch)
     flat = Parts(batch, parts, name)
     return [flat.tree(mb) for mb in range(parts)]
@@ -92,7 +102,8 @@ def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
         return
     if leaf.layout is not torch.strided:
         raise BatchError(
-            f"{name} holds a tensor of layout {leaf.layout}, which cannot be cut into {parts} microbatches; "
+            f"{name} holds a tensor of layout {leaf.layout}, which cannot be cut into {parts} "
+            "microbatches; "
             "pass fpipe.Microbatches([...]), or to_dense() of it"
         )
     if leaf.dim() == 0:
@@ -102,7 +113,8 @@ def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
         )
     if leaf.shape[0] % parts:
         raise BatchError(
-            f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change the batch or "
+            f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change "
+            "the batch or "
             "microbatches=, or pass fpipe.Microbatches([...]) of any sizes"
         )
 
@@ -116,18 +128,21 @@ def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
 class Parts:
     """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
 
-    ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its parts. ``uniform``
-    says that all rows have one shape, so that the first row describes all. A batch is checked at once but cut only when
-    its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for every
-    microbatch; without it, it is an error. ``absent``: another process has it, and tensors have no data here. With
-    ``slices`` each row is one slice of a microbatch: leaves with two axes or more are cut along the second one, and
+    ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its
+    parts. ``uniform`` says that all rows have one shape, so that the first row describes all. A
+    batch is checked at once but cut only when its rows are read: most ranks read none. With
+    ``shared_scalars`` a tensor without axes is the same for every microbatch; without it, it is an
+    error. ``absent``: another process has it, and tensors have no data here. With ``slices`` each
+    row is one slice of a microbatch: leaves with two axes or more are cut along the second one, and
     others are those of all slices.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
 
-    def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False, slices: int = 1):
+    def __init__(
+        self, batch: Tree, parts: int, name: str, shared_scalars: bool = False, slices: int = 1
+    ):
         self.name, self.uniform, self.slices = name, not isinstance(batch, Microbatches), slices
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
@@ -137,7 +152,10 @@ class Parts:
                 _check_leaf(leaf, parts, name, shared_scalars)
             _check_slices(self.leaves, self.structure, name, slices)
         else:
-            flat = [(*tree.flatten(part), f"{name}[{m}]") for m, part in enumerate(split(batch, parts, name))]
+            flat = [
+                (*tree.flatten(part), f"{name}[{m}]")
+                for m, part in enumerate(split(batch, parts, name))
+            ]
             rows = [stand_ins(leaves, which) for leaves, _, which in flat]
             self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
             self.absent = any(absent for _, absent in rows)
@@ -162,7 +180,11 @@ class Parts:
             parts = len(self.specs) // self.slices
             columns = [_split_leaf(leaf, parts) for leaf in self.leaves]
             rows = list(zip(*columns, strict=True)) if columns else [()] * parts
-        return rows if self.slices == 1 else [part for row in rows for part in sliced(row, self.slices)]
+        return (
+            rows
+            if self.slices == 1
+            else [part for row in rows for part in sliced(row, self.slices)]
+        )
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
@@ -175,14 +197,16 @@ def _check_slices(leaves: Sequence[Any], structure: tree.Structure, name: str, s
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] % slices:
             where = ".".join(map(str, path))
             raise BatchError(
-                f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape {list(leaf.shape)}, and "
+                f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape "
+                f"{list(leaf.shape)}, and "
                 f"{slices} slices do not divide the {leaf.shape[1]} of its second axis; pad it to "
                 f"{-(-leaf.shape[1] // slices) * slices}, or change slices="
             )
 
 
 def sliced(row: Sequence[Any], slices: int) -> Sequence[Sequence[Any]]:
-    """The leaves of a microbatch by slice: views along the second axis of those that have one, the others as they are.
+    """The leaves of a microbatch by slice: views along the second axis of those that have one, the
+    others as they are.
 
     >>> sliced([torch.arange(4)[None], 7], 2)
     [(tensor([[0, 1]]), 7), (tensor([[2, 3]]), 7)]
@@ -198,9 +222,11 @@ def sliced(row: Sequence[Any], slices: int) -> Sequence[Sequence[Any]]:
 
 
 def merge(parts: Sequence[Tree], axis: int = 0) -> Tree:
-    """The inverse of ``split``: tensor leaves joined along the first axis, other leaves taken from the first part.
+    """The inverse of ``split``: tensor leaves joined along the first axis, other leaves taken from
+    the first part.
 
-    With ``axis=1`` the inverse of a cut into slices. Tensors that lack the axis are stacked along it.
+    With ``axis=1`` the inverse of a cut into slices. Tensors that lack the axis are stacked along
+    it.
 
     >>> merge([torch.zeros(2, 3), torch.ones(1, 3)]).shape
     torch.Size([3, 3])
@@ -208,7 +234,10 @@ def merge(parts: Sequence[Tree], axis: int = 0) -> Tree:
     flat = [tree.flatten(part) for part in parts]
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
-        raise BatchError("the microbatches' outputs have different structures and cannot be joined into one batch")
+        raise BatchError(
+            "the microbatches' outputs have different structures and cannot be joined into one "
+            "batch"
+        )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree.unflatten(spec, [_merge_leaf(column, axis) for column in columns])
 
@@ -224,30 +253,43 @@ def _merge_leaf(column: Sequence[Any], axis: int) -> Any:
         shapes = ", ".join(str(tuple(t.shape)) for t in column)
         if axis:
             remedy = "return tensors that are alike but for their second axis"
-            raise BatchError(f"outputs of slices of shapes {shapes} do not join; {remedy}") from error
+            raise BatchError(
+                f"outputs of slices of shapes {shapes} do not join; {remedy}"
+            ) from error
         raise BatchError(
-            f"outputs of shapes {shapes} do not join along their first axis; pass fpipe.Microbatches to get them apart"
+            f"outputs of shapes {shapes} do not join along their first axis; pass "
+            "fpipe.Microbatches to get them apart"
         ) from error
 
 
 def joined(parts: Sequence[Tree], slices: int, whole: bool) -> Tree:
-    """Results by microbatch, or by slice of each, in the form of the batch: one pytree where it was ``whole``."""
+    """Results by microbatch, or by slice of each, in the form of the batch: one pytree where it was
+    ``whole``.
+    """
     if slices > 1:
         parts = [merge(parts[first : first + slices], 1) for first in range(0, len(parts), slices)]
     return merge(parts) if whole else Microbatches(parts)
 
 
 def gradients(parts: Sequence[Tree], x: Parts) -> Sequence[Tree]:
-    """The gradients of x by microbatch, from those by slice: added for leaves that every slice gets whole, in the order
-    of the backwards."""
+    """The gradients of x by microbatch, from those by slice: added for leaves that every slice gets
+    whole, in the order of the backwards.
+    """
     if x.slices == 1:
         return parts
     found = []
     for first in range(0, len(parts), x.slices):
-        columns = zip(*(x.specs[first].flatten_up_to(part) for part in parts[first : first + x.slices]), strict=True)
+        columns = zip(
+            *(x.specs[first].flatten_up_to(part) for part in parts[first : first + x.slices]),
+            strict=True,
+        )
         cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 1 for leaf in x.rows[first]]
         leaves = [
-            None if column[0] is None else torch.cat(column, 1) if along else reduce(torch.add, reversed(column))
+            None
+            if column[0] is None
+            else torch.cat(column, 1)
+            if along
+            else reduce(torch.add, reversed(column))
             for column, along in zip(columns, cut, strict=True)
         ]
         found.append(tree.unflatten(x.specs[first], leaves))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Pipeline``: stages, a schedule and a loss as one function, which ``fpipe.pipeline`` (in ``building``) returns.
+"""``Pipeline``: stages, a schedule and a loss as one function, which ``fpipe.pipeline`` (in
+``building``) returns.
 
-A frozen ``Config`` with a cache of plans. Calls are in ``calls``, derivatives in ``gradients``; plans are opaque here.
+A frozen ``Config`` with a cache of plans. Calls are in ``calls``, derivatives in ``gradients``;
+plans are opaque here.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ R = TypeVar("R", covariant=True)
 
 
 class Pipeline(Generic[Y, R]):
-    """A function of ``(params, x, *targets)``, returned by ``fpipe.pipeline``, which is the only way to create one.
+    """A function of ``(params, x, *targets)``, returned by ``fpipe.pipeline``, which is the only
+    way to create one.
 
-    A call runs forwards alone. ``fpipe.value_and_grad``, ``fpipe.grad`` and ``fpipe.vjp`` return its derivatives.
-    A pipeline is not changed by its methods. Its attributes:
+    A call runs forwards alone. ``fpipe.value_and_grad``, ``fpipe.grad`` and ``fpipe.vjp`` return
+    its derivatives. A pipeline is not changed by its methods. Its attributes:
 
     * ``group``: the ranks that run it
     * ``stages``: how many stages it has
@@ -58,7 +61,9 @@ class Pipeline(Generic[Y, R]):
         self.config, self.cache = config, cache or Cache(shares)
         self.group, self.copies, self.tied = config.group, config.copies, config.tied
         self.placement, self.stages, self.here = config.placement, config.stages, config.here
-        self.output_rank = self.placement.rank_of(self.stages - 1)  # of the last stage, or its first replica
+        self.output_rank = self.placement.rank_of(
+            self.stages - 1
+        )  # of the last stage, or its first replica
 
     def __repr__(self) -> str:
         return repr(self.config)
@@ -66,7 +71,7 @@ class Pipeline(Generic[Y, R]):
     def _repr_html_(self) -> str:
         return shown(self.config, self.schedule)
 
-    # ---- questions ----------------------------------------------------------------------------------------------
+    # ---- questions ----
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches.
 
@@ -87,7 +92,8 @@ class Pipeline(Generic[Y, R]):
         return self.config.schedule_for(microbatches)
 
     def under(self, schedule: Schedule) -> Pipeline[Y, R]:
-        """The same pipeline with another schedule that places the stages on the same ranks; this one is unchanged.
+        """The same pipeline with another schedule that places the stages on the same ranks; this
+        one is unchanged.
 
         Args:
             schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
@@ -105,16 +111,20 @@ class Pipeline(Generic[Y, R]):
         """
         if repr(schedule.placement) != repr(self.placement):
             raise StageError(
-                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline ({self.placement}); "
+                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
+                f"({self.placement}); "
                 "make a pipeline with it, and place the parameters anew"
             )
-        return Pipeline(replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed))
+        return Pipeline(
+            replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
+        )
 
     def train(self, training: bool = True) -> Pipeline[Y, R]:
-        """The same pipeline with its modules in training, whatever mode they were cut in; this one is unchanged.
+        """The same pipeline with its modules in training, whatever mode they were cut in; this one
+        is unchanged.
 
-        Stages that are functions have no modes. A norm whose running statistics are constants, since it was cut in
-        evaluation, cannot be trained.
+        Stages that are functions have no modes. A norm whose running statistics are constants,
+        since it was cut in evaluation, cannot be trained.
 
         Args:
             training: whether modules are in training; False is ``eval()``.
@@ -133,7 +143,8 @@ class Pipeline(Generic[Y, R]):
         return Pipeline(*self.cache.in_mode(self.config, training))
 
     def eval(self) -> Pipeline[Y, R]:
-        """The same pipeline with its modules in evaluation, as ``module.eval()``; see :meth:`train`.
+        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
+        :meth:`train`.
 
         Returns:
             A pipeline that takes the same placed parameters.
@@ -146,10 +157,17 @@ class Pipeline(Generic[Y, R]):
         return self.train(False)
 
     def call(
-        self, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree],
+        self,
+        mode: Mode,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
         **options: Any,
-    ) -> Call:  # fmt: skip
-        """The checked arguments of a call that follows; where they are refused, the other ranks learn it."""
+    ) -> Call:
+        """The checked arguments of a call that follows; where they are refused, the other ranks
+        learn it.
+        """
         try:
             call = Call.of(self.config, mode, params, x, targets, side, **options)
         except Exception as error:
@@ -161,10 +179,21 @@ class Pipeline(Generic[Y, R]):
         return call
 
     def _choose(
-        self, auto: Auto, call: Call, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree]
-    ) -> None:  # fmt: skip
-        """Choose the schedule for a number of microbatches, by plans of others with the same placement."""
-        plans_of = lambda schedule: self.under(schedule).plan(params, x, *targets, **side)
+        self,
+        auto: Auto,
+        call: Call,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
+    ) -> None:
+        """Choose the schedule for a number of microbatches, by plans of others with the same
+        placement.
+        """
+
+        def plans_of(schedule):
+            return self.under(schedule).plan(params, x, *targets, **side)
+
         auto.estimated(call.number, plans_of, self.schedule(call.number), self.config.device.type)
 
     @property
@@ -173,14 +202,20 @@ class Pipeline(Generic[Y, R]):
 
         >>> from fpipe import local, pipeline
         >>> print(pipeline([torch.mul] * 2, "auto", microbatches=2, group=local(2)).why)
-        the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1: [1])
+        the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1:
+        [1])
         """
         auto = self.config.schedule
         if not isinstance(auto, Auto):
             return f"{self.config!r}: the schedule was given"
         if not auto.chosen:
-            return f"the first call that computes gradients chooses; stages are on ranks as {self.placement}"
-        return "\n\n".join(f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items()))
+            return (
+                "the first call that computes gradients chooses; stages are on ranks as "
+                f"{self.placement}"
+            )
+        return "\n\n".join(
+            f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items())
+        )
 
     @property
     def parts(self) -> Group | None:
@@ -188,9 +223,11 @@ class Pipeline(Generic[Y, R]):
         return self.copies.group if self.copies is not None and self.copies.cut else None
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over its copies too.
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
+        its copies too.
 
-        Every process must call it. Quantities of the whole model, such as a norm, are sums over stages.
+        Every process must call it. Quantities of the whole model, such as a norm, are sums over
+        stages.
 
         Args:
             tensor: this process's part of the sum, of one shape on all processes.
@@ -220,15 +257,18 @@ class Pipeline(Generic[Y, R]):
         """
         return self.group.gather_objects(obj)
 
-    # ---- parameters ---------------------------------------------------------------------------------------------
+    # ---- parameters ----
     def place(self, params: Sequence[P]) -> list[P]:
-        """The parameters of the stages of this process, on their rank's device; ``None`` for the others.
+        """The parameters of the stages of this process, on their rank's device; ``None`` for the
+        others.
 
         Args:
-            params: one pytree for each stage, in stage order; the entries of other processes' stages are not read.
+            params: one pytree for each stage, in stage order; the entries of other processes'
+                stages are not read.
 
         Returns:
-            The same list, with None for stages of other processes. Tensors that are there already are not copied.
+            The same list, with None for stages of other processes. Tensors that are there already
+            are not copied.
 
         Raises:
             StageError: if ``params`` does not have one entry for each stage.
@@ -241,18 +281,22 @@ class Pipeline(Generic[Y, R]):
         out: list[Any] = [None] * self.stages
         for stage in self.here:
             device = self.group.device(self.config.rank_here(stage))
-            move = lambda leaf, device=device: (
-                leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
-            )
+
+            def move(leaf, device=device):
+                return (
+                    leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+                )
+
             out[stage] = tree.tree_map(move, params[stage])
         return out
 
     def shard(self, params: Sequence[P]) -> list[P]:
         """This process's part of whole parameters, placed. With ``zero=`` calls take such parts.
 
-        The trees keep their structure; a leaf becomes one axis with the elements of this copy, perhaps none, and any
-        elementwise operation can be applied to it. Without ``zero=`` it is ``place``. The pipeline records the shapes
-        of whole leaves here: where parts are read from a checkpoint, call it with tensors on the device "meta".
+        The trees keep their structure; a leaf becomes one axis with the elements of this copy,
+        perhaps none, and any elementwise operation can be applied to it. Without ``zero=`` it is
+        ``place``. The pipeline records the shapes of whole leaves here: where parts are read from a
+        checkpoint, call it with tensors on the device "meta".
 
         Args:
             params: whole parameters, one pytree for each stage, as for ``place``.
@@ -281,8 +325,8 @@ class Pipeline(Generic[Y, R]):
         Every process must call it.
 
         Args:
-            parts: parameters as ``shard`` returns them, or any trees of that structure, such as the moments of an
-                optimizer.
+            parts: parameters as ``shard`` returns them, or any trees of that structure, such as the
+                moments of an optimizer.
 
         Returns:
             A list of whole trees, with None for stages of other processes.
@@ -299,63 +343,103 @@ class Pipeline(Generic[Y, R]):
         shares = self.cache.shares if self.parts is not None else None
         if shares is None:
             return list(parts)
-        whole: list[Any] = [None if part is None else shares.join(s, part) for s, part in enumerate(parts)]
+        whole: list[Any] = [
+            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
+        ]
         return whole
 
-    # ---- use ----------------------------------------------------------------------------------------------------
+    # ---- use ----
     @overload
     def __call__(
-        self, params: Sequence[Tree], x: Tree, *targets: Tree, state: Sequence[Tree], seed: int | None = None,
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        state: Sequence[Tree],
+        seed: int | None = None,
         **side: Tree,
-    ) -> tuple[Any, list[Tree]]: ...  # fmt: skip
+    ) -> tuple[Any, list[Tree]]: ...
     @overload
     def __call__(
-        self: Pipeline[Y, None], params: Sequence[Tree], x: Tree, *, seed: int | None = None, each: None = None,
+        self: Pipeline[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: None = None,
         **side: Tree,
-    ) -> Y: ...  # fmt: skip
+    ) -> Y: ...
     @overload
     def __call__(
-        self: Pipeline[Y, None], params: Sequence[Tree], x: Tree, *, seed: int | None = None,
-        each: Callable[[int, Y], E], **side: Tree,
-    ) -> list[E] | None: ...  # fmt: skip
-    @overload
-    def __call__(
-        self: Pipeline[Y, R], params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None,
-        has_aux: bool = False, each: EachLoss[Y, R, E], **side: Tree,
-    ) -> tuple[torch.Tensor, list[E] | None]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self: Pipeline[Y, tuple[torch.Tensor, A]], params: Sequence[Tree], x: Tree, *targets: Tree,
-        seed: int | None = None, has_aux: Literal[True], **side: Tree,
-    ) -> tuple[torch.Tensor, list[A]]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self: Pipeline[Y, torch.Tensor], params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None,
+        self: Pipeline[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: Callable[[int, Y], E],
         **side: Tree,
-    ) -> torch.Tensor: ...  # fmt: skip
+    ) -> list[E] | None: ...
+    @overload
     def __call__(
-        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, has_aux: bool = False,
-        each: Each | None = None, **side: Tree,
-    ) -> Tree:  # fmt: skip
+        self: Pipeline[Y, R],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: EachLoss[Y, R, E],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[E] | None]: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, tuple[torch.Tensor, A]],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: Literal[True],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[A]]: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, torch.Tensor],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        **side: Tree,
+    ) -> torch.Tensor: ...
+    def __call__(
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: Each | None = None,
+        **side: Tree,
+    ) -> Tree:
         """Forward only: the loss, or without one the outputs. No graph, nothing saved.
 
         Args:
             params: one pytree for each stage, None for stages of other processes; see ``place``.
-            x: the input of the first stage for the whole batch: a pytree of tensors with a batch axis first, or
-                ``fpipe.Microbatches``.
+            x: the input of the first stage for the whole batch: a pytree of tensors with a batch
+                axis first, or ``fpipe.Microbatches``.
             targets: further batch arguments, which the loss takes after the output.
             seed: replaces the seed of the pipeline in this call.
             has_aux: the loss returns ``(scalar, aux)``, and the call ``(loss, [aux, ...])``.
-            each: ``each(number, output)`` is called with a microbatch's output as soon as it is computed, on the rank
-                of the last stage. Its results are returned in place of the outputs, as a list in microbatch order
-                (None on other ranks, unless ``outputs="everywhere"``), and the outputs are freed. With a loss it is
-                called as that of ``value_and_grad``, and ``(loss, results)`` is returned.
-            side: keyword-only arguments that stages or the loss name, split as the batch; ``state=[...]`` for stages
-                with state.
+            each: ``each(number, output)`` is called with a microbatch's output as soon as it is
+                computed, on the rank of the last stage. Its results are returned in place of the
+                outputs, as a list in microbatch order (None on other ranks, unless
+                ``outputs="everywhere"``), and the outputs are freed. With a loss it is called as
+                that of ``value_and_grad``, and ``(loss, results)`` is returned.
+            side: keyword-only arguments that stages or the loss name, split as the batch;
+                ``state=[...]`` for stages with state.
 
         Returns:
-            The loss, on every rank; without one the outputs, on the rank of the last stage, and on others what
-            ``outputs=`` of the pipeline says. With state, a tuple that ends with the new state.
+            The loss, on every rank; without one the outputs, on the rank of the last stage, and on
+            others what ``outputs=`` of the pipeline says. With state, a tuple that ends with the
+            new state.
 
         Raises:
             BatchError: if the batch cannot be split, or an argument does not fit the pipeline.
@@ -365,32 +449,37 @@ class Pipeline(Generic[Y, R]):
 
         >>> from fpipe import local, pipeline
         >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number, y: y.sum().item())
+        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
+        ...     y: y.sum().item())
         [6.0, 30.0]
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
         return nested.forward(call) if calls.surrounded() else calls.forward(call, self.cache)
 
     def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
-        """What each rank of this process will run for these arguments, and its peak memory. Nothing runs.
+        """What each rank of this process will run for these arguments, and its peak memory. Nothing
+        runs.
 
         Args:
             params, x, targets, side: as for a call.
 
         Returns:
-            A value that prints one line for each instruction: sends, receives, programs and frees. ``.peak`` is the
-            peak memory by rank in bytes, ``.costs`` what the programs are expected to take, for
-            ``schedule.simulate``, and ``[rank]`` the plan of one rank.
+            A value that prints one line for each instruction: sends, receives, programs and frees.
+            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
+            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
 
         Raises:
             BatchError, StageError: as for a call.
 
         >>> from fpipe import local, pipeline
-        >>> plan = pipeline([torch.mul] * 2, microbatches=2, group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
+        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
+        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
         >>> sorted(plan.peak)
         [0, 1]
         """
-        call = Call.of(self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side)
+        call = Call.of(
+            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
+        )
         with self.config.claim:
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 

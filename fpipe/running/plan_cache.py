@@ -31,7 +31,8 @@ from .results import ResultLayout
 
 #: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
 KEPT = 128
-#: The number of plans after which a pipeline warns, once, if the later ones took more than these seconds.
+#: The number of plans after which a pipeline warns, once, if the later ones took more than these
+#: seconds.
 HINT, DEAR = 16, 10.0
 #: The word of a call that has no plans yet, and the number that stands for None in other words.
 _NEW, _NONE = 1, -(2**60)
@@ -49,23 +50,37 @@ class CachedPlans:
     spent: Spent = field(default_factory=Spent)  # to prepare them
 
     def announce(self, call: Call, pullback: int = -1) -> int:
-        """Announce a call that runs these plans, or the pullback of an earlier call; returns its number."""
+        """Announce a call that runs these plans, or the pullback of an earlier call; returns its
+        number.
+        """
         if self.config.local:
             return 0
         seed, scale = call.seed, call.scale
         # The hash of None is an address.
-        word = hash((self.prepared.tag, pullback, _NONE if seed is None else seed, _NONE if scale is None else scale))
+        word = hash(
+            (
+                self.prepared.tag,
+                pullback,
+                _NONE if seed is None else seed,
+                _NONE if scale is None else scale,
+            )
+        )
         return self.config.group.enter(word, self._described, (seed, scale, pullback))
 
     def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
         described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
-        return described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
+        return (
+            described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
+        )
 
     @cached_property
     def feeders(self) -> Mapping[int, Feeder]:
         """Where fed values come from, by rank."""
         group = self.config.group
-        return {r: Feeder(plan, self.prepared, group.device(r)) for r, plan in self.prepared.plans.items()}
+        return {
+            r: Feeder(plan, self.prepared, group.device(r))
+            for r, plan in self.prepared.plans.items()
+        }
 
     @cached_property
     def carried(self) -> Mapping[int, tuple[int, ...]]:
@@ -79,13 +94,17 @@ class CachedPlans:
 
 
 class Cache:
-    """What a pipeline keeps between calls: plans by signature, and the layouts of leaves that copies share."""
+    """What a pipeline keeps between calls: plans by signature, and the layouts of leaves that
+    copies share.
+    """
 
     def __init__(self, shares: Shares | None = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
         self.graphs: Graphs = {}
-        self.modes: dict[bool, tuple[Config, Cache]] = {}  # of the same pipeline in training and in evaluation
+        self.modes: dict[
+            bool, tuple[Config, Cache]
+        ] = {}  # of the same pipeline in training and in evaluation
 
     def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:
         """The configuration with its stages in a mode, and the cache of that pipeline."""
@@ -103,7 +122,9 @@ class Cache:
         return self._keep(call, key) if cached is None else cached
 
     def announced(self, call: Call) -> tuple[CachedPlans, int]:
-        """The plans of a call that is about to run, and its number; it is announced to the other ranks."""
+        """The plans of a call that is about to run, and its number; it is announced to the other
+        ranks.
+        """
         try:
             key = call.signature()
             cached = self._find(key)
@@ -123,7 +144,8 @@ class Cache:
             cached = self.plans.get(key)
         except TypeError as error:
             raise BatchError(
-                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, numbers, strings "
+                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass "
+                "tensors, numbers, strings "
                 'or None, or register its class (optree, namespace="fpipe")'
             ) from error
         if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
@@ -155,9 +177,14 @@ class Cache:
             described = of_call(known, call.seed, call.scale, "none yet")
             number = config.group.enter(_NEW, dict, (described,))
             schedule = request.schedule
-            details = lambda fact: str(schedule) if fact == "schedule" else ""
+
+            def details(fact):
+                return str(schedule) if fact == "schedule" else ""
+
             guess = self._ready(config, request)
-            answers = agree(config.group, shared(described), details, (call.absent, guess and guess.word))
+            answers = agree(
+                config.group, shared(described), details, (call.absent, guess and guess.word)
+            )
             absent = [each for each, _ in answers]
             if any(absent):
                 request = self._completed(call, absent)
@@ -165,12 +192,17 @@ class Cache:
                 answers = agree(config.group, shared(known), more=((), guess and guess.word))
             if len({word for _, word in answers}) > 1:
                 guess = None
-        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
-        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}), guess, self._latest)
+        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of
+        # its own.
+        prepared = prepare(
+            config, request, tag_of({**shared(known), "number": str(number)}), guess, self._latest
+        )
         return CachedPlans(config, prepared, known, number, call.misplaced())
 
     def _ready(self, config: Config, request: Request) -> Ready | None:
-        """The stages traced for the sizes to expect after the latest calls; the ranks confirm or discard it."""
+        """The stages traced for the sizes to expect after the latest calls; the ranks confirm or
+        discard it.
+        """
         return ready(config, request, self._latest)
 
     @property
@@ -178,7 +210,9 @@ class Cache:
         return [each.prepared for each in list(self.plans.values())[-SEEN:]]
 
     def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
-        """The request of a call some of whose arguments only other processes have: these describe them."""
+        """The request of a call some of whose arguments only other processes have: these describe
+        them.
+        """
         names = [name for lacking in absent for name in lacking]
         offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)
         return call.completed(absent, offers).request(self.shares)
@@ -187,10 +221,16 @@ class Cache:
         """Before the first step of all, copies of the pipeline compare their configurations."""
         if config.copies is not None and not self.agreed:
             self.agreed = True
-            agree(config.copies.group, {
-                "schedule": repr(config), "copies": config.copies.description, "tied parameters": str(config.tied),
-                "the dtype of accumulation": str(config.accumulate), "the stages here": str(config.here),
-            })  # fmt: skip
+            agree(
+                config.copies.group,
+                {
+                    "schedule": repr(config),
+                    "copies": config.copies.description,
+                    "tied parameters": str(config.tied),
+                    "the dtype of accumulation": str(config.accumulate),
+                    "the stages here": str(config.here),
+                },
+            )
 
 
 def _hint(spent: Sequence[Spent]) -> None:
@@ -198,8 +238,10 @@ def _hint(spent: Sequence[Spent]) -> None:
     total = sum(spent[1:], Spent())
     if total.seconds > DEAR:
         warnings.warn(
-            f"plans for {len(spent)} kinds of arguments were prepared so far; after the first this took "
-            f"{total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer lengths; a stage that is traced "
+            f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
+            "this took "
+            f"{total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer lengths; a "
+            "stage that is traced "
             "for each length can name the axes that vary: fpipe.Stage(fn, dynamic=)",
             stacklevel=2,
         )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Plans``: the plans of the ranks of this process as a value that is printed, and what is expected of them.
+"""``Plans``: the plans of the ranks of this process as a value that is printed, and what is
+expected of them.
 
 Knows plans and programs; no pipeline and no call.
 """
@@ -14,10 +15,11 @@ from .prepare import Prepared
 
 
 class Plans:
-    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in bytes.
+    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in
+    bytes.
 
-    With ``capture=True``, ``graph`` are the bytes that the graph of a step keeps allocated at most: those of the ranks,
-    copies of the arguments, and the results.
+    With ``capture=True``, ``graph`` are the bytes that the graph of a step keeps allocated at most:
+    those of the ranks, copies of the arguments, and the results.
     """
 
     def __init__(self, prepared: Prepared, captured: bool = False):
@@ -28,30 +30,49 @@ class Plans:
 
     @property
     def figures(self) -> dict[str, dict[int, float]]:
-        """What is expected of the programs of the stages of this process, by shapes: microseconds, and bytes."""
-        figures: dict[str, dict[int, float]] = {name: {} for name in ("F", "B", "I", "W", "saved", "kept")}
+        """What is expected of the programs of the stages of this process, by shapes: microseconds,
+        and bytes.
+        """
+        figures: dict[str, dict[int, float]] = {
+            name: {} for name in ("F", "B", "I", "W", "saved", "kept")
+        }
         for source in self._inputs.values():
             for stage, slices in source.of_a_microbatch().items():
-                times = (sum(microseconds(getattr(each, letter)) for each in slices) for letter in "fbiw")
-                held = sum(each.saved_bytes for each in slices), sum(each.kept_bytes for each in slices)
+                times = (
+                    sum(microseconds(getattr(each, letter)) for each in slices) for letter in "fbiw"
+                )
+                held = (
+                    sum(each.saved_bytes for each in slices),
+                    sum(each.kept_bytes for each in slices),
+                )
                 for known, figure in zip(figures.values(), (*times, *held), strict=True):
                     known[stage] = figure
         return figures
 
     @property
     def costs(self) -> Costs:
-        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves.
+        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their
+        weaves.
 
         The mean over the stages of this process stands for the others.
         """
         figures = self.figures
         stages = next(iter(self._inputs.values())).stages
         mean = {name: sum(known.values()) / max(len(known), 1) for name, known in figures.items()}
-        spread = {name: tuple(known.get(s, mean[name]) for s in range(stages)) for name, known in figures.items()}
-        woven = {
-            name: weave for plan in self.by_rank.values() for name, weave in plan.weaves.items() if not weave.reason
+        spread = {
+            name: tuple(known.get(s, mean[name]) for s in range(stages))
+            for name, known in figures.items()
         }
-        overlap = lambda action: woven[str(action)].beside() if str(action) in woven else None
+        woven = {
+            name: weave
+            for plan in self.by_rank.values()
+            for name, weave in plan.weaves.items()
+            if not weave.reason
+        }
+
+        def overlap(action):
+            return woven[str(action)].beside() if str(action) in woven else None
+
         return Costs(**spread, overlap=overlap, unit="us")
 
     def __getitem__(self, rank: int) -> Plan:
@@ -59,9 +80,17 @@ class Plans:
 
     def __str__(self) -> str:
         plans = [plan for _, plan in sorted(self.by_rank.items())]
-        rows = [f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans]
-        graph = [] if self.graph is None else [f"its graph keeps {self.graph:,} bytes allocated at most"]
-        return "\n".join(["rank  instructions  slots  peak bytes", *rows, *graph, "", *map(str, plans)])
+        rows = [
+            f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans
+        ]
+        graph = (
+            []
+            if self.graph is None
+            else [f"its graph keeps {self.graph:,} bytes allocated at most"]
+        )
+        return "\n".join(
+            ["rank  instructions  slots  peak bytes", *rows, *graph, "", *map(str, plans)]
+        )
 
     __repr__ = __str__
 
@@ -84,6 +113,8 @@ def _held_by_a_graph(prepared: Prepared) -> int:
         for x, targets, sides in [request.kinds[kind]]
         for tree in (x, *targets, *sides)
     ]
-    arguments = sum(aval.nbytes for tree in (*params, *states, *batch) for aval in tree.avals.values())
+    arguments = sum(
+        aval.nbytes for tree in (*params, *states, *batch) for aval in tree.avals.values()
+    )
     gradients = sum(aval.nbytes for tree in params for aval in tree.avals.values() if aval.grad)
     return sum(plan.peak for plan in prepared.plans.values()) + arguments + gradients

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interfaces of all stages for new sizes, as the sizes of earlier calls let expect them.
 
-A new length then needs no exchange of interfaces, stage after stage: every rank traces its stages for the expected
-interfaces, and the ranks confirm them in one message. An expectation may be wrong; whoever uses it checks it. Knows
-numbers and interfaces; no groups or programs.
+A new length then needs no exchange of interfaces, stage after stage: every rank traces its stages
+for the expected interfaces, and the ranks confirm them in one message. An expectation may be wrong;
+whoever uses it checks it. Knows numbers and interfaces; no groups or programs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ SEEN = 6
 
 
 def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Interface, ...] | None:
-    """The interfaces to expect for inputs; ``None`` where fewer than two kinds are known that differ in sizes alone.
+    """The interfaces to expect for inputs; ``None`` where fewer than two kinds are known that
+    differ in sizes alone.
 
     Each number is that of an axis of the inputs, or grows evenly with one.
 
     >>> import torch
     >>> x = lambda n: [AbstractTree.of(torch.ones(n, 3))]
-    >>> y = lambda n: [Interface(AbstractTree.of(torch.ones(2 * n + 1)), (None,), (None,), (True,), (True,), (True,))]
+    >>> y = lambda n: [Interface(AbstractTree.of(torch.ones(2 * n + 1)), (None,), (None,), (True,),
+    ...     (True,), (True,))]
     >>> expected(x(9), [(x(4), y(4)), (x(6), y(6))])[0].y.leaves[0].shape
     (19,)
     """
@@ -40,13 +42,19 @@ def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Inte
     columns = list(zip(*(_numbers(each) for each, _ in alike), _numbers(inputs), strict=True))
     varying = sorted({column for column in columns if len(set(column[:-1])) > 1})
     rows = zip(
-        *([aval for interface in interfaces for aval in _avals(interface)] for _, interfaces in alike), strict=True
+        *(
+            [aval for interface in interfaces for aval in _avals(interface)]
+            for _, interfaces in alike
+        ),
+        strict=True,
     )
     avals = [_aval(row, varying) for row in rows]
     if None in avals:
         return None
     following = iter(avals)
-    return tuple(_with_avals(interface, lambda _: next(following) or _) for interface in alike[-1][1])
+    return tuple(
+        _with_avals(interface, lambda _: next(following) or _) for interface in alike[-1][1]
+    )
 
 
 def _aval(row: Sequence[Aval], columns: Sequence[tuple[int, ...]]) -> Aval | None:
@@ -63,7 +71,9 @@ def _aval(row: Sequence[Aval], columns: Sequence[tuple[int, ...]]) -> Aval | Non
 
 
 def _number(before: Sequence[int], columns: Sequence[tuple[int, ...]]) -> int | None:
-    """The number that follows earlier ones; each column has the sizes of an axis for these, and the new one."""
+    """The number that follows earlier ones; each column has the sizes of an axis for these, and the
+    new one.
+    """
     if len(set(before)) == 1:
         return before[0]
     for *sizes, new in columns:
@@ -72,16 +82,24 @@ def _number(before: Sequence[int], columns: Sequence[tuple[int, ...]]) -> int | 
     for *sizes, new in columns:
         one = sizes.index(next(size for size in sizes if size != sizes[-1]))
         rise, run = before[-1] - before[one], sizes[-1] - sizes[one]
-        even = all((n - before[-1]) * run == rise * (size - sizes[-1]) for n, size in zip(before, sizes, strict=True))
+        even = all(
+            (n - before[-1]) * run == rise * (size - sizes[-1])
+            for n, size in zip(before, sizes, strict=True)
+        )
         step, rest = divmod(rise * (new - sizes[-1]), run)
         if even and not rest:
             return before[-1] + step
     return None
 
 
-# ---- the numbers of trees and interfaces ----------------------------------------------------------------------------
+# ---- the numbers of trees and interfaces ----
 def _numbers(trees: Sequence[AbstractTree]) -> list[int]:
-    return [number for each in trees for aval in each.avals.values() for number in (*aval.shape, *aval.stride)]
+    return [
+        number
+        for each in trees
+        for aval in each.avals.values()
+        for number in (*aval.shape, *aval.stride)
+    ]
 
 
 def _avals(interface: Interface) -> Iterator[Aval]:
@@ -92,7 +110,10 @@ def _avals(interface: Interface) -> Iterator[Aval]:
 
 def _with_avals(interface: Interface, fn: Callable[[Aval], Aval]) -> Interface:
     """An interface with ``fn`` of each abstract tensor."""
-    leaf: Callable[[Leaf], Leaf] = lambda each: (each[0], fn(each[1])) if isinstance(each, tuple) else each
+
+    def leaf(each: Leaf) -> Leaf:
+        return (each[0], fn(each[1])) if isinstance(each, tuple) else each
+
     return replace(
         interface,
         y=interface.y.with_avals(fn),
@@ -104,12 +125,16 @@ def _with_avals(interface: Interface, fn: Callable[[Aval], Aval]) -> Interface:
 
 
 def _alike(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> Iterator[Seen]:
-    """The kinds that differ from these inputs, and from the last kind's interfaces, in numbers alone; last first."""
+    """The kinds that differ from these inputs, and from the last kind's interfaces, in numbers
+    alone; last first.
+    """
     wanted = _skeleton(inputs, seen[-1][1]) if seen else ()
     return (each for each in reversed(seen) if _skeleton(*each) == wanted)
 
 
-def _skeleton(inputs: Sequence[AbstractTree], interfaces: Sequence[Interface]) -> tuple[object, ...]:
+def _skeleton(
+    inputs: Sequence[AbstractTree], interfaces: Sequence[Interface]
+) -> tuple[object, ...]:
     """Everything but the numbers."""
     plain = [each.with_avals(without_sizes) for each in inputs]
     return *plain, *(_with_avals(each, without_sizes) for each in interfaces)

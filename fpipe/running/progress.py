@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line on a terminal that shows which stage is being traced, if that takes long. Knows no stages or programs."""
+"""One line on a terminal that shows which stage is being traced, if that takes long. Knows no
+stages or programs.
+"""
 
 from __future__ import annotations
 

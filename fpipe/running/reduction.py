@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the losses of the microbatches become one number: mean, sum, or a weighted mean.
 
-Weights are known before the first backward, so the gradient does not depend on how the batch was split. Knows
-microbatches and copies of the pipeline; no stage and no plan.
+Weights are known before the first backward, so the gradient does not depend on how the batch was
+split. Knows microbatches and copies of the pipeline; no stage and no plan.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
 
 
 def weighted(fn: Callable[..., Any]) -> Weighted:
-    """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
+    """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the
+    first backward.
 
-    With copies of the pipeline (``dp=``) the sum is over all copies, or with ``dp_reduction="mean"`` over each.
-    The loss of a microbatch of weight 0 is not counted, also where it is NaN,
-    as a mean over no tokens is. Its gradient is multiplied by 0, as in autograd: a loss that divides by its count must
-    divide by 1 where that is 0.
+    With copies of the pipeline (``dp=``) the sum is over all copies, or with
+    ``dp_reduction="mean"`` over each. The loss of a microbatch of weight 0 is not counted, also
+    where it is NaN, as a mean over no tokens is. Its gradient is multiplied by 0, as in autograd: a
+    loss that divides by its count must divide by 1 where that is 0.
 
     Args:
-        fn: a function of the targets of a microbatch that returns one number, such as a count of tokens; its
-            keyword-only arguments are side inputs.
+        fn: a function of the targets of a microbatch that returns one number, such as a count of
+            tokens; its keyword-only arguments are side inputs.
 
     Returns:
         A value for ``fpipe.pipeline(reduction=)``.
@@ -57,7 +58,8 @@ def weighted(fn: Callable[..., Any]) -> Weighted:
     """
     if not callable(fn):
         raise StageError(
-            f"fpipe.weighted takes a function of the targets, not {fn!r}; such as lambda y: (y >= 0).sum()"
+            f"fpipe.weighted takes a function of the targets, not {fn!r}; such as lambda y: (y >= "
+            "0).sum()"
         )
     return Weighted(fn)
 
@@ -92,7 +94,11 @@ class Weights:
         """The cotangent of a microbatch's loss."""
         weight = self.number if self.number is not None else self.each[mb]
         weight = weight if self.loss_scale is None else weight * self.loss_scale
-        return weight.to(device, dtype) if isinstance(weight, torch.Tensor) else _constant(weight, dtype, device)
+        return (
+            weight.to(device, dtype)
+            if isinstance(weight, torch.Tensor)
+            else _constant(weight, dtype, device)
+        )
 
 
 @lru_cache(maxsize=256)
@@ -101,19 +107,28 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def weights(
-    reduction: Reduction, targets: Sequence[Parts], sides: Mapping[str, Parts], number: int, copies: Copies | None,
+    reduction: Reduction,
+    targets: Sequence[Parts],
+    sides: Mapping[str, Parts],
+    number: int,
+    copies: Copies | None,
     loss_scale: float | torch.Tensor | None = None,
-) -> Weights:  # fmt: skip
+) -> Weights:
     """The weights of ``number`` microbatches.
 
-    The mean over copies of the pipeline is taken elsewhere. Explicit weights are counted over all copies, unless these
-    are averaged.
+    The mean over copies of the pipeline is taken elsewhere. Explicit weights are counted over all
+    copies, unless these are averaged.
     """
     if not isinstance(reduction, Weighted):
         return Weights(1.0 / number if reduction == "mean" else 1.0, (), loss_scale)
     named = {name: sides[name] for name in reduction.sides if name in sides}
     counts = [
-        _count(reduction, m, [t.tree(m) for t in targets], {n: part.tree(m) for n, part in named.items()})
+        _count(
+            reduction,
+            m,
+            [t.tree(m) for t in targets],
+            {n: part.tree(m) for n, part in named.items()},
+        )
         for m in range(number)
     ]
     exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
@@ -124,7 +139,9 @@ def weights(
     return Weights(None, [value / total for value in exact], loss_scale)
 
 
-def _count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]) -> torch.Tensor:
+def _count(
+    reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]
+) -> torch.Tensor:
     """The weight of a microbatch before it is divided by the sum of all."""
     try:
         found = reduction.fn(*targets, **sides)
@@ -136,8 +153,11 @@ def _count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[
         return found
     if isinstance(found, Real):
         return torch.as_tensor(found)
-    what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+    what = (
+        f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+    )
     raise BatchError(
-        f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number per "
+        f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one "
+        "number per "
         "microbatch, such as its count of tokens"
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Registers``: everything that changes while one rank runs its plan. Knows no plan, program or group."""
+"""``Registers``: everything that changes while one rank runs its plan. Knows no plan, program or
+group.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,18 @@ class Registers:
 
     slots: list[Any]
     seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
-    receives: dict[tuple[int, int], Work] = field(default_factory=dict)  # by (sender, number), until awaited
-    collectives: dict[int, Sequence[Work]] = field(default_factory=dict)  # of all copies, by number, until awaited
-    streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)  # random states between segments
-    each: Callable[[int, list[Any]], object] | None = None  # receives a microbatch's outputs at EACH
+    receives: dict[tuple[int, int], Work] = field(
+        default_factory=dict
+    )  # by (sender, number), until awaited
+    collectives: dict[int, Sequence[Work]] = field(
+        default_factory=dict
+    )  # of all copies, by number, until awaited
+    streams: dict[tuple[int, str, str], torch.Tensor] = field(
+        default_factory=dict
+    )  # random states between segments
+    each: Callable[[int, list[Any]], object] | None = (
+        None  # receives a microbatch's outputs at EACH
+    )
     send_loss: Callable[[], torch.Tensor] | None = None  # called at LOSS
     loss: torch.Tensor | None = None  # what it returned
 
@@ -33,6 +43,9 @@ class Registers:
     def copy(self) -> Registers:
         """The same values; a run changes only the copy."""
         return replace(
-            self, slots=list(self.slots), receives=dict(self.receives), collectives=dict(self.collectives),
+            self,
+            slots=list(self.slots),
+            receives=dict(self.receives),
+            collectives=dict(self.collectives),
             streams=dict(self.streams),
-        )  # fmt: skip
+        )

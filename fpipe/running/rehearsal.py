@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of some ranks of a pipeline, made in one process for a job in which every rank is a process of its own.
+"""Plans of some ranks of a pipeline, made in one process for a job in which every rank is a process
+of its own.
 
-The stages of all ranks are traced here, so nothing is exchanged, and the ranks that are asked for are lowered with
-messages between processes. Copies of the pipeline are other processes too. Knows no values.
+The stages of all ranks are traced here, so nothing is exchanged, and the ranks that are asked for
+are lowered with messages between processes. Copies of the pipeline are other processes too. Knows
+no values.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from .prepare import lowering_inputs, traced_in_turn
 
 
 class _Apart(LocalGroup):
-    """Ranks without data whose messages would take time. Of copies of a pipeline, the first is here."""
+    """Ranks without data whose messages would take time. Of copies of a pipeline, the first is
+    here.
+    """
 
     def __init__(self, size: int, *, copies: bool = False):
         super().__init__((torch.device("meta"),) * size)
@@ -54,10 +58,17 @@ class Rehearsed:
 
 
 def rehearse(
-    pipe: Pipeline[Any, Any], ranks: Sequence[int], params: Sequence[Tree], x: Tree, *targets: Tree, copies: int = 1,
-    zero: int = 0, note: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[int, Rehearsed], Spent]:  # fmt: skip
-    """The plans that ranks would have if each were a process, with ``copies`` of the pipeline. Nothing runs.
+    pipe: Pipeline[Any, Any],
+    ranks: Sequence[int],
+    params: Sequence[Tree],
+    x: Tree,
+    *targets: Tree,
+    copies: int = 1,
+    zero: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[int, Rehearsed], Spent]:
+    """The plans that ranks would have if each were a process, with ``copies`` of the pipeline.
+    Nothing runs.
 
     Args:
         pipe: a pipeline whose ranks are all in this process.
@@ -92,7 +103,9 @@ def rehearse(
 
 def _messages(plan: Plan, kind: str) -> tuple[int, int]:
     steps = [step for step in plan.steps if step.kind == kind]
-    return len(steps), sum(spec.bytes for step in steps for spec in step.avals if isinstance(spec, Spec))
+    return len(steps), sum(
+        spec.bytes for step in steps for spec in step.avals if isinstance(spec, Spec)
+    )
 
 
 def _bytes(params: Tree) -> int:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Request``: what the plans of a call depend on, beside the configuration. Knows shapes, no values."""
+"""``Request``: what the plans of a call depend on, beside the configuration. Knows shapes, no
+values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..schedule import Schedule
 from ..tree import AbstractTree
 
 Mode: TypeAlias = Literal["grad", "forward", "vjp"]
-#: A kind of microbatch: x, the targets, and the side inputs by stage with those of the loss at the end.
+#: A kind of microbatch: x, the targets, and the side inputs by stage with those of the loss at the
+#: end.
 Kind: TypeAlias = tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]]
 
 
@@ -20,7 +23,8 @@ Kind: TypeAlias = tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTr
 class Request:
     """What the plans of a call depend on, beside the configuration.
 
-    ``params[s]`` is ``None`` where stage s is on another process. Microbatch m is of kind ``kinds[kind_of[m]]``.
+    ``params[s]`` is ``None`` where stage s is on another process. Microbatch m is of kind
+    ``kinds[kind_of[m]]``.
     """
 
     mode: Mode
@@ -30,7 +34,9 @@ class Request:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     wants_dx: bool = False
-    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where the pipeline has copies
+    layouts: Mapping[int, Layout] = field(
+        default_factory=dict
+    )  # by stage, where the pipeline has copies
     each: bool = False  # outputs, and what the loss returns, go to a function of the caller
     has_aux: bool = False
     debug: bool = False  # results are checked for NaN

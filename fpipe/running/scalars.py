@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of a step, such as its losses: added in the order of their microbatches, and as a row of bytes.
+"""Scalars of a step, such as its losses: added in the order of their microbatches, and as a row of
+bytes.
 
-On a CPU they go through Python's own numbers, since a few operations on single elements cost as much as a small stage.
-A product or a sum of two float32 numbers, taken in float64 and rounded once, has the bits of float32's own. Knows
-nothing of stages and ranks.
+On a CPU they go through Python's own numbers, since a few operations on single elements cost as
+much as a small stage. A product or a sum of two float32 numbers, taken in float64 and rounded once,
+has the bits of float32's own. Knows nothing of stages and ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 
 from ..tree import Spec
 
-#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are float64.
+#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are
+#: float64.
 _NARROW = {torch.float64: False, torch.float32: True}
 
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
-    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn adds them.
+    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn
+    adds them.
 
     >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
     tensor(1.5000)

@@ -14,7 +14,9 @@ from .config import Config
 
 
 def shown(config: Config, schedule: Callable[[int], Schedule]) -> str:
-    """What it is built from, and a picture of its schedule if the number of microbatches is known."""
+    """What it is built from, and a picture of its schedule if the number of microbatches is
+    known.
+    """
     rows = [
         ("pipeline", repr(config)),
         ("stages of this process", ", ".join(map(str, config.here))),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instructions of a plan as functions of the registers.
 
-What runs for every message and every program is written as source for its numbers of slots: a loop over two slots costs
-more than the slots. Instructions with equal numbers share the source. Nothing here knows schedules or backends.
+What runs for every message and every program is written as source for its numbers of slots: a loop
+over two slots costs more than the slots. Instructions with equal numbers share the source. Nothing
+here knows schedules or backends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ StepFn: TypeAlias = Callable[[Registers], Any]
 RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 #: Adds each tensor of a list into that of another.
 add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
-#: Checks an instruction: its program's inputs and outputs, and the random state before it where it draws.
+#: Checks an instruction: its program's inputs and outputs, and the random state before it where it
+#: draws.
 Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
 
 
@@ -72,9 +74,9 @@ def step_of(ins: Instruction, rank: int, group: Group, options: Options) -> Step
     return _sum(ins)
 
 
-# ---- instructions with a source -------------------------------------------------------------------------------------
-#: ``s`` are the slots of the registers ``r``. Values that are read, the freeing of slots and the places of results are
-#: inserted; the other names stand for what :func:`_written` is given.
+# ---- instructions with a source ----
+#: ``s`` are the slots of the registers ``r``. Values that are read, the freeing of slots and the
+#: places of results are inserted; the other names stand for what :func:`_written` is given.
 _PROGRAM = """
 box = [{reads}]
 {free}
@@ -99,14 +101,18 @@ def _written(body: str, ins: Instruction, **names: object) -> StepFn:
     """The step of an instruction with this body, in which names have these values."""
     wanted = tuple([slot >= 0 for slot in ins.writes])
     bind = _binder(body, tuple(names), len(ins.reads), len(ins.frees), wanted)
-    return bind(*names.values(), *ins.reads, *ins.frees, *[slot for slot in ins.writes if slot >= 0])
+    return bind(
+        *names.values(), *ins.reads, *ins.frees, *[slot for slot in ins.writes if slot >= 0]
+    )
 
 
 @lru_cache(maxsize=4096)
 def _binder(
     body: str, names: tuple[str, ...], reads: int, frees: int, wanted: tuple[bool, ...]
 ) -> Callable[..., StepFn]:
-    """A function of the values of names and of slots (read, freed, written); it returns the step."""
+    """A function of the values of names and of slots (read, freed, written); it returns the
+    step.
+    """
     read, free = [f"read{n}" for n in range(reads)], [f"free{n}" for n in range(frees)]
     write = [f"write{n}" if want else "" for n, want in enumerate(wanted)]
     text = body.strip().format(
@@ -117,9 +123,12 @@ def _binder(
     given = [*names, *read, *free, *filter(None, write)]
     lines = [
         # Defaults are one object for the garbage collector; values of a closure are one each.
-        f"def bind({', '.join(given)}):", f"    def step(r, {', '.join(f'{name}={name}' for name in given)}):",
-        "        s = r.slots", *(f"        {line}" for line in text.splitlines()), "    return step",
-    ]  # fmt: skip
+        f"def bind({', '.join(given)}):",
+        f"    def step(r, {', '.join(f'{name}={name}' for name in given)}):",
+        "        s = r.slots",
+        *(f"        {line}" for line in text.splitlines()),
+        "    return step",
+    ]
     scope: dict[str, Any] = {}
     exec(compile("\n".join(lines), "<fpipe step>", "exec"), scope)
     return scope["bind"]
@@ -131,7 +140,9 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     run = program.run if options.check is None else _checked(program.run, options.check, ins)
     text = " ".join(filter(None, [str(ins.action), program.label]))
     if program.random:
-        return _written(_DRAWING, ins, run=_drawing(run, ins, options), note=group.notes(rank), text=text)
+        return _written(
+            _DRAWING, ins, run=_drawing(run, ins, options), note=group.notes(rank), text=text
+        )
     return _written(_PROGRAM, ins, run=run, note=group.notes(rank), text=text)
 
 
@@ -167,18 +178,25 @@ def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
     return step
 
 
-# ---- random programs, checks ----------------------------------------------------------------------------------------
-def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Registers, list[Any]], Sequence[Any]]:
+# ---- random programs, checks ----
+def _drawing(
+    run: RunFn, ins: Instruction, options: Options
+) -> Callable[[Registers, list[Any]], Sequence[Any]]:
     """Run a program that draws on the stream of its stage, microbatch and letter."""
     program, device = ins.program, options.device
     assert program is not None and ins.action is not None
     where = (ins.stage, numbered(ins.action.microbatch, options.first), program.name)
-    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
+    resumes, leaves = program.stream or (
+        False,
+        False,
+    )  # a segment goes on with the stream of the one before
 
     def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
         if r.seed is None:
             return drawn(run, box, device, None)[0]
-        out, state = drawn(run, box, device, r.streams.pop(where) if resumes else seed_of(r.seed, *where), leaves)
+        out, state = drawn(
+            run, box, device, r.streams.pop(where) if resumes else seed_of(r.seed, *where), leaves
+        )
         if state is not None:
             r.streams[where] = state
         return out
@@ -187,7 +205,8 @@ def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Regist
 
 
 def numbered(mb: int, first: int = 0) -> str:
-    """A microbatch, or a slice of one, among those of all copies of the pipeline; ``first`` is the first one here.
+    """A microbatch, or a slice of one, among those of all copies of the pipeline; ``first`` is the
+    first one here.
 
     >>> numbered(3, 8), numbered(Slice(3, 1, of=2), 8)
     ('11', '11.1')
@@ -214,7 +233,7 @@ def _checked(run: RunFn, check: Check, ins: Instruction) -> RunFn:
     return checked
 
 
-# ---- other instructions ---------------------------------------------------------------------------------------------
+# ---- other instructions ----
 def _settle(ins: Instruction, group: Group) -> StepFn:
     settle, peer, count = group.settle, ins.peer, ins.number
 
@@ -266,7 +285,9 @@ def _send_loss(r: Registers) -> None:
 
 
 def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(sum_dtype(tensor.dtype, wide), copy=True, memory_format=torch.contiguous_format)
+    return tensor.to(
+        sum_dtype(tensor.dtype, wide), copy=True, memory_format=torch.contiguous_format
+    )
 
 
 def _zero(ins: Instruction, device: torch.device) -> StepFn:

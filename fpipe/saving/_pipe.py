@@ -69,7 +69,9 @@ def _sharing(pipe: Pipe) -> Group | None:
 
 
 def axes(pipe: Pipe) -> list[Group]:
-    """Groups that together connect all processes: of the pipeline, of its copies, and of those that share a stage."""
+    """Groups that together connect all processes: of the pipeline, of its copies, and of those that
+    share a stage.
+    """
     sharing = _sharing(pipe)
     return _with_copies(pipe) if sharing is None else [*_with_copies(pipe), sharing]
 
@@ -97,20 +99,28 @@ def writer_of(folder: Path) -> str:
 
 
 def wait_for_writers(folder: Path) -> None:
-    """Return once no thread of this process writes this checkpoint: ``save(wait=False)`` leaves threads behind."""
+    """Return once no thread of this process writes this checkpoint: ``save(wait=False)`` leaves
+    threads behind.
+    """
     for thread in threading.enumerate():
         if thread.name == writer_of(folder) and thread is not threading.current_thread():
             thread.join()
 
 
 def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:
-    """The result of an action of every process; CheckpointError on all of them where it failed on one."""
+    """The result of an action of every process; CheckpointError on all of them where it failed on
+    one.
+    """
     result, fault, message = None, None, ""
     try:
         result = act()
     except Exception as error:
         fault = error
-        message = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error)
+            if isinstance(error, (CheckpointError, OSError))
+            else f"{type(error).__name__}: {error}"
+        )
     faults = [text for text in _gathered(axes(pipe), [message]) if text]
     if isinstance(fault, CheckpointError):
         raise fault

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process holds of the trees that are saved: structures as JSON, and tensors with their places in leaves.
+"""What a process holds of the trees that are saved: structures as JSON, and tensors with their
+places in leaves.
 
-A list with one entry per stage, each of the form of that stage's parameters, is stored by parameter; anything else as
-it is, and must be equal on all processes. This module must not know files.
+A list with one entry per stage, each of the form of that stage's parameters, is stored by
+parameter; anything else as it is, and must be equal on all processes. This module must not know
+files.
 """
 
 from __future__ import annotations
@@ -21,12 +23,23 @@ from .. import tree
 from ..errors import CheckpointError
 from ._pipe import Pipe, is_first
 from .files import plain, to_bytes
-from .keys import Described, Names, StageNames, StageTree, composed, describe_stage, expand, stage_tree, state_tree
+from .keys import (
+    Described,
+    Names,
+    StageNames,
+    StageTree,
+    composed,
+    describe_stage,
+    expand,
+    stage_tree,
+    state_tree,
+)
 from .structure import Node, describe
 
 
 class Place(NamedTuple):
-    """A tensor here: the leaf of which it is elements ``first`` to ``last``, and the part of the model it is in.
+    """A tensor here: the leaf of which it is elements ``first`` to ``last``, and the part of the
+    model it is in.
 
     ``write``: this process writes it; otherwise it is compared with what another one writes.
     """
@@ -48,19 +61,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """What this process holds: the facts that are merged with those of other processes, and the tensors."""
+    """What this process holds: the facts that are merged with those of other processes, and the
+    tensors.
+    """
 
     trees: dict[str, Node] = field(default_factory=dict)
     stages: dict[str, Node] = field(default_factory=dict)
     layers: dict[str, dict[str, Node]] = field(default_factory=dict)
     slots: dict[str, dict[str, Node]] = field(default_factory=dict)
-    leaves: dict[str, list[Any]] = field(default_factory=dict)  # dtype, shape, host, hash where all have the leaf
+    leaves: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # dtype, shape, host, hash where all have the leaf
     params: list[list[Any]] = field(default_factory=list)  # stage, path, name, whether it is tied
     places: list[Place] = field(default_factory=list)
 
     def facts(self) -> str:
         """All but the tensors, as text."""
-        return json.dumps([self.trees, self.stages, self.layers, self.slots, self.leaves, self.params])
+        return json.dumps(
+            [self.trees, self.stages, self.layers, self.slots, self.leaves, self.params]
+        )
 
 
 def stage_trees(names: Names, params: Sequence[Any]) -> tuple[dict[int, StageTree], Holding]:
@@ -79,7 +98,9 @@ def stage_trees(names: Names, params: Sequence[Any]) -> tuple[dict[int, StageTre
         for prefix, blocks in described.layers.items():
             holding.layers.setdefault(prefix, {}).update(blocks)
         pairs = zip(trees[stage].paths, trees[stage].keys, strict=True)
-        holding.params.extend([stage, path, key, (stage, path) in names.ties] for path, key in pairs)
+        holding.params.extend(
+            [stage, path, key, (stage, path) in names.ties] for path, key in pairs
+        )
     return trees, holding
 
 
@@ -88,7 +109,8 @@ def _check_composed(of: StageNames, described: Described, spec: tree.Structure) 
     again = expand(composed(of), described.parts, described.layers, of, lambda node, path: 0)
     if tree.flatten(again)[1] != spec:
         raise CheckpointError(
-            f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are not nested dicts with "
+            f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are "
+            "not nested dicts with "
             "these keys, and lists of blocks; use such, so that they can be put together again"
         )
 
@@ -100,13 +122,20 @@ def collect(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any])
         holding.trees["params"] = ["stages", "params"]
         _slot(names, trees, {s: t.leaves for s, t in trees.items()}, "params", holding)
     for name, value in more.items():
-        holding.trees[name] = describe(value, name, lambda v, path: _special(names, trees, params, holding, v, path))
+        holding.trees[name] = describe(
+            value, name, lambda v, path: _special(names, trees, params, holding, v, path)
+        )
     return holding
 
 
 def _special(
-    names: Names, trees: Mapping[int, StageTree], params: Any, holding: Holding, value: Any, path: str
-) -> Any:  # fmt: skip
+    names: Names,
+    trees: Mapping[int, StageTree],
+    params: Any,
+    holding: Holding,
+    value: Any,
+    path: str,
+) -> Any:
     """A tensor that all processes have, or a list by stage."""
     if tree.is_tensor(value):
         return _shared(names.pipe, holding, plain(value, path), path)
@@ -122,7 +151,9 @@ def _special(
 
 
 def _states(names: Names, value: Any) -> dict[int, StageTree] | None:
-    """The states that stages carry, from a list with one entry per stage; None if the value is no such list."""
+    """The states that stages carry, from a list with one entry per stage; None if the value is no
+    such list.
+    """
     pipe = names.pipe
     if not pipe.config.stateful or not isinstance(value, list) or len(value) != pipe.stages:
         return None
@@ -140,7 +171,9 @@ def _shared(pipe: Pipe, holding: Holding, tensor: Tensor, path: str) -> Node:
     holding.leaves[key] = [_dtype(tensor), list(tensor.shape), tensor.device.type == "cpu", digest]
     if is_first(pipe):
         holding.places.append(
-            Place(key, tensor, tuple(tensor.shape), 0, tensor.numel(), "", write=True, repeated=False)
+            Place(
+                key, tensor, tuple(tensor.shape), 0, tensor.numel(), "", write=True, repeated=False
+            )
         )
     return ["leaf", key]
 
@@ -151,8 +184,10 @@ def _dtype(tensor: Tensor) -> str:
 
 def _by_stage(
     pipe: Pipe, trees: Mapping[int, StageTree], params: Any, value: Any
-) -> dict[int, list[Any]] | None:  # fmt: skip
-    """What a list by stage has at the leaves of the parameters; None if the value is no such list."""
+) -> dict[int, list[Any]] | None:
+    """What a list by stage has at the leaves of the parameters; None if the value is no such
+    list.
+    """
     if params is None or type(value) is not type(params) or len(value) != pipe.stages:
         return None
     if any(value[stage] is not None for stage in range(pipe.stages) if stage not in trees):
@@ -161,30 +196,42 @@ def _by_stage(
     for stage, here in trees.items():
         try:
             empty = [None] * len(here.leaves)
-            columns[stage] = empty if value[stage] is None else here.spec.flatten_up_to(value[stage])
+            columns[stage] = (
+                empty if value[stage] is None else here.spec.flatten_up_to(value[stage])
+            )
         except ValueError:
             return None
     return columns if any(columns.values()) or not any(t.leaves for t in trees.values()) else None
 
 
 def _slot(
-    names: Names, trees: Mapping[int, StageTree], columns: Mapping[int, list[Any]], path: str, holding: Holding
-) -> None:  # fmt: skip
+    names: Names,
+    trees: Mapping[int, StageTree],
+    columns: Mapping[int, list[Any]],
+    path: str,
+    holding: Holding,
+) -> None:
     """Describe what a list by stage has for each parameter."""
     nodes = holding.slots.setdefault(path, {})
     for stage, here in trees.items():
         for index, value in enumerate(columns[stage]):
             key = here.keys[index]
-            special = lambda v, at, i=index, here=here: _part(names, here, i, holding, v, at)
+
+            def special(v, at, i=index, here=here):
+                return _part(names, here, i, holding, v, at)
+
             node = describe(value, f"{path}/{key}", special)
             if node != nodes.setdefault(key, node):
                 raise CheckpointError(
-                    f"{path}: the tied leaves {key!r} differ in structure, {node} and {nodes[key]}; tie leaves that "
+                    f"{path}: the tied leaves {key!r} differ in structure, {node} and "
+                    f"{nodes[key]}; tie leaves that "
                     "are treated alike"
                 )
 
 
-def _part(names: Names, here: StageTree, index: int, holding: Holding, value: Any, path: str) -> Any:
+def _part(
+    names: Names, here: StageTree, index: int, holding: Holding, value: Any, path: str
+) -> Any:
     """A tensor of one stage."""
     if not tree.is_tensor(value):
         return NotImplemented
@@ -198,14 +245,22 @@ def _part(names: Names, here: StageTree, index: int, holding: Holding, value: An
     facts = [_dtype(tensor), list(shape), tensor.device.type == "cpu", None]
     known = holding.leaves.setdefault(key, facts)
     if known[:2] != facts[:2]:
-        raise CheckpointError(f"the tied leaves {path!r} differ: {known[:2]} and {facts[:2]}; tie equal leaves")
+        raise CheckpointError(
+            f"the tied leaves {path!r} differ: {known[:2]} and {facts[:2]}; tie equal leaves"
+        )
     ranks = pipe.placement.ranks_of(here.stage)
     member = here.stage, here.paths[index]
     repeated = member in names.ties or (len(ranks) > 1 and len(pipe.group.here) < pipe.group.size)
-    repeated = repeated and not here.state  # replicas update states of their own, and the first one counts
+    repeated = (
+        repeated and not here.state
+    )  # replicas update states of their own, and the first one counts
     home = pipe.config.rank_here(here.stage)
     write = here.stage == (here.stage if here.state else names.first(*member)) and home == ranks[0]
-    if (write or repeated) and _is_ours(pipe, here, index, path, cut, prod(shape)) and (last > first or not cut):
+    if (
+        (write or repeated)
+        and _is_ours(pipe, here, index, path, cut, prod(shape))
+        and (last > first or not cut)
+    ):
         where = f"stage {here.stage} on rank {home}"
         holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))
     return ["leaf", path]
@@ -231,7 +286,7 @@ def _claimed(holding: Holding, key: str, path: str) -> str:
     return key
 
 
-# ---- of all processes -----------------------------------------------------------------------------------------------
+# ---- of all processes ----
 def merged(rows: Sequence[str]) -> Holding:
     """The facts of all processes as those of one; CheckpointError where they differ."""
     total = Holding()
@@ -239,7 +294,9 @@ def merged(rows: Sequence[str]) -> Holding:
         trees, stages, layers, slots, leaves, params = json.loads(row)
         _unite(total.trees, trees, "the structure of")
         if trees.keys() != total.trees.keys():
-            raise CheckpointError(f"processes save {list(total.trees)} and {list(trees)}; save the same on all")
+            raise CheckpointError(
+                f"processes save {list(total.trees)} and {list(trees)}; save the same on all"
+            )
         _unite(total.stages, stages, "the parameters of stage")
         _unite(total.leaves, leaves, "on two processes,")
         for name, nodes in layers.items():
@@ -255,7 +312,8 @@ def _unite(total: dict[str, Any], part: Mapping[str, Any], what: str) -> None:
     for name, value in part.items():
         if total.setdefault(name, value) != value:
             raise CheckpointError(
-                f"{what} {name!r} differs between processes or stages: {_brief(value)} and {_brief(total[name])}; save "
+                f"{what} {name!r} differs between processes or stages: {_brief(value)} and "
+                f"{_brief(total[name])}; save "
                 "the same values on all processes, and give stages different names"
             )
 
@@ -272,6 +330,7 @@ def _check_names(params: Sequence[Sequence[Any]]) -> None:
         other = seen.setdefault(key, (stage, path, tied))
         if other[:2] != (stage, path) and not (tied and other[2]):
             raise CheckpointError(
-                f"{path!r} of stage {stage} and {other[1]!r} of stage {other[0]} are both called {key!r}; give stages "
+                f"{path!r} of stage {stage} and {other[1]!r} of stage {other[0]} are both called "
+                f"{key!r}; give stages "
                 "different names, number layers= within the whole model, or tie the leaves"
             )

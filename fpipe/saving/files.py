@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files: written with a hash for each tensor, read by ranges, whoever wrote them.
 
-A file is 8 bytes with the length of its header, the header as JSON, and the data of the tensors in sequence. Files are
-opened in one folder, by names without a path, and links are not followed. Knows no checkpoint and no rank.
+A file is 8 bytes with the length of its header, the header as JSON, and the data of the tensors in
+sequence. Files are opened in one folder, by names without a path, and links are not followed. Knows
+no checkpoint and no rank.
 """
 
 from __future__ import annotations
@@ -32,12 +33,25 @@ _BLOCK = 8 << 20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 #: Names of dtypes in the files. complex128 has none: it is written as pairs of float64.
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.uint64: "U64",
-    torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
+}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -51,7 +65,9 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor to write: its name, dtype and shape, and a function that returns its bytes when it is its turn."""
+    """A tensor to write: its name, dtype and shape, and a function that returns its bytes when it
+    is its turn.
+    """
 
     name: str
     dtype: torch.dtype
@@ -65,7 +81,9 @@ class Entry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file that was written: bytes in all and of its header, hash of the header; by tensor first, last byte, hash."""
+    """A file that was written: bytes in all and of its header, hash of the header; by tensor first,
+    last byte, hash.
+    """
 
     size: int
     header: int
@@ -73,7 +91,7 @@ class Written(NamedTuple):
     pieces: tuple[tuple[int, int, str], ...]
 
 
-# ---- tensors and bytes ----------------------------------------------------------------------------------------------
+# ---- tensors and bytes ----
 def to_bytes(tensor: Tensor) -> bytearray:
     """The elements of a tensor in memory of their own on the host.
 
@@ -99,8 +117,10 @@ def from_bytes(raw: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tens
     return (flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(tuple(shape))
 
 
-# ---- writing --------------------------------------------------------------------------------------------------------
-def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+# ---- writing ----
+def write(
+    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Write a new file and flush it to the disk; the data of one tensor are in memory at a time."""
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -117,7 +137,9 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | No
         for entry in entries:
             raw = entry.data()
             if len(raw) != entry.bytes:
-                raise CheckpointError(f"{entry.name!r} has {len(raw)} bytes, and its shape {entry.bytes}")
+                raise CheckpointError(
+                    f"{entry.name!r} has {len(raw)} bytes, and its shape {entry.bytes}"
+                )
             file.write(raw)
             pieces.append((begin, begin + len(raw), hashlib.sha256(raw).hexdigest()))
             begin += len(raw)
@@ -133,20 +155,32 @@ def _stored(entry: Entry) -> tuple[str, list[int]]:
     return NAMES[entry.dtype], list(entry.shape)
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading ----
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[FileIO]:
-    """A regular file directly in a folder; CheckpointError for a link, a device, a path, or where there is none."""
+    """A regular file directly in a folder; CheckpointError for a link, a device, a path, or where
+    there is none.
+    """
     if not _NAME.fullmatch(name):
-        raise CheckpointError(f"{name!r} is no name of a file in {folder}; such a checkpoint is not read")
+        raise CheckpointError(
+            f"{name!r} is no name of a file in {folder}; such a checkpoint is not read"
+        )
     try:
         number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        why = "a symbolic link, which is not followed" if (folder / name).is_symlink() else error.strerror
-        raise CheckpointError(f"{folder / name}: {why}; use a complete copy of the checkpoint") from error
+        why = (
+            "a symbolic link, which is not followed"
+            if (folder / name).is_symlink()
+            else error.strerror
+        )
+        raise CheckpointError(
+            f"{folder / name}: {why}; use a complete copy of the checkpoint"
+        ) from error
     with os.fdopen(number, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise CheckpointError(f"{folder / name} is not a regular file; such a checkpoint is not read")
+            raise CheckpointError(
+                f"{folder / name} is not a regular file; such a checkpoint is not read"
+            )
         yield file
 
 
@@ -158,8 +192,8 @@ def size_of(file: FileIO) -> int:
 def header(file: FileIO, what: str) -> tuple[dict[str, Header], bytes]:
     """The tensors of a file by name, in the order of their data, and the bytes before the data.
 
-    Raises CheckpointError for anything that safetensors does not allow: a header that is too long or is not JSON,
-    tensors that overlap, leave a gap or do not have the bytes of their shape.
+    Raises CheckpointError for anything that safetensors does not allow: a header that is too long
+    or is not JSON, tensors that overlap, leave a gap or do not have the bytes of their shape.
     """
     try:
         length = _LENGTH.unpack(exactly(file, 0, _LENGTH.size))[0]
@@ -181,7 +215,9 @@ def header(file: FileIO, what: str) -> tuple[dict[str, Header], bytes]:
             raise ValueError(f"its data end at byte {at} of {size_of(file)}")
         return ordered, _LENGTH.pack(length) + text
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"{what} is no safetensors file: {error}; files of other formats are not read") from error
+        raise CheckpointError(
+            f"{what} is no safetensors file: {error}; files of other formats are not read"
+        ) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,8 +252,12 @@ def exactly(file: FileIO, begin: int, count: int) -> bytearray:
     return raw
 
 
-def checked(file: FileIO, begin: int, end: int, sha256: str, low: int, high: int) -> bytearray | None:
-    """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, all of which are read; None for another hash."""
+def checked(
+    file: FileIO, begin: int, end: int, sha256: str, low: int, high: int
+) -> bytearray | None:
+    """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, all of which are read; None for
+    another hash.
+    """
     if low == 0 and high == end - begin:
         raw = exactly(file, begin, end - begin)
         return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
@@ -239,11 +279,19 @@ def hashed(file: FileIO, begin: int, end: int) -> str:
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:
-    """The tensor, if it can be written; CheckpointError for other layouts and for classes with tensors inside."""
-    known = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    """The tensor, if it can be written; CheckpointError for other layouts and for classes with
+    tensors inside.
+    """
+    known = (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    )
     if not known or tensor.is_quantized or tensor.dtype not in {*NAMES, torch.complex128}:
         kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
-        raise CheckpointError(f"{name}: a tensor ({kind}) that safetensors cannot hold; save a plain dense tensor")
+        raise CheckpointError(
+            f"{name}: a tensor ({kind}) that safetensors cannot hold; save a plain dense tensor"
+        )
     return tensor
 
 

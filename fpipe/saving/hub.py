@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of models of Hugging Face: safetensors files of a bounded size, an index, and experts one by one.
+"""The layout of models of Hugging Face: safetensors files of a bounded size, an index, and experts
+one by one.
 
 Files of this layout are read and written without transformers. This module must not know pipelines.
 """
@@ -21,7 +22,8 @@ from .files import Entry, grouped, to_bytes, write
 from .receive import Stored
 
 INDEX = "model.safetensors.index.json"
-#: Parameters of all experts of a layer -> those of one expert, which are joined along axis 0 of theirs.
+#: Parameters of all experts of a layer -> those of one expert, which are joined along axis 0 of
+#: theirs.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Other names on disk of the same parameters.
 _OTHER = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -29,17 +31,23 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def fused(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Tensors by name, with those of the experts of a layer as one, as transformers has them in memory.
+    """Tensors by name, with those of the experts of a layer as one, as transformers has them in
+    memory.
 
     >>> one = lambda: torch.ones(2, 3)
-    >>> found = fused({f"mlp.experts.{e}.{name}.weight": one for e in range(4) for name in ("up_proj", "gate_proj")})
+    >>> names = [f"mlp.experts.{e}.{part}" for e in range(4) for part in ("up_proj", "gate_proj")]
+    >>> found = fused({f"{name}.weight": one for name in names})
     >>> {name: read().shape for name, read in found.items()}
     {'mlp.experts.gate_up_proj': torch.Size([4, 4, 3])}
     """
     found: dict[str, Callable[[], Tensor]] = {}
     experts: dict[str, dict[str, dict[int, Callable[[], Tensor]]]] = {}
     for name, read in tensors.items():
-        plain = ".".join(_OTHER.get(part, part) for part in name.split(".")) if "block_sparse_moe" in name else name
+        plain = (
+            ".".join(_OTHER.get(part, part) for part in name.split("."))
+            if "block_sparse_moe" in name
+            else name
+        )
         match = _EXPERT.fullmatch(plain)
         if match is None or match[3] not in sum(_FUSED.values(), ()):
             found[plain] = read
@@ -55,13 +63,18 @@ def fused(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[],
 def _stacked(head: str, parts: list[dict[int, Callable[[], Tensor]]]) -> Tensor:
     numbers = range(len(parts[0]))
     if any(set(part) != set(numbers) for part in parts):
-        raise CheckpointError(f"{head} has the experts {sorted(parts[0])}; a layer has experts 0, 1, ... without gaps")
+        raise CheckpointError(
+            f"{head} has the experts {sorted(parts[0])}; a layer has experts 0, 1, ... without gaps"
+        )
     return torch.stack([torch.cat([part[number]() for part in parts]) for number in numbers])
 
 
 def write_model(
-    folder: Path, entries: Iterable[Entry], most: int = 5 << 30, track: Callable[[list[list[Entry]]], Iterable] = iter
-) -> None:  # fmt: skip
+    folder: Path,
+    entries: Iterable[Entry],
+    most: int = 5 << 30,
+    track: Callable[[list[list[Entry]]], Iterable] = iter,
+) -> None:
     """Write ``model.safetensors``, or several files and an index, into a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -72,7 +85,9 @@ def write_model(
     for name, group in zip(names, track(groups), strict=True):
         write(folder / name, group, {"format": "pt"})
     if len(groups) > 1:
-        places = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
+        places = {
+            entry.name: name for name, group in zip(names, groups, strict=True) for entry in group
+        }
         total = sum(entry.bytes for group in groups for entry in group)
         content = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -92,6 +107,8 @@ def _description(read: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     return dtype, (len(read.args[1][0]), rows, *first[1:])
 
 
-def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Entry:
+def entry_of(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]
+) -> Entry:
     """A tensor to write that is read when it is its turn."""
     return Entry(name, dtype, shape, lambda: to_bytes(read()))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of leaves in the whole model: those of a module, of a stage with a name, or of numbered blocks.
+"""Names of leaves in the whole model: those of a module, of a stage with a name, or of numbered
+blocks.
 
-They do not depend on the cut where modules, names or ``layers=`` define them; a stage without either is called by its
-number. Tied leaves have one name. This module must not know files.
+They do not depend on the cut where modules, names or ``layers=`` define them; a stage without
+either is called by its number. Tied leaves have one name. This module must not know files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .structure import Node, Special, build, describe, under
 
 
 class Part(NamedTuple):
-    """A subtree of the parameters of a stage: its path, its name in the model, and numbers of its blocks."""
+    """A subtree of the parameters of a stage: its path, its name in the model, and numbers of its
+    blocks.
+    """
 
     path: str
     name: str
@@ -58,7 +61,8 @@ class StageNames:
     def key(self, path: str) -> str:
         """The name of the leaf at a path of the stage's parameters.
 
-        >>> StageNames(3, Stage(max, layers=range(4, 8))).key("1.w"), StageNames(3, Stage(max)).key("w")
+        >>> StageNames(3, Stage(max, layers=range(4, 8))).key("1.w"), StageNames(3,
+        ...     Stage(max)).key("w")
         ('layers.5.w', '3.w')
         >>> StageNames(0, Stage(max, layers={"in": "embed", "blocks": range(3)})).key("in.w")
         'embed.w'
@@ -87,14 +91,18 @@ class Names:
     @cached_property
     def stages(self) -> tuple[StageNames, ...]:
         """By stage."""
-        return tuple(StageNames(index, stage) for index, stage in enumerate(self.pipe.config.functions))
+        return tuple(
+            StageNames(index, stage) for index, stage in enumerate(self.pipe.config.functions)
+        )
 
     @cached_property
     def ties(self) -> dict[tuple[int, str], tuple[str, int]]:
         """By stage and path of a tied leaf: name and stage of the first leaf of its group."""
         found: dict[tuple[int, str], tuple[str, int]] = {}
         for group in self.pipe.tied:
-            members = sorted((int(head), path) for head, _, path in (name.partition(".") for name in group))
+            members = sorted(
+                (int(head), path) for head, _, path in (name.partition(".") for name in group)
+            )
             first = self.stages[members[0][0]].key(members[0][1]), members[0][0]
             for member in members:
                 found.setdefault(member, first)
@@ -110,7 +118,9 @@ class Names:
         return self.ties.get((stage, path), ("", stage))[1]
 
     def tied_parts(self, stage: int) -> dict[str, Node]:
-        """Structures of the parts of a stage that have tied leaves, if they have no others, by name."""
+        """Structures of the parts of a stage that have tied leaves, if they have no others, by
+        name.
+        """
         of, rows = self.stages[stage], dict[str, dict[str, Node]]()
         for (member, path), (key, _) in self.ties.items():
             parts = of.parts.values() if of.parts else [Part("", of.prefix)]
@@ -123,7 +133,9 @@ class Names:
 
 
 class StageTree(NamedTuple):
-    """The parameters of a stage here: structure, leaves and names, in the order of the leaves; and their layout."""
+    """The parameters of a stage here: structure, leaves and names, in the order of the leaves; and
+    their layout.
+    """
 
     stage: int
     spec: tree.Structure
@@ -148,7 +160,9 @@ class StageTree(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The structure of a stage's parameters, of its parts by name, and of numbered blocks by name and number."""
+    """The structure of a stage's parameters, of its parts by name, and of numbered blocks by name
+    and number.
+    """
 
     node: Node
     parts: dict[str, Node]
@@ -162,10 +176,16 @@ def describe_stage(names: Names, stage: int, params: Any) -> Described:
     found = Described([], {}, {}, [])
 
     def special(value: Any, path: str, inside: bool = False) -> Any:
-        within = lambda item, at: describe(
-            item, at, lambda v, below: NotImplemented if below == at and v is item else special(v, below, True),
-            fields=False,
-        )  # fmt: skip
+        def within(item, at):
+            return describe(
+                item,
+                at,
+                lambda v, below: (
+                    NotImplemented if below == at and v is item else special(v, below, True)
+                ),
+                fields=False,
+            )
+
         part = None if inside else of.parts.get(path)
         if part is not None and part.numbers is None:
             found.parts[part.name] = _leaf(names, stage, value, path) or within(value, path)
@@ -173,14 +193,18 @@ def describe_stage(names: Names, stage: int, params: Any) -> Described:
         if part is not None and part.numbers is not None:
             if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
                 raise CheckpointError(
-                    f"layers= of stage {stage} numbers {len(part.numbers)} blocks, {list(part.numbers)}, and its "
-                    f"parameters have {_size(value)} at {path or 'the top'!r}; number each block of the list"
+                    f"layers= of stage {stage} numbers {len(part.numbers)} blocks, "
+                    f"{list(part.numbers)}, and its "
+                    f"parameters have {_size(value)} at {path or 'the top'!r}; number each block "
+                    "of the list"
                 )
             nodes = [
                 describe(v, under(path, i), lambda v, at: special(v, at, True), fields=False)
                 for i, v in enumerate(value)
             ]
-            found.layers.setdefault(part.name, {}).update(zip(map(str, part.numbers), nodes, strict=True))
+            found.layers.setdefault(part.name, {}).update(
+                zip(map(str, part.numbers), nodes, strict=True)
+            )
             return ["layers", part.name, type(value).__name__]
         node = _leaf(names, stage, value, path)
         if node is not None and not inside:
@@ -204,9 +228,15 @@ def _size(value: Any) -> str:
 
 
 def expand(
-    node: Node, known: Mapping[str, Node], layers: Mapping[str, Mapping[str, Node]], of: StageNames, leaf: Special
-) -> Any:  # fmt: skip
-    """The tree of a stage from its structure, with the parts and the blocks that it has; ``leaf`` decides on leaves."""
+    node: Node,
+    known: Mapping[str, Node],
+    layers: Mapping[str, Mapping[str, Node]],
+    of: StageNames,
+    leaf: Special,
+) -> Any:
+    """The tree of a stage from its structure, with the parts and the blocks that it has; ``leaf``
+    decides on leaves.
+    """
     numbers = {part.name: part.numbers for part in of.parts.values() if part.numbers is not None}
 
     def special(node: Node, path: str) -> Any:
@@ -218,9 +248,13 @@ def expand(
             return NotImplemented
         if node[1] not in numbers:
             raise CheckpointError(
-                f"stage {of.index} ({of.prefix}) has a list of blocks {node[1]!r} at {path!r}; number them with layers="
+                f"stage {of.index} ({of.prefix}) has a list of blocks {node[1]!r} at {path!r}; "
+                "number them with layers="
             )
-        blocks = [build(block(layers, node[1], n), under(path, i), special) for i, n in enumerate(numbers[node[1]])]
+        blocks = [
+            build(block(layers, node[1], n), under(path, i), special)
+            for i, n in enumerate(numbers[node[1]])
+        ]
         return tuple(blocks) if node[2] == "tuple" else blocks
 
     return build(node, "", special)
@@ -228,7 +262,10 @@ def expand(
 
 def composed(of: StageNames) -> Node:
     """The structure of a stage all of whose leaves are in parts: nested dicts, or the only part."""
-    rows = {p.path: ["part", p.name] if p.numbers is None else ["layers", p.name, "list"] for p in of.parts.values()}
+    rows = {
+        p.path: ["part", p.name] if p.numbers is None else ["layers", p.name, "list"]
+        for p in of.parts.values()
+    }
     return nested(rows)
 
 
@@ -255,8 +292,10 @@ def _known(known: Mapping[str, Node], name: str) -> Node:
     if name not in known:
         there = ", ".join(map(repr, known)) or "parameters of modules alone"
         raise CheckpointError(
-            f"the checkpoint has no stage or part {name!r}; it has {there}: give stages the names they had, as in "
-            "Stage(fn, name=...), name parts and number blocks with Stage(fn, layers=...), or pass like=params"
+            f"the checkpoint has no stage or part {name!r}; it has {there}: give stages the names "
+            "they had, as in "
+            "Stage(fn, name=...), name parts and number blocks with Stage(fn, layers=...), or "
+            "pass like=params"
         )
     return known[name]
 
@@ -272,28 +311,45 @@ def block(known: Mapping[str, Mapping[str, Node]], prefix: str, number: int) -> 
     if node is None:
         there = ", ".join(known.get(prefix, {})) or "none"
         raise CheckpointError(
-            f"the checkpoint has no layer {prefix}.{number}; it has {there}: number layers= as when it was saved"
+            f"the checkpoint has no layer {prefix}.{number}; it has {there}: number layers= as "
+            "when it was saved"
         )
     return node
 
 
 def stage_tree(
     names: Names, stage: int, params: Any, described: Described, *, whole: bool = False
-) -> StageTree:  # fmt: skip
-    """Leaves and names of one stage's parameters as they are on this process, ``whole`` or in parts."""
+) -> StageTree:
+    """Leaves and names of one stage's parameters as they are on this process, ``whole`` or in
+    parts.
+    """
     pipe = names.pipe
     leaves, spec = tree.flatten(params)
-    key_tree = expand(described.node, described.parts, described.layers, names.stages[stage], lambda node, _: node[1])
+    key_tree = expand(
+        described.node,
+        described.parts,
+        described.layers,
+        names.stages[stage],
+        lambda node, _: node[1],
+    )
     keys, key_spec = tree.flatten(key_tree)
     assert key_spec == spec, (key_spec, spec)
     paths = tree.names(params)
-    own = [pipe.copies is not None and tree.matches(f"{stage}.{path}", pipe.copies.own) for path in paths]
-    layout = pipe.cache.shares.check(stage, leaves) if pipe.parts is not None and leaves and not whole else None
+    own = [
+        pipe.copies is not None and tree.matches(f"{stage}.{path}", pipe.copies.own)
+        for path in paths
+    ]
+    layout = (
+        pipe.cache.shares.check(stage, leaves)
+        if pipe.parts is not None and leaves and not whole
+        else None
+    )
     return StageTree(stage, spec, leaves, paths, keys, own, layout)
 
 
 def state_tree(names: Names, stage: int, value: Any) -> StageTree | None:
-    """The state that a stage carries, with names: those of a module's buffers, or as those of other leaves.
+    """The state that a stage carries, with names: those of a module's buffers, or as those of other
+    leaves.
 
     None if the value does not have the structure of the stage's initial state.
     """
@@ -302,5 +358,9 @@ def state_tree(names: Names, stage: int, value: Any) -> StageTree | None:
     if not of.stage.state or spec != tree.flatten(of.stage.initial_state)[1]:
         return None
     paths = tree.names(value)
-    keys = paths if of.stage.weights is not None else [under(of.prefix, path) if path else of.prefix for path in paths]
+    keys = (
+        paths
+        if of.stage.weights is not None
+        else [under(of.prefix, path) if path else of.prefix for path in paths]
+    )
     return StageTree(stage, spec, leaves, paths, keys, [False] * len(leaves), None, state=True)

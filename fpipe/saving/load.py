@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.load``: trees of a checkpoint under any layout of the model; each process reads its part alone.
+"""``fpipe.load``: trees of a checkpoint under any layout of the model; each process reads its part
+alone.
 
-The structure of parameters comes from the modules behind the stages, from ``like=``, or from the checkpoint. All bytes
-that are read are compared with their hashes. This module must not know how files are written.
+The structure of parameters comes from the modules behind the stages, from ``like=``, or from the
+checkpoint. All bytes that are read are compared with their hashes. This module must not know how
+files are written.
 """
 
 from __future__ import annotations
@@ -32,28 +34,34 @@ from .structure import Node, build
 
 
 def load(
-    path: str | os.PathLike[str], pipe: Pipe, *names: str, like: Sequence[Any] | None = None, strict: bool = True
-) -> Any:  # fmt: skip
+    path: str | os.PathLike[str],
+    pipe: Pipe,
+    *names: str,
+    like: Sequence[Any] | None = None,
+    strict: bool = True,
+) -> Any:
     """What ``fpipe.save`` wrote, for this pipeline's layout; every process calls it.
 
-    Each process reads the leaves of its stages (with ``zero=``, the files that contain its part), onto the devices of
-    their ranks. Other stages are ``None``.
+    Each process reads the leaves of its stages (with ``zero=``, the files that contain its part),
+    onto the devices of their ranks. Other stages are ``None``.
 
     Args:
         path: the folder of the checkpoint.
         pipe: the pipeline, of the same model.
         names: what to load, such as ``"params", "state", "step"``.
-        like: parameters whose structure, shapes and dtypes are loaded, one tree per stage, ``None`` for stages
-            elsewhere; tensors may be on the device "meta". By default those of the module behind each stage, and for
-            functions those of the checkpoint.
-        strict: with False, parameters that the checkpoint does not have, or has with another shape or dtype, keep the
-            value that ``like`` has, and a warning names them, as those that no stage takes.
+        like: parameters whose structure, shapes and dtypes are loaded, one tree per stage, ``None``
+            for stages elsewhere; tensors may be on the device "meta". By default those of the
+            module behind each stage, and for functions those of the checkpoint.
+        strict: with False, parameters that the checkpoint does not have, or has with another shape
+            or dtype, keep the value that ``like`` has, and a warning names them, as those that no
+            stage takes.
 
     Returns:
         The values in the order of ``names``; without a list, if there is one name.
 
     Raises:
-        CheckpointError: on every process, if the checkpoint is incomplete, damaged or of another model.
+        CheckpointError: on every process, if the checkpoint is incomplete, damaged or of another
+        model.
 
     >>> import fpipe, tempfile
     >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
@@ -67,7 +75,9 @@ def load(
     agree(pipe, lambda: wait_for_writers(folder))
     manifest = agree(pipe, lambda: Manifest.read(folder))
     if len(set(everyone(pipe, manifest.digest))) > 1:
-        raise CheckpointError(f"processes read different checkpoints at {path}; all must see one file system")
+        raise CheckpointError(
+            f"processes read different checkpoints at {path}; all must see one file system"
+        )
     reader = agree(pipe, lambda: _reader(folder, manifest, Names(pipe), like, strict, names))
     _check_extra(reader, everyone(pipe, reader.facts()))
     with progress(f"loading {path}") as track:
@@ -76,12 +86,19 @@ def load(
 
 
 def _reader(
-    folder: Path, manifest: Manifest, names: Names, like: Sequence[Any] | None, strict: bool, wanted: Sequence[str]
-) -> Reader:  # fmt: skip
+    folder: Path,
+    manifest: Manifest,
+    names: Names,
+    like: Sequence[Any] | None,
+    strict: bool,
+    wanted: Sequence[str],
+) -> Reader:
     unknown = [name for name in wanted if name not in manifest.trees]
     if unknown or not wanted:
         there = ", ".join(map(repr, manifest.trees))
-        raise CheckpointError(f"{folder} has {there}, not {unknown[0] if unknown else 'nothing'!r}; name what to load")
+        raise CheckpointError(
+            f"{folder} has {there}, not {unknown[0] if unknown else 'nothing'!r}; name what to load"
+        )
     check = lru_cache(maxsize=None)(partial(manifest.check_file, folder))
     if not manifest.slots:
         return Reader(folder, manifest, names, {}, strict, {}, check)
@@ -90,15 +107,23 @@ def _reader(
     except (ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder}: the manifest has a structure that cannot be read: {error!r}") from error
+        raise CheckpointError(
+            f"{folder}: the manifest has a structure that cannot be read: {error!r}"
+        ) from error
     reader = Reader(folder, manifest, names, templates, strict, {}, check)
     faults = reader.faults()
-    pairs = ((key, leaf) for here in templates.values() for key, leaf in zip(here.keys, here.leaves, strict=True))
+    pairs = (
+        (key, leaf)
+        for here in templates.values()
+        for key, leaf in zip(here.keys, here.leaves, strict=True)
+    )
     kept = {key: leaf for key, leaf in pairs if key in faults and not strict and _has_data(leaf)}
     lost = [fault for key, fault in faults.items() if key not in kept]
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise CheckpointError(f"{folder}: {lost[0]}{more}; load the same model, or pass strict=False with like=params")
+        raise CheckpointError(
+            f"{folder}: {lost[0]}{more}; load the same model, or pass strict=False with like=params"
+        )
     for key in kept:
         warnings.warn(f"{folder}: skipped: {faults[key]}", stacklevel=6)
     return Reader(folder, manifest, names, templates, strict, kept, check)
@@ -108,8 +133,10 @@ def _has_data(leaf: Any) -> bool:
     return not (tree.is_tensor(leaf) and leaf.is_meta)
 
 
-# ---- templates ------------------------------------------------------------------------------------------------------
-def _templates(names: Names, manifest: Manifest, like: Sequence[Any] | None) -> dict[int, StageTree]:
+# ---- templates ----
+def _templates(
+    names: Names, manifest: Manifest, like: Sequence[Any] | None
+) -> dict[int, StageTree]:
     """The parameters of the stages here as tensors without data, with their names."""
     pipe = names.pipe
     if like is not None:
@@ -122,12 +149,15 @@ def _templates(names: Names, manifest: Manifest, like: Sequence[Any] | None) -> 
     elif pipe.parts is not None and like is not None and not pipe.cache.shares.layouts:
         trees = pipe.shard(like)
     return {
-        stage: stage_tree(names, stage, trees[stage], describe_stage(names, stage, trees[stage])) for stage in pipe.here
+        stage: stage_tree(names, stage, trees[stage], describe_stage(names, stage, trees[stage]))
+        for stage in pipe.here
     }
 
 
 def _template(names: Names, manifest: Manifest, stage: int) -> Any:
-    """Parameters of one stage without data: of its module, or of the structure in the checkpoint."""
+    """Parameters of one stage without data: of its module, or of the structure in the
+    checkpoint.
+    """
     of = names.stages[stage]
     if of.stage.weights is not None:
         return {name: weight.like for name, weight in of.stage.weights.items()}
@@ -138,11 +168,15 @@ def _template(names: Names, manifest: Manifest, stage: int) -> Any:
         stored = _leaf_of(names.pipe, manifest, f"params/{node[1]}")
         if stored is None:
             raise CheckpointError(
-                f"the checkpoint has no leaf {node[1]!r}; it was saved by other copies of the pipeline"
+                f"the checkpoint has no leaf {node[1]!r}; it was saved by other copies of the "
+                "pipeline"
             )
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
 
-    known = {**names.tied_parts(stage), **manifest.stages}  # saved by a cut in which tied leaves were one
+    known = {
+        **names.tied_parts(stage),
+        **manifest.stages,
+    }  # saved by a cut in which tied leaves were one
     return expand(structure_of(of, known), known, manifest.layers, of, leaf)
 
 
@@ -153,7 +187,7 @@ def _leaf_of(pipe: Pipe, manifest: Manifest, key: str) -> Leaf | None:
     return manifest.leaves.get(own(key, pipe.copies.part, pipe.copies.group.size))
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
+# ---- values ----
 @dataclass(frozen=True)
 class Reader:
     """Reads the values of one checkpoint for the stages here."""
@@ -168,7 +202,9 @@ class Reader:
 
     def facts(self) -> str:
         """The names of the parameters here, as text."""
-        return json.dumps([sorted({key for here in self.templates.values() for key in here.keys}), self.strict])
+        return json.dumps(
+            [sorted({key for here in self.templates.values() for key in here.keys}), self.strict]
+        )
 
     def faults(self) -> dict[str, str]:
         """What is wrong with parameters here, by name."""
@@ -191,7 +227,9 @@ class Reader:
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(f"{self.folder}: {name!r} cannot be read: {error!r}; save it again") from error
+            raise CheckpointError(
+                f"{self.folder}: {name!r} cannot be read: {error!r}; save it again"
+            ) from error
 
     def _special(self, node: Node, path: str) -> Any:
         if node[0] == "leaf":
@@ -207,7 +245,9 @@ class Reader:
     def _states(self) -> dict[int, StageTree]:
         """What the stages here carry, as it is in the beginning."""
         stages = self.names.pipe.config.functions
-        found = {s: state_tree(self.names, s, stages[s].initial_state) for s in self.names.pipe.here}
+        found = {
+            s: state_tree(self.names, s, stages[s].initial_state) for s in self.names.pipe.here
+        }
         return {stage: here for stage, here in found.items() if here is not None}
 
     def _part(self, slot: str, here: StageTree, index: int) -> Any:
@@ -217,7 +257,9 @@ class Reader:
             return self.kept[key]
         node = self.manifest.slots[slot].get(key)
         if node is None and here.state:
-            raise CheckpointError(f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}")
+            raise CheckpointError(
+                f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}"
+            )
         if node is None:
             return None
         device = self.names.pipe.group.device(self.names.pipe.config.rank_here(here.stage))
@@ -233,7 +275,9 @@ class Reader:
             nested = node[1] != f"{slot}/{key}"
             span = span if cut and not (nested and leaf is not None and not leaf.shape) else None
             tensor = self._tensor(node[1], span)
-            return tensor if leaf is not None and leaf.host and not leaf.shape else tensor.to(device)
+            return (
+                tensor if leaf is not None and leaf.host and not leaf.shape else tensor.to(device)
+            )
 
         return build(node, f"{slot}/{key}", special)
 
@@ -243,14 +287,18 @@ class Reader:
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
             why = f"; it was saved for each copy of the pipeline, {others}" if others else ""
-            raise CheckpointError(f"{self.folder} has no leaf {key!r}{why}: load it with as many copies")
+            raise CheckpointError(
+                f"{self.folder} has no leaf {key!r}{why}: load it with as many copies"
+            )
         for piece in leaf.pieces:
             self.check(piece.file)
         return read_leaf(self.folder, key, leaf, span)
 
 
 def read_leaf(folder: Path, key: str, leaf: Leaf, span: tuple[int, int] | None = None) -> Tensor:
-    """A leaf of a checkpoint, whole or elements of it along one axis; all pieces that it touches are checked."""
+    """A leaf of a checkpoint, whole or elements of it along one axis; all pieces that it touches
+    are checked.
+    """
     first, last = (0, prod(leaf.shape)) if span is None else span
     raw, itemsize = bytearray(), leaf.torch_dtype.itemsize
     for piece in leaf.pieces:

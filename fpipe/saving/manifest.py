@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: structures, leaves with the places of their data, files and hashes; checked JSON.
+"""The manifest of a checkpoint: structures, leaves with the places of their data, files and hashes;
+checked JSON.
 
-It is written last, under its final name at once, and begins with the hash of the rest: a folder with a manifest is a
-complete checkpoint, and a folder without one is none. This module must not know pipelines.
+It is written last, under its final name at once, and begins with the hash of the rest: a folder
+with a manifest is a complete checkpoint, and a folder without one is none. This module must not
+know pipelines.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ Track: TypeAlias = Callable[[list[list[Entry]]], Iterable[list[Entry]]]
 
 
 class Piece(NamedTuple):
-    """Elements ``first`` to ``last`` of a flat leaf: in which file, at which bytes, with which hash."""
+    """Elements ``first`` to ``last`` of a flat leaf: in which file, at which bytes, with which
+    hash.
+    """
 
     first: int
     last: int
@@ -86,9 +90,15 @@ class Manifest:
 
     trees: Mapping[str, Node]
     leaves: Mapping[str, Leaf]
-    stages: Mapping[str, Node] = field(default_factory=dict)  # structures of parameters, by the name of the stage
-    layers: Mapping[str, Mapping[str, Node]] = field(default_factory=dict)  # by list of blocks and number
-    slots: Mapping[str, Mapping[str, Node]] = field(default_factory=dict)  # by path in a tree, and parameter
+    stages: Mapping[str, Node] = field(
+        default_factory=dict
+    )  # structures of parameters, by the name of the stage
+    layers: Mapping[str, Mapping[str, Node]] = field(
+        default_factory=dict
+    )  # by list of blocks and number
+    slots: Mapping[str, Mapping[str, Node]] = field(
+        default_factory=dict
+    )  # by path in a tree, and parameter
     files: Mapping[str, File] = field(default_factory=dict)
     fpipe: str = __version__
     format: int = FORMAT
@@ -119,7 +129,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder; CheckpointError where the checkpoint is incomplete or the manifest damaged."""
+        """The manifest of a folder; CheckpointError where the checkpoint is incomplete or the
+        manifest damaged.
+        """
         if not (folder / NAME).is_file():
             why = "has no manifest, so it was not completed" if folder.is_dir() else "is no folder"
             inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
@@ -132,12 +144,15 @@ class Manifest:
                 return cls.parse(bytes(exactly(file, 0, size_of(file))))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(
-                    f"{folder / NAME} is damaged or no manifest of fpipe: {error}; load another checkpoint"
+                    f"{folder / NAME} is damaged or no manifest of fpipe: {error}; load another "
+                    "checkpoint"
                 ) from error
 
     @classmethod
     def parse(cls, raw: bytes) -> Manifest:
-        """The manifest from its bytes; ValueError and the like for all that ``write`` would not write."""
+        """The manifest from its bytes; ValueError and the like for all that ``write`` would not
+        write.
+        """
         start = len(_START) + 64
         text = raw[start + len(_BETWEEN) : len(raw) - len(_END)]
         digest = hashlib.sha256(text).hexdigest()
@@ -145,7 +160,9 @@ class Manifest:
             raise ValueError("its hash is another one")
         rows = json.loads(text)
         if rows.get("format") != FORMAT:
-            raise ValueError(f"its format is {rows.get('format')!r}, and fpipe {__version__} reads {FORMAT}")
+            raise ValueError(
+                f"its format is {rows.get('format')!r}, and fpipe {__version__} reads {FORMAT}"
+            )
         rows["files"] = {name: File(*row) for name, row in rows["files"].items()}
         rows["leaves"] = {
             key: Leaf(dtype, tuple(shape), host, tuple(Piece(*piece) for piece in pieces))
@@ -157,24 +174,35 @@ class Manifest:
         return manifest
 
     def check_leaf(self, key: str, leaf: Leaf) -> None:
-        """Raise ValueError unless the pieces of a leaf are all of its elements, each within its file."""
+        """Raise ValueError unless the pieces of a leaf are all of its elements, each within its
+        file.
+        """
         itemsize = leaf.torch_dtype.itemsize
-        if not all(type(n) is int and n >= 0 for n in leaf.shape) or not isinstance(leaf.host, bool):
+        if not all(type(n) is int and n >= 0 for n in leaf.shape) or not isinstance(
+            leaf.host, bool
+        ):
             raise ValueError(f"{key!r} has the shape {leaf.shape}")
         at = 0
         for piece in leaf.pieces:
             file = self.files[piece.file]
-            if piece.first != at or (piece.last - piece.first) * itemsize != piece.end - piece.begin:
+            if (
+                piece.first != at
+                or (piece.last - piece.first) * itemsize != piece.end - piece.begin
+            ):
                 raise ValueError(f"{key!r} has a gap at element {at}")
-            if not file.header <= piece.begin <= piece.end <= file.size or not is_hash(piece.sha256):
+            if not file.header <= piece.begin <= piece.end <= file.size or not is_hash(
+                piece.sha256
+            ):
                 raise ValueError(f"{key!r} has data outside of {piece.file!r}")
             at = piece.last
         if at != prod(leaf.shape):
             raise ValueError(f"{key!r} has {at} of {prod(leaf.shape)} elements")
 
-    # ---- the files --------------------------------------------------------------------------------------------------
+    # ---- the files ----
     def check_file(self, folder: Path, name: str) -> None:
-        """Raise CheckpointError where size or header of a file are others than when it was written."""
+        """Raise CheckpointError where size or header of a file are others than when it was
+        written.
+        """
         row = self.files[name]
         with opened(folder, name) as file:
             if size_of(file) != row.size or hashed(file, 0, row.header) != row.sha256:
@@ -197,7 +225,9 @@ class Manifest:
                     yield f"{key!r}: {error}"
 
 
-def from_entries(folder: Path, entries: Sequence[Entry], most: int, track: Track = iter) -> Manifest:
+def from_entries(
+    folder: Path, entries: Sequence[Entry], most: int, track: Track = iter
+) -> Manifest:
     """Write a checkpoint of parameters alone into a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -205,13 +235,19 @@ def from_entries(folder: Path, entries: Sequence[Entry], most: int, track: Track
     files, leaves, slots = dict[str, File](), dict[str, Leaf](), dict[str, Node]()
     for number, group in enumerate(track(list(grouped(entries, lambda entry: entry.bytes, most)))):
         name = f"00000-{number:05}.safetensors"
-        done = write(folder / name, [entry._replace(name=f"params/{entry.name}") for entry in group])
+        done = write(
+            folder / name, [entry._replace(name=f"params/{entry.name}") for entry in group]
+        )
         files[name] = File(done.size, done.header, done.sha256)
         for entry, place in zip(group, done.pieces, strict=True):
             piece = Piece(0, prod(entry.shape), name, *place)
-            leaves[f"params/{entry.name}"] = Leaf(str(entry.dtype).removeprefix("torch."), entry.shape, True, (piece,))
+            leaves[f"params/{entry.name}"] = Leaf(
+                str(entry.dtype).removeprefix("torch."), entry.shape, True, (piece,)
+            )
             slots[entry.name] = ["leaf", f"params/{entry.name}"]
-    manifest = Manifest({"params": ["stages", "params"]}, leaves, slots={"params": slots}, files=files)
+    manifest = Manifest(
+        {"params": ["stages", "params"]}, leaves, slots={"params": slots}, files=files
+    )
     manifest.write(folder)
     return manifest
 
@@ -223,7 +259,9 @@ def is_hash(text: object) -> bool:
 
 def damaged(path: Path, what: str) -> CheckpointError:
     """The error for data whose hash is another one."""
-    return CheckpointError(f"{path} is damaged: {what} is not what was written; load another checkpoint")
+    return CheckpointError(
+        f"{path} is damaged: {what} is not what was written; load another checkpoint"
+    )
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.receive``: parameters of the stages here from pairs of name and tensor, or from safetensors files.
+"""``fpipe.receive``: parameters of the stages here from pairs of name and tensor, or from
+safetensors files.
 
-Each process keeps, or reads, the tensors of its stages alone. This module must not know who named the tensors.
+Each process keeps, or reads, the tensors of its stages alone. This module must not know who named
+the tensors.
 """
 
 from __future__ import annotations
@@ -41,55 +43,68 @@ class Stored(NamedTuple):
 #: Names with tensors, or with functions that read them.
 Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
 #: Tensors, a function that returns them, files, or a folder of files.
-Source: TypeAlias = Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | str | os.PathLike[str]
+Source: TypeAlias = (
+    Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | str | os.PathLike[str]
+)
 
 
 def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
     """The tensors of a safetensors file, or of those in a folder, by name; their data are not read.
 
     Raises:
-        CheckpointError: if there are none, a file is no safetensors file, or two have a tensor of one name.
+        CheckpointError: if there are none, a file is no safetensors file, or two have a tensor of
+        one name.
     """
     place = Path(path)
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{place} is no safetensors file and no folder of such; formats with pickles are not read"
+            f"{place} is no safetensors file and no folder of such; formats with pickles are not "
+            "read"
         )
     found: dict[str, Stored] = {}
     for path in files:
         with opened(path.parent, path.name) as file:
             for name, entry in header(file, str(path))[0].items():
                 if name in found:
-                    raise CheckpointError(f"{name!r} is in {found[name].file} and in {path.name}; remove one")
+                    raise CheckpointError(
+                        f"{name!r} is in {found[name].file} and in {path.name}; remove one"
+                    )
                 found[name] = Stored(path.parent, path.name, entry)
     return found
 
 
 def receive(
-    pipe: Pipe, named_tensors: Source, *, like: Sequence[Any] | None = None, dtype: torch.dtype | None = None,
+    pipe: Pipe,
+    named_tensors: Source,
+    *,
+    like: Sequence[Any] | None = None,
+    dtype: torch.dtype | None = None,
     strict: bool = True,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Parameters for this pipeline from whole tensors by name, such as those of ``fpipe.stream``.
 
-    Each process keeps copies of the tensors of its stages, on their ranks' devices; with ``zero=``, its parts of them.
-    Every process calls it, with an iterator that has the same names everywhere.
+    Each process keeps copies of the tensors of its stages, on their ranks' devices; with ``zero=``,
+    its parts of them. Every process calls it, with an iterator that has the same names everywhere.
 
     Args:
         pipe: the pipeline.
-        named_tensors: pairs of name and tensor; a mapping, whose values may be functions that return the tensor; or the
-            path of a safetensors file or a folder of them, of which each process reads its own tensors; or a function
-            that returns a mapping.
-        like: parameters whose structure, shapes and dtypes are expected, one tree per stage; by default those of the
-            module behind each stage, and otherwise nested dicts and lists, by the dots in the names.
-        dtype: convert floating tensors to it; otherwise they must have the dtype that is expected, if that is known.
+        named_tensors: pairs of name and tensor; a mapping, whose values may be functions that
+            return the tensor; or the path of a safetensors file or a folder of them, of which each
+            process reads its own tensors; or a function that returns a mapping.
+        like: parameters whose structure, shapes and dtypes are expected, one tree per stage; by
+            default those of the module behind each stage, and otherwise nested dicts and lists, by
+            the dots in the names.
+        dtype: convert floating tensors to it; otherwise they must have the dtype that is expected,
+            if that is known.
         strict: with False, names that no stage takes are a warning.
 
     Returns:
         One tree per stage, ``None`` for stages of other processes.
 
     Raises:
-        CheckpointError: on every process, for a tensor that is missing, not expected, or of another shape or dtype.
+        CheckpointError: on every process, for a tensor that is missing, not expected, or of another
+        shape or dtype.
 
     >>> import fpipe
     >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
@@ -109,7 +124,10 @@ def receive(
 
 
 def _received(
-    names: Names, pairs: Iterable[tuple[str, Any]], like: Sequence[Any] | None, dtype: torch.dtype | None
+    names: Names,
+    pairs: Iterable[tuple[str, Any]],
+    like: Sequence[Any] | None,
+    dtype: torch.dtype | None,
 ) -> tuple[list[Any], dict[str, Tensor], set[str]]:
     """Whole parameters of the stages here, their tensors by name, and all names."""
     templates = agree(names.pipe, lambda: _templates(names, like))
@@ -126,7 +144,9 @@ def _received(
 
 
 def _kept(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.detach().to(dtype if dtype is not None and value.is_floating_point() else value.dtype, copy=True)
+    return value.detach().to(
+        dtype if dtype is not None and value.is_floating_point() else value.dtype, copy=True
+    )
 
 
 def _check_extra(pipe: Pipe, every: set[str], taken: Mapping[str, Tensor], strict: bool) -> None:
@@ -141,7 +161,7 @@ def _check_extra(pipe: Pipe, every: set[str], taken: Mapping[str, Tensor], stric
             warnings.warn(text, stacklevel=3)
 
 
-# ---- what each stage takes ------------------------------------------------------------------------------------------
+# ---- what each stage takes ----
 def _templates(names: Names, like: Sequence[Any] | None) -> dict[int, StageTree]:
     """What is known of the parameters of the stages here beforehand."""
     pipe, found = names.pipe, {}
@@ -163,9 +183,16 @@ def _templates(names: Names, like: Sequence[Any] | None) -> dict[int, StageTree]
 def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str], bool]:
     """Whether a tensor belongs to a stage here, by its name."""
     known = {key for here in templates.values() for key in here.keys}
-    heads = [head for stage in names.pipe.here if stage not in templates for head in _heads(names.stages[stage])]
+    heads = [
+        head
+        for stage in names.pipe.here
+        if stage not in templates
+        for head in _heads(names.stages[stage])
+    ]
     known |= {key for (stage, _), (key, _) in names.ties.items() if stage in names.pipe.here}
-    return lambda name: name in known or any(name == head or name.startswith(f"{head}.") for head, _ in heads)
+    return lambda name: (
+        name in known or any(name == head or name.startswith(f"{head}.") for head, _ in heads)
+    )
 
 
 def _heads(of: StageNames) -> Iterator[tuple[str, str]]:
@@ -174,12 +201,17 @@ def _heads(of: StageNames) -> Iterator[tuple[str, str]]:
         if part.numbers is None:
             yield part.name, part.path
         else:
-            yield from ((under(part.name, n), under(part.path, i)) for i, n in enumerate(part.numbers))
+            yield from (
+                (under(part.name, n), under(part.path, i)) for i, n in enumerate(part.numbers)
+            )
 
 
 def _built(
-    names: Names, templates: Mapping[int, StageTree], taken: Mapping[str, Tensor], fault: Exception | None
-) -> list[Any]:  # fmt: skip
+    names: Names,
+    templates: Mapping[int, StageTree],
+    taken: Mapping[str, Tensor],
+    fault: Exception | None,
+) -> list[Any]:
     """Parameters by stage from tensors by name."""
     if fault is not None:
         raise fault
@@ -187,7 +219,9 @@ def _built(
     for stage in names.pipe.here:
         if stage in templates:
             here = templates[stage]
-            values = (_checked(stage, *pair, taken) for pair in zip(here.keys, here.leaves, strict=True))
+            values = (
+                _checked(stage, *pair, taken) for pair in zip(here.keys, here.leaves, strict=True)
+            )
             out[stage] = tree.unflatten(here.spec, values)
         else:
             out[stage] = _nested(names, stage, taken)
@@ -198,11 +232,14 @@ def _checked(stage: int, key: str, like: Any, taken: Mapping[str, Tensor]) -> An
     if not tree.is_tensor(like):
         return like
     if key not in taken:
-        raise CheckpointError(f"{key!r} of stage {stage} is missing; pass the tensors of the whole model")
+        raise CheckpointError(
+            f"{key!r} of stage {stage} is missing; pass the tensors of the whole model"
+        )
     value = taken[key]
     if value.shape != like.shape or value.dtype != like.dtype:
         raise CheckpointError(
-            f"{key!r} is {tree.describe([value])[1:-1]}, and stage {stage} takes {tree.describe([like])[1:-1]}; pass "
+            f"{key!r} is {tree.describe([value])[1:-1]}, and stage {stage} takes "
+            f"{tree.describe([like])[1:-1]}; pass "
             "the tensors of this model, and dtype= to convert them"
         )
     return value
@@ -210,7 +247,9 @@ def _checked(stage: int, key: str, like: Any, taken: Mapping[str, Tensor]) -> An
 
 def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Any:
     """Nested dicts and lists of the tensors whose names begin as those of a stage."""
-    rows: dict[str, Node] = {path: ["leaf", key] for (s, path), (key, _) in names.ties.items() if s == stage}
+    rows: dict[str, Node] = {
+        path: ["leaf", key] for (s, path), (key, _) in names.ties.items() if s == stage
+    }
     for head, path in _heads(names.stages[stage]):
         for key in taken:
             if key == head or key.startswith(f"{head}."):
@@ -219,10 +258,14 @@ def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Any:
     missing = [key for _, key in rows.values() if key not in taken]
     if missing or not rows:
         raise CheckpointError(
-            f"there is no tensor {missing[0] if missing else names.stages[stage].prefix!r} for stage {stage}; pass the "
+            f"there is no tensor {missing[0] if missing else names.stages[stage].prefix!r} for "
+            f"stage {stage}; pass the "
             "tensors of the whole model, by names as fpipe.stream has them, or like=params"
         )
-    leaf = lambda node, path: taken[node[1]] if node[0] == "leaf" else NotImplemented
+
+    def leaf(node, path):
+        return taken[node[1]] if node[0] == "leaf" else NotImplemented
+
     return _lists(build(nested(rows), "", leaf))
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.save``: a copy on the host now, files behind the next steps, and the manifest last.
 
-Each process writes its tensors and then the list of them, as a file; the first process waits for all lists, compares
-tied leaves, and writes the manifest. Processes do not communicate while they write. Must not know how files are read.
+Each process writes its tensors and then the list of them, as a file; the first process waits for
+all lists, compares tied leaves, and writes the manifest. Processes do not communicate while they
+write. Must not know how files are read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ MOST_FILE = 2 << 30
 _POLL = 0.02
 _SEEN = 5.0  #: seconds until a file of another process is seen
 _LAST = 2.0  #: seconds for the lists of other processes after the program has ended
-_OURS = re.compile(r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part")
+_OURS = re.compile(
+    r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part"
+)
 #: Names of trees that would be taken for arguments of ``load``.
 RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})
 
@@ -59,41 +62,51 @@ class Saving:
         """Return once the checkpoint is complete; every process calls it.
 
         Raises:
-            CheckpointError: on every process, if one could not write its part, or tied leaves differ.
+            CheckpointError: on every process, if one could not write its part, or tied leaves
+            differ.
         """
         try:
             agree(self.pipe, lambda: self.written.result())
         except CheckpointError:
-            if self.completed is not None:  # it reads the lists, which the next save to this folder removes
+            if (
+                self.completed is not None
+            ):  # it reads the lists, which the next save to this folder removes
                 futures_wait([self.completed], timeout=_LAST)
             raise
         agree(self.pipe, lambda: None if self.completed is None else self.completed.result())
 
 
 def save(
-    path: str | os.PathLike[str], pipe: Pipe, *, params: Sequence[Any] | None = None, wait: bool = True, **more: Any
-) -> Saving:  # fmt: skip
+    path: str | os.PathLike[str],
+    pipe: Pipe,
+    *,
+    params: Sequence[Any] | None = None,
+    wait: bool = True,
+    **more: Any,
+) -> Saving:
     """Write a checkpoint that any other layout of the same model can load; every process calls it.
 
-    ``params`` and trees like them are stored by the names of leaves in the model: those of a module that was cut by
-    ``from_module`` or ``interop``, and for functions ``Stage(fn, name=...)`` and ``Stage(fn, layers=...)``. A stage
-    without these is called by its number, so that a checkpoint can only be loaded with the same cut. Everything else,
-    such as the step, must be equal on all processes.
+    ``params`` and trees like them are stored by the names of leaves in the model: those of a module
+    that was cut by ``from_module`` or ``interop``, and for functions ``Stage(fn, name=...)`` and
+    ``Stage(fn, layers=...)``. A stage without these is called by its number, so that a checkpoint
+    can only be loaded with the same cut. Everything else, such as the step, must be equal on all
+    processes.
 
     Args:
         path: a new folder, on a file system that all processes share.
         pipe: the pipeline.
         params: the parameters, one tree per stage; parts of them with ``zero=``.
-        wait: with False, the call returns when tensors are copied to the host, and files are written behind the next
-            steps; call ``wait()`` on the result before the next checkpoint, and at the end. ``load`` of the same folder
-            waits too.
+        wait: with False, the call returns when tensors are copied to the host, and files are
+            written behind the next steps; call ``wait()`` on the result before the next checkpoint,
+            and at the end. ``load`` of the same folder waits too.
         more: trees by name: states of transforms, numbers, text.
 
     Returns:
         A ``Saving``; with ``wait=True`` it is complete.
 
     Raises:
-        CheckpointError: on every process, if the trees cannot be saved, or the folder has something else.
+        CheckpointError: on every process, if the trees cannot be saved, or the folder has something
+        else.
 
     >>> import tempfile, torch, fpipe
     >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
@@ -110,9 +123,13 @@ def save(
     return saving
 
 
-def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping[str, Any], wait: bool) -> Saving:
+def _start(
+    folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping[str, Any], wait: bool
+) -> Saving:
     """Collect, agree on what is written, and start the threads."""
-    holding, token = agree(pipe, lambda: (_collected(Names(pipe), params, more), secrets.token_hex(8)))
+    holding, token = agree(
+        pipe, lambda: (_collected(Names(pipe), params, more), secrets.token_hex(8))
+    )
     facts = everyone(pipe, holding.facts())
     total = agree(pipe, lambda: merged(facts))
     token = _agreed_token(pipe, token)
@@ -126,7 +143,9 @@ def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping
 
 
 def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
-    """Run a function on a thread that the end of the program, and a load of the folder, wait for."""
+    """Run a function on a thread that the end of the program, and a load of the folder, wait
+    for.
+    """
     future = Future[T]()
 
     def run() -> None:
@@ -142,18 +161,24 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
 def _collected(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any]) -> Holding:
     wrong = RESERVED & more.keys()
     if wrong:
-        raise CheckpointError(f"{min(wrong)!r} is an argument of load; save the tree under another name")
+        raise CheckpointError(
+            f"{min(wrong)!r} is an argument of load; save the tree under another name"
+        )
     return collect(names, params, more)
 
 
 def _prepare(folder: Path, token: str) -> None:
     """An empty folder but for a mark: what an incomplete checkpoint left there is removed."""
     if is_complete(folder):
-        raise CheckpointError(f"{folder} has a complete checkpoint; save to another folder, or remove it first")
+        raise CheckpointError(
+            f"{folder} has a complete checkpoint; save to another folder, or remove it first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     others = sorted(file.name for file in folder.iterdir() if not _OURS.fullmatch(file.name))
     if others:
-        raise CheckpointError(f"{folder} has other files, such as {others[0]!r}; save to a new folder")
+        raise CheckpointError(
+            f"{folder} has other files, such as {others[0]!r}; save to a new folder"
+        )
     for file in folder.iterdir():
         file.unlink()
     _mark(folder, token).touch()
@@ -196,7 +221,7 @@ def _numbers(pipe: Pipe) -> list[int]:
     return sorted(map(int, everyone(pipe, str(_number(pipe)))))
 
 
-# ---- tensors that are to be written ---------------------------------------------------------------------------------
+# ---- tensors that are to be written ----
 @dataclass(frozen=True)
 class _Host:
     """A place, with a function that returns its bytes on the host."""
@@ -218,7 +243,12 @@ class _Host:
         place = self.place
         whole = place.first == 0 and place.last == _count(place.shape)
         name = place.key if whole else f"{place.key}[{place.first}:{place.last}]"
-        return Entry(name, place.tensor.dtype, place.shape if whole else (place.last - place.first,), self.data)
+        return Entry(
+            name,
+            place.tensor.dtype,
+            place.shape if whole else (place.last - place.first,),
+            self.data,
+        )
 
 
 def _count(shape: Sequence[int]) -> int:
@@ -226,7 +256,8 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def fingerprint(raw: bytearray, dtype: torch.dtype, first: int) -> int:
-    """A number of elements from ``first`` on; those of parts of a tensor add up to that of the tensor.
+    """A number of elements from ``first`` on; those of parts of a tensor add up to that of the
+    tensor.
 
     >>> x = torch.arange(5.0)
     >>> parts = fingerprint(to_bytes(x[:2]), x.dtype, 0) + fingerprint(to_bytes(x[2:]), x.dtype, 2)
@@ -292,10 +323,14 @@ class _Job:
         while missing := [path for path in lists if not path.exists()]:
             if written.done():
                 written.result()  # raises where not even the list could be written
-            if not threading.main_thread().is_alive():  # the program ends, after a failure of another process perhaps
+            if (
+                not threading.main_thread().is_alive()
+            ):  # the program ends, after a failure of another process perhaps
                 until = min(until, time.monotonic() + _LAST)
             if time.monotonic() > until:
-                raise CheckpointError(f"{missing[0]} did not appear; its process ended, or does not see this folder")
+                raise CheckpointError(
+                    f"{missing[0]} did not appear; its process ended, or does not see this folder"
+                )
             time.sleep(_POLL)
         rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
         fault = next((row for row in rows if isinstance(row, str)), None)
@@ -334,6 +369,7 @@ def _check_ties(prints: Sequence[tuple[str, str, int]]) -> None:
     for key, at in sums.items():
         if len(set(at.values())) > 1:
             raise CheckpointError(
-                f"{key!r} has different values on {' and '.join(at)}, and is one parameter; no checkpoint was written: "
+                f"{key!r} has different values on {' and '.join(at)}, and is one parameter; no "
+                "checkpoint was written: "
                 "apply the same updates to tied leaves and to all ranks of a stage"
             )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.stream``: whole parameters by their names in the model, on all ranks in one order, one bucket at a time.
+"""``fpipe.stream``: whole parameters by their names in the model, on all ranks in one order, one
+bucket at a time.
 
-Every rank learns names, shapes and order first. Then the rank that has a tensor sends it in pieces, after the copies of
-the pipeline have put their parts together. This module must not know files.
+Every rank learns names, shapes and order first. Then the rank that has a tensor sends it in pieces,
+after the copies of the pipeline have put their parts together. This module must not know files.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from .collect import merged, stage_trees
 from .files import grouped
 from .keys import Names, StageTree
 
-#: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may hold one more, and the
-#: allocator of a host may keep three times as much, because tensors of other sizes do not fit where these were.
+#: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may
+#: hold one more, and the allocator of a host may keep three times as much, because tensors of other
+#: sizes do not fit where these were.
 _PIECE, _WHOLE = 1 / 8, 3 / 16
-#: Pieces between two waits for all ranks; memory that processes share may keep three times as many of each other rank.
+#: Pieces between two waits for all ranks; memory that processes share may keep three times as many
+#: of each other rank.
 _AHEAD = 8
 
 
@@ -51,28 +54,36 @@ class Row(NamedTuple):
 
 
 def stream(
-    pipe: Pipe, params: Sequence[Any], bucket_bytes: int = 1 << 28, *, dtype: torch.dtype | None = None,
-    to: int | None = None, rename: Callable[[str], str] | None = None,
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    pipe: Pipe,
+    params: Sequence[Any],
+    bucket_bytes: int = 1 << 28,
+    *,
+    dtype: torch.dtype | None = None,
+    to: int | None = None,
+    rename: Callable[[str], str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """All parameters as pairs of name and whole tensor, in the same order on every rank.
 
-    Every process iterates to the end. Beside its own parameters a rank holds at most ``bucket_bytes``, or twice the
-    largest tensor if that is more, as long as the caller keeps none. A rank gets its own parameters as they are, so
-    they must not be changed; other tensors are new. Tied parameters come once.
+    Every process iterates to the end. Beside its own parameters a rank holds at most
+    ``bucket_bytes``, or twice the largest tensor if that is more, as long as the caller keeps none.
+    A rank gets its own parameters as they are, so they must not be changed; other tensors are new.
+    Tied parameters come once.
 
     Args:
         pipe: the pipeline.
         params: its parameters, one tree per stage; parts with ``zero=``.
         bucket_bytes: the memory for what comes from other ranks.
         dtype: that of the floating tensors; by default their own.
-        to: the only rank of the pipeline that gets tensors; the others get such on the device "meta".
+        to: the only rank of the pipeline that gets tensors; the others get such on the device
+            "meta".
         rename: from names in the model to others.
 
     Returns:
         An iterator of ``(name, tensor)``, on the device of the first rank of this process.
 
     Raises:
-        CheckpointError: on every process, if leaves have no names, or each copy has its own (``own=``).
+        CheckpointError: on every process, if leaves have no names, or each copy has its own
+        (``own=``).
 
     >>> import fpipe
     >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
@@ -83,21 +94,32 @@ def stream(
     last.w torch.Size([2])
     """
     if bucket_bytes < 1 or (to is not None and not 0 <= to < pipe.group.size):
-        raise CheckpointError(f"bucket_bytes={bucket_bytes}, to={to}; give bytes, and a rank below {pipe.group.size}")
+        raise CheckpointError(
+            f"bucket_bytes={bucket_bytes}, to={to}; give bytes, and a rank below {pipe.group.size}"
+        )
     return _start(pipe, params, bucket_bytes, dtype, to, rename)
 
 
 def _start(
-    pipe: Pipe, params: Sequence[Any], bucket: int, dtype: torch.dtype | None, to: int | None,
+    pipe: Pipe,
+    params: Sequence[Any],
+    bucket: int,
+    dtype: torch.dtype | None,
+    to: int | None,
     rename: Callable[[str], str] | None,
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, Tensor]]:
     """Agree on what comes in which order."""
     trees, holding = agree(pipe, lambda: stage_trees(Names(pipe), params))
     facts = everyone(pipe, holding.facts())
     agree(pipe, lambda: merged(facts))
     texts = everyone(pipe, json.dumps(agree(pipe, lambda: _rows(Names(pipe), trees, dtype))))
     found = (row for text in texts for row in json.loads(text))
-    rows = sorted({Row(stage, leaf, rank, name, tuple(shape), kind) for stage, leaf, rank, name, shape, kind in found})
+    rows = sorted(
+        {
+            Row(stage, leaf, rank, name, tuple(shape), kind)
+            for stage, leaf, rank, name, shape, kind in found
+        }
+    )
     names = agree(pipe, lambda: [row.name if rename is None else rename(row.name) for row in rows])
     return _streamed(pipe, trees, rows, names, bucket, to)
 
@@ -110,7 +132,9 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
         rank = pipe.placement.ranks_of(stage)[0]
         for index, (leaf, path) in enumerate(zip(here.leaves, here.paths, strict=True)):
             if here.own[index]:
-                raise CheckpointError(f"{here.keys[index]!r} is in own=: each copy has another one, and none is whole")
+                raise CheckpointError(
+                    f"{here.keys[index]!r} is in own=: each copy has another one, and none is whole"
+                )
             if is_tensor(leaf) and rank in pipe.group.here and names.first(stage, path) == stage:
                 kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
                 text = str(kind).removeprefix("torch.")
@@ -119,8 +143,13 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
 
 
 def _streamed(
-    pipe: Pipe, trees: Mapping[int, StageTree], rows: Sequence[Row], names: Sequence[str], bucket: int, to: int | None
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    pipe: Pipe,
+    trees: Mapping[int, StageTree],
+    rows: Sequence[Row],
+    names: Sequence[str],
+    bucket: int,
+    to: int | None,
+) -> Iterator[tuple[str, Tensor]]:
     following, kept = iter(names), to is None or to in pipe.group.here
     for run in _runs(rows, int(bucket * _WHOLE)):
         own = run[0].rank in pipe.group.here
@@ -129,7 +158,10 @@ def _streamed(
             _send(pipe, tensors, run, _piece(pipe, bucket))
         tensors.reverse()
         while tensors:
-            yield next(following), tensors.pop() if kept else torch.empty_like(tensors.pop(), device="meta")
+            yield (
+                next(following),
+                tensors.pop() if kept else torch.empty_like(tensors.pop(), device="meta"),
+            )
 
 
 def _runs(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
@@ -170,14 +202,25 @@ def _piece(pipe: Pipe, bucket: int) -> int:
 
 
 def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int) -> None:
-    """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the others."""
+    """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the
+    others.
+    """
     source, device = rows[0].rank, pipe.config.device
     own = source in pipe.group.here
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) if own or not tensor.is_meta else None for tensor in tensors]
-    cuts = [(i, at, min(at + piece, r.bytes)) for i, r in enumerate(rows) for at in range(0, r.bytes, piece)]
+    flat = [
+        tensor.contiguous().view(-1).view(torch.uint8) if own or not tensor.is_meta else None
+        for tensor in tensors
+    ]
+    cuts = [
+        (i, at, min(at + piece, r.bytes))
+        for i, r in enumerate(rows)
+        for at in range(0, r.bytes, piece)
+    ]
     for number, group in enumerate(grouped(cuts, lambda cut: cut[2] - cut[1], piece)):
         specs = tuple(Spec((last - first,), (1,), torch.uint8) for _, first, last in group)
-        views = [None if (whole := flat[i]) is None else whole[first:last] for i, first, last in group]
+        views = [
+            None if (whole := flat[i]) is None else whole[first:last] for i, first, last in group
+        ]
         sent = tuple(view for view in views if view is not None) if own else None
         values = pipe.group.share(sent, specs, source)
         for view, value in zip(views, values, strict=True):

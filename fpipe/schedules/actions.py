@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and ``Carried``, of a timeline.
+"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and
+``Carried``, of a timeline.
 
 Standard library only; nothing here knows tensors or order.
 
 F   forward of a stage on a microbatch
 I   gradient of the stage's input        W   gradient of its parameters        B   both at once
-(a;b;...)OVERLAP_F_B    a fused action: its parts run as one, in any order, so they must not need each other
+(a;b;...)OVERLAP_F_B    a fused action: its parts run as one, in any order, so they must not need
+each other
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MOST_SLICES = 1_000_000
 class Slice(int):
     """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
 
-    It is that number, so that slices are compared and counted as microbatches are, and it prints as ``3.1``.
+    It is that number, so that slices are compared and counted as microbatches are, and it prints as
+    ``3.1``.
 
     Args:
         microbatch: the number of the microbatch.
@@ -41,7 +44,9 @@ class Slice(int):
 
     def __new__(cls, microbatch: int, slice: int, of: int) -> Slice:
         if not 0 <= slice < of:
-            raise ScheduleError(f"there is no slice {slice} of {of}; slices are counted from 0", rule="slices")
+            raise ScheduleError(
+                f"there is no slice {slice} of {of}; slices are counted from 0", rule="slices"
+            )
         number = super().__new__(cls, microbatch * of + slice)
         number.of = of
         return number
@@ -79,7 +84,8 @@ class Action(NamedTuple):
 
     Args:
         stage: the number of the stage.
-        op: ``F`` forward, ``I`` gradient of the input, ``W`` gradients of the parameters, ``B`` both in one.
+        op: ``F`` forward, ``I`` gradient of the input, ``W`` gradients of the parameters, ``B``
+            both in one.
         microbatch: the number of the microbatch, or a ``Slice`` of one.
 
     >>> Action(3, "F", 0), Action(3, "F", Slice(0, 1, of=2))
@@ -160,7 +166,9 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
 
 
 class Span(NamedTuple):
-    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's row."""
+    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's
+    row.
+    """
 
     rank: int
     position: int

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no schedule."""
+"""``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 
 
 class Beside(NamedTuple):
-    """What a woven action is expected to take: its time, and what the link carries from its start on."""
+    """What a woven action is expected to take: its time, and what the link carries from its start
+    on.
+    """
 
     time: float
     carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what)
@@ -29,28 +33,29 @@ Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to number).
+    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to
+    number).
 
-    A message between different ranks takes ``comm + boundary / bandwidth``. F adds ``saved`` bytes to what its rank
-    holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+    A message between different ranks takes ``comm + boundary / bandwidth``. F adds ``saved`` bytes
+    to what its rank holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
 
     Where microbatches have slices, a slice has an equal share of the costs.
 
     Args:
         F, I, W: the times of these actions.
         B: the time of B; by default I + W.
-        overlap: the time of a fused action, by the stage of its first part, or a function of an action, as
-            ``pipe.plan(...).costs`` has; by default the sum of its parts.
-        comm: the latency of a message. This and the next four may differ by boundary, one number between each stage and
-            the next.
+        overlap: the time of a fused action, by the stage of its first part, or a function of an
+            action, as ``pipe.plan(...).costs`` has; by default the sum of its parts.
+        comm: the latency of a message. This and the next four may differ by boundary, one number
+            between each stage and the next.
         boundary: the bytes of a message.
         bandwidth: bytes per time.
         send: how long a message keeps its sender's rank busy, after the action.
         receive: how long it keeps its receiver's rank busy, before the action that needs it.
         saved: the bytes that are held from F on.
         kept: those that I leaves for W; by default all.
-        load: one number for each microbatch, or for each slice of every microbatch, which multiplies the times of its
-            actions: later slices of causal attention take longer.
+        load: one number for each microbatch, or for each slice of every microbatch, which
+            multiplies the times of its actions: later slices of causal attention take longer.
         size: such numbers, which multiply the bytes that a microbatch saves, keeps and sends.
         unit: of times, for texts and pictures, such as ``"ms"``.
 
@@ -102,10 +107,12 @@ class Costs:
 
     def _shown(self, text: Callable[[Any], str]) -> str:
         """F, I, W and what differs from its default."""
-        shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
+        shown = [
+            f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default
+        ]
         return f"Costs({', '.join(f'{name}={text(getattr(self, name))}' for name in shown)})"
 
-    # ---- text ---------------------------------------------------------------------------------------------------
+    # ---- text ----
     @classmethod
     def parse(cls, text: str) -> Costs:
         """From ``name=number`` with commas between; ``name=1:2:1`` gives one number per stage.
@@ -126,12 +133,18 @@ class Costs:
         for item in filter(None, map(str.strip, text.split(","))):
             name, sign, value = (word.strip() for word in item.partition("="))
             if not sign or name not in _NUMBERS or name in values:
-                why = f"{name} occurs twice" if name in values else f"the names are {', '.join(_NUMBERS)}"
+                why = (
+                    f"{name} occurs twice"
+                    if name in values
+                    else f"the names are {', '.join(_NUMBERS)}"
+                )
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
                 numbers = [float(number) for number in value.split(":")]
             except ValueError:
-                raise _refuse(f"{name}={value[:60]} is not a number, nor numbers with ':' between") from None
+                raise _refuse(
+                    f"{name}={value[:60]} is not a number, nor numbers with ':' between"
+                ) from None
             values[name] = numbers if ":" in value else numbers[0]
         return cls(**values)
 
@@ -148,8 +161,13 @@ class Costs:
         '{"F": 2.0, "I": [1.0, 3.0]}'
         """
         if callable(self.overlap):
-            raise _refuse("costs whose overlap is a function cannot be written as JSON; give overlap as numbers")
-        return json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default})
+            raise _refuse(
+                "costs whose overlap is a function cannot be written as JSON; give overlap as "
+                "numbers"
+            )
+        return json.dumps(
+            {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
@@ -176,7 +194,7 @@ class Costs:
             raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
         return cls(**values)
 
-    # ---- by stage -----------------------------------------------------------------------------------------------
+    # ---- by stage ----
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
         """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
 
@@ -217,10 +235,16 @@ class Costs:
         saved = self.spread("saved", stages)
         kept = saved if self.kept is None else self.spread("kept", stages)
         inwards = tuple(k - s for k, s in zip(kept, saved, strict=True))
-        return {"F": saved, "I": inwards, "W": tuple(-k for k in kept), "B": tuple(-s for s in saved)}
+        return {
+            "F": saved,
+            "I": inwards,
+            "W": tuple(-k for k in kept),
+            "B": tuple(-s for s in saved),
+        }
 
     def links(self, stages: int) -> tuple[float, ...]:
-        """The time that a message takes over each boundary once it is sent, where its ends are on different ranks.
+        """The time that a message takes over each boundary once it is sent, where its ends are on
+        different ranks.
 
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
@@ -240,18 +264,23 @@ class Costs:
     def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
         """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
 
-        >>> Costs(load=[1, 3]).of_units("load", 4, slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
+        >>> Costs(load=[1, 3]).of_units("load", 4,
+        ...     slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
         ((0.5, 0.5, 1.5, 1.5), (0.5, 1.5, 0.5, 1.5))
         """
         value = getattr(self, name)
         if slices == 1 or not isinstance(value, tuple) or len(value) == count:
             factors = self.spread(name, count)
         else:
-            factors = tuple(factor for factor in self.spread(name, count // slices) for _ in range(slices))
+            factors = tuple(
+                factor for factor in self.spread(name, count // slices) for _ in range(slices)
+            )
         return factors if slices == 1 else tuple(factor / slices for factor in factors)
 
     def spread(self, name: str, count: int) -> tuple[float, ...]:
-        """The cost ``name`` for each of ``count`` stages, boundaries between stages, or microbatches."""
+        """The cost ``name`` for each of ``count`` stages, boundaries between stages, or
+        microbatches.
+        """
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * count
@@ -271,7 +300,9 @@ _refuse = partial(ScheduleError, rule="costs")
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """One float or a tuple of them; None only where that is the default; a function for ``overlap`` as it is."""
+    """One float or a tuple of them; None only where that is the default; a function for ``overlap``
+    as it is.
+    """
     if name == "overlap" and callable(value):
         return value
     if value is None and name in ("B", "overlap", "kept"):
@@ -296,7 +327,10 @@ def number(name: str, value: Any) -> float:
     valid = result > 0 if name == "bandwidth" else 0 <= result < inf
     if not valid:
         kind = "above 0" if name == "bandwidth" else "from 0 up"
-        raise _refuse(f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per stage")
+        raise _refuse(
+            f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per "
+            "stage"
+        )
     return result
 
 
@@ -308,4 +342,7 @@ def as_costs(costs: object) -> Costs:
     """
     if costs is None or isinstance(costs, Costs):
         return costs or Costs()
-    raise _refuse(f"costs={costs!r:.80}; give fpipe.Costs(F=..., I=..., W=...), with one number or one per stage")
+    raise _refuse(
+        f"costs={costs!r:.80}; give fpipe.Costs(F=..., I=..., W=...), with one number or one per "
+        "stage"
+    )

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each action needs and provides, and an order of a schedule's actions in which each follows what it needs.
+"""What each action needs and provides, and an order of a schedule's actions in which each follows
+what it needs.
 
-This is the only file that knows which action must come before which: the table ``RULE``. The checker, the simulator,
-the lowering, the pictures and the tests all read it, by :func:`needs` and :func:`provides` or, for millions of
-actions, by the offsets that :class:`Facts` derives from it. It knows nothing of time, placement or counts. Where
-microbatches have slices, what is said of microbatches here holds for slices, counted through all microbatches.
+This is the only file that knows which action must come before which: the table ``RULE``. The
+checker, the simulator, the lowering, the pictures and the tests all read it, by :func:`needs` and
+:func:`provides` or, for millions of actions, by the offsets that :class:`Facts` derives from it. It
+knows nothing of time, placement or counts. Where microbatches have slices, what is said of
+microbatches here holds for slices, counted through all microbatches.
 
 A walk numbers facts by integers: fact ``(kind, stage, microbatch)`` is the index
-``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before the first and one
-after the last, are the targets of offsets that leave the model; their facts are present from the start.
+``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before
+the first and one after the last, are the targets of offsets that leave the model; their facts are
+present from the start.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from .actions import Action, Row, Slice, unit
 
 Kind: TypeAlias = Literal["F", "I", "W"]
 
-#: op -> (facts it provides, facts it needs). A fact is (kind, stage offset): F an output, I the gradient of an input, W
-#: the gradient of parameters. An offset that leaves the model needs nothing. What other stages need is the first fact
-#: provided; what another stage provides is the last one needed.
+#: op -> (facts it provides, facts it needs). A fact is (kind, stage offset): F an output, I the
+#: gradient of an input, W the gradient of parameters. An offset that leaves the model needs
+#: nothing. What other stages need is the first fact provided; what another stage provides is the
+#: last one needed.
 RULE: dict[str, tuple[tuple[Kind, ...], tuple[tuple[Kind, int], ...]]] = {
     "F": (("F",), (("F", -1),)),
     "I": (("I",), (("F", 0), ("I", +1))),
@@ -34,14 +38,16 @@ RULE: dict[str, tuple[tuple[Kind, ...], tuple[tuple[Kind, int], ...]]] = {
 _KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
-#: op -> what it needs besides of its own stage, where microbatches have slices: a fact and the offset of the slice. The
-#: state of a sequence goes from each slice to the next, and its gradient back. All slices of a microbatch are on one
-#: rank, so this concerns the order within a row alone.
+#: op -> what it needs besides of its own stage, where microbatches have slices: a fact and the
+#: offset of the slice. The state of a sequence goes from each slice to the next, and its gradient
+#: back. All slices of a microbatch are on one rank, so this concerns the order within a row alone.
 SLICE_RULE: dict[str, tuple[Kind, int]] = {"F": ("F", -1), "I": ("I", +1), "B": ("I", +1)}
 
 
 class Fact(NamedTuple):
-    """What one action provides and others need: an output (F), an input's gradient (I) or the parameters' (W)."""
+    """What one action provides and others need: an output (F), an input's gradient (I) or the
+    parameters' (W).
+    """
 
     kind: Kind
     stage: int
@@ -58,7 +64,8 @@ def provides(action: Action) -> tuple[Fact, ...]:
 
 
 def needs(action: Action, stages: int) -> tuple[Fact, ...]:
-    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages; without other slices.
+    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages; without
+    other slices.
 
     >>> needs(Action(2, "I", 5), stages=4)
     (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
@@ -66,13 +73,16 @@ def needs(action: Action, stages: int) -> tuple[Fact, ...]:
     ()
     """
     stage, mb = action.stage, action.microbatch
-    return tuple(Fact(kind, stage + by, mb) for kind, by in RULE[action.op][1] if 0 <= stage + by < stages)
+    return tuple(
+        Fact(kind, stage + by, mb) for kind, by in RULE[action.op][1] if 0 <= stage + by < stages
+    )
 
 
 def needs_slice(action: Action) -> Fact | None:
     """The fact of another slice that ``action`` needs.
 
-    >>> needs_slice(Action(2, "F", Slice(3, 1, of=2))), needs_slice(Action(2, "F", Slice(3, 0, of=2)))
+    >>> needs_slice(Action(2, "F", Slice(3, 1, of=2))), needs_slice(Action(2, "F", Slice(3, 0,
+    ...     of=2)))
     (Fact(kind='F', stage=2, microbatch=3.0), None)
     """
     at = action.microbatch
@@ -106,7 +116,10 @@ class Facts:
             return (_KINDS.index(kind) * (self.stages + 2) + by + 1) * self.microbatches
 
         return {
-            op: (tuple(offset(kind, by) for kind, by in needed), tuple(offset(kind, 0) for kind in provided))
+            op: (
+                tuple(offset(kind, by) for kind, by in needed),
+                tuple(offset(kind, 0) for kind in provided),
+            )
             for op, (provided, needed) in RULE.items()
         }
 
@@ -121,7 +134,9 @@ class Facts:
         return Fact(_KINDS[kind], stage - 1, microbatch)
 
     def at_first(self) -> bytearray:
-        """1 for every fact that is present before any action runs: those beyond the ends of the model."""
+        """1 for every fact that is present before any action runs: those beyond the ends of the
+        model.
+        """
         edge, inside = b"\1" * self.microbatches, bytes(self.stages * self.microbatches)
         return bytearray((edge + inside + edge) * len(_KINDS))
 
@@ -136,7 +151,9 @@ class Facts:
 
 
 class Blocked(NamedTuple):
-    """A rank that cannot continue: the position that it reached and the fact that its action there lacks."""
+    """A rank that cannot continue: the position that it reached and the fact that its action there
+    lacks.
+    """
 
     rank: int
     position: int
@@ -144,7 +161,9 @@ class Blocked(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """``numbers`` holds three integers per run, and ``blocked`` the ranks that did not reach their end."""
+    """``numbers`` holds three integers per run, and ``blocked`` the ranks that did not reach their
+    end.
+    """
 
     numbers: array[int]
     blocked: tuple[Blocked, ...]
@@ -158,15 +177,17 @@ class Walk(NamedTuple):
     @property
     def order(self) -> Iterator[tuple[int, int]]:
         """(rank, position) of every action that can run, each after all that it needs."""
-        return ((rank, position) for rank, start, stop in self.runs for position in range(start, stop))
+        return (
+            (rank, position) for rank, start, stop in self.runs for position in range(start, stop)
+        )
 
 
 def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool = False) -> Walk:
     """Run every rank as far as possible, again and again until all have ended or all wait.
 
-    The stages and microbatches in the rows must be in range and no action occur twice (see ``check.inspect_rows``).
-    ``ordered`` says that every action stands behind those of its own stage that it needs, and that none is fused: then
-    only facts of other stages are looked for.
+    The stages and microbatches in the rows must be in range and no action occur twice (see
+    ``check.inspect_rows``). ``ordered`` says that every action stands behind those of its own stage
+    that it needs, and that none is fused: then only facts of other stages are looked for.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
@@ -184,7 +205,9 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
         start = reached[rank]
         for position in range(start, len(rows[rank])):
             action = rows[rank][position]
-            parts = (action,) if isinstance(action, Action) else action.parts  # faster than the property of Action
+            parts = (
+                (action,) if isinstance(action, Action) else action.parts
+            )  # faster than the property of Action
             lacks = -1
             for stage, op, microbatch in parts:
                 base = stage * microbatches + microbatch
@@ -203,12 +226,18 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
             reached[rank] = position + 1
         if reached[rank] > start:
             runs.extend((rank, start, reached[rank]))
-    blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
+    blocked = (
+        Blocked(rank, reached[rank], facts.fact(fact))
+        for fact, ranks in waiting.items()
+        for rank in ranks
+    )
     return Walk(runs, tuple(sorted(blocked)))
 
 
 def _walk_ordered(rows: Sequence[tuple[Action, ...]], facts: Facts) -> Walk:
-    """The walk where each action needs one fact, the last in ``RULE``, and only the first that it provides counts."""
+    """The walk where each action needs one fact, the last in ``RULE``, and only the first that it
+    provides counts.
+    """
     present, microbatches = facts.at_first(), facts.microbatches
     offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
     rest = [enumerate(row) for row in rows]

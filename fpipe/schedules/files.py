@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading of files that others wrote, up to a size, and writing of files as a whole.
 
-A written file is complete or not there, and a symbolic link to a file is not followed: in a folder that others may
-write to, it could lead to any file of the user. This module must not know schedules.
+A written file is complete or not there, and a symbolic link to a file is not followed: in a folder
+that others may write to, it could lead to any file of the user. This module must not know
+schedules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
 
 def read_bytes(path: str | PathLike[str], most: int) -> bytes:
-    """The bytes of a file; ValueError if it has more than ``most``, of which no more than that are read."""
+    """The bytes of a file; ValueError if it has more than ``most``, of which no more than that are
+    read.
+    """
     with open(path, "rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -29,7 +32,8 @@ def read_bytes(path: str | PathLike[str], most: int) -> bytes:
 
 
 def write_bytes(path: str | PathLike[str], content: bytes) -> None:
-    """Write a file in place of the one that is there, or to a device or pipe; OSError for a symbolic link to a file.
+    """Write a file in place of the one that is there, or to a device or pipe; OSError for a
+    symbolic link to a file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "file")
@@ -51,8 +55,12 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
 
 
 def _write_to_stream(path: Path, content: bytes) -> None:
-    """Write to a device or a pipe. What was opened is checked: a link may lead elsewhere a moment later."""
-    refused = OSError(errno.ELOOP, "it is a symbolic link to a file, which is not followed", str(path))
+    """Write to a device or a pipe. What was opened is checked: a link may lead elsewhere a moment
+    later.
+    """
+    refused = OSError(
+        errno.ELOOP, "it is a symbolic link to a file, which is not followed", str(path)
+    )
     try:
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
     except FileNotFoundError:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Placement``: which rank runs each stage, for each microbatch. It knows actions, not the order in which they run."""
+"""``Placement``: which rank runs each stage, for each microbatch. It knows actions, not the order
+in which they run.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ _refuse = partial(ScheduleError, rule="placement")
 class Placement:
     """Which rank runs each stage, for each microbatch.
 
-    With one path each stage is on one rank. A stage that is on different ranks in different paths has replicas
-    (DualPipe, Chimera). Paths that no microbatch takes are removed, and the others are sorted by the first microbatch
-    that takes them, so that equal placements compare equal.
+    With one path each stage is on one rank. A stage that is on different ranks in different paths
+    has replicas (DualPipe, Chimera). Paths that no microbatch takes are removed, and the others are
+    sorted by the first microbatch that takes them, so that equal placements compare equal.
 
     Args:
-        paths: ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``.
+        paths: ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route
+            ``k``.
         ranks: how many ranks there are.
-        route: ``route[m]`` is the path of microbatch ``m``, or of slice ``m`` of all; empty where there is one path.
+        route: ``route[m]`` is the path of microbatch ``m``, or of slice ``m`` of all; empty where
+            there is one path.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -46,7 +50,10 @@ class Placement:
         bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
         if bad:
             remedy = "give ranks=, or correct the rank of the stage"
-            raise _refuse(f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; {remedy}")
+            raise _refuse(
+                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
+                f"{remedy}"
+            )
         if len(self.paths) > 1 and not self.route:
             raise _refuse("several paths need a route: one path index per microbatch")
         if any(not 0 <= k < len(self.paths) for k in self.route):
@@ -56,7 +63,7 @@ class Placement:
         object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
         object.__setattr__(self, "route", route if len(taken) > 1 else ())
 
-    # ---- constructors -------------------------------------------------------------------------------------------
+    # ---- constructors ----
     @classmethod
     def loop(cls, ranks: int, per_rank: int = 1) -> Placement:
         """Stage ``s`` on rank ``s % ranks``.
@@ -75,7 +82,8 @@ class Placement:
 
     @classmethod
     def v(cls, ranks: int, per_rank: int = 2) -> Placement:
-        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for 2, the last stage.
+        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for
+        2, the last stage.
 
         Args:
             ranks: how many ranks there are.
@@ -110,8 +118,12 @@ class Placement:
         for rank, held in enumerate(stages_by_rank):
             for stage in held:
                 if stage in rank_of:
-                    remedy = "place it on one rank, or build Placement(paths, ranks, route) for replicas"
-                    raise _refuse(f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; {remedy}")
+                    remedy = (
+                        "place it on one rank, or build Placement(paths, ranks, route) for replicas"
+                    )
+                    raise _refuse(
+                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; {remedy}"
+                    )
                 rank_of[stage] = rank
         missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
         if missing:
@@ -119,8 +131,11 @@ class Placement:
         return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
-    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1) -> Placement:
-        """Stages as in ``v(ranks, per_rank)`` and, for the microbatches in ``up``, with the ranks the other way round.
+    def bidirectional(
+        cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1
+    ) -> Placement:
+        """Stages as in ``v(ranks, per_rank)`` and, for the microbatches in ``up``, with the ranks
+        the other way round.
 
         Args:
             ranks: how many ranks there are.
@@ -142,8 +157,9 @@ class Placement:
     def from_rows(cls, rows: Sequence[Row]) -> Placement:
         """The placement that the rows imply.
 
-        A stage is on the rank of its actions. If these are on several ranks, each microbatch has its own rank: that of
-        its actions or, if they differ, of most of them (``check`` then reports the others).
+        A stage is on the rank of its actions. If these are on several ranks, each microbatch has
+        its own rank: that of its actions or, if they differ, of most of them (``check`` then
+        reports the others).
 
         Args:
             rows: the actions of each rank, as in a ``Schedule``.
@@ -155,7 +171,8 @@ class Placement:
             ScheduleError: if a stage has no action.
 
         >>> from fpipe.schedules.actions import Action
-        >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0), Action(0, "F", 1))]).paths
+        >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0),
+        ...     Action(0, "F", 1))]).paths
         ((0, 1), (1, 0))
         """
         held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
@@ -174,7 +191,7 @@ class Placement:
         route = [paths.setdefault(path, len(paths)) for path in _routes(rows, candidates, stages)]
         return cls(tuple(paths), ranks, tuple(route))
 
-    # ---- questions ----------------------------------------------------------------------------------------------
+    # ---- questions ----
     @property
     def stages(self) -> int:
         """How many stages there are."""
@@ -244,7 +261,9 @@ class Placement:
         >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
         (0, 0, 1, 1)
         """
-        return Placement(self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices)))
+        return Placement(
+            self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices))
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending.
@@ -273,15 +292,25 @@ class Placement:
         return f"Placement({inside})"
 
 
-def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
-    """The rank of every stage, by microbatch. ``candidates`` are a stage's ranks, that with most actions first."""
+def _routes(
+    rows: Sequence[Row], candidates: dict[int, list[int]], stages: int
+) -> Iterator[tuple[int, ...]]:
+    """The rank of every stage, by microbatch. ``candidates`` are a stage's ranks, that with most
+    actions first.
+    """
     votes: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
         for part in plain(row):
             votes[part.stage, part.microbatch][rank] += 1
     count = max(microbatch for _, microbatch in votes) + 1
     if stages * count > 100_000 + 100 * len(votes):
-        what = f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them"
+        what = (
+            f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} "
+            "of them"
+        )
         raise _refuse(f"{what}; number them from 0 without gaps")
     for microbatch in range(count):
-        yield tuple(max(candidates[stage], key=votes[stage, microbatch].__getitem__) for stage in range(stages))
+        yield tuple(
+            max(candidates[stage], key=votes[stage, microbatch].__getitem__)
+            for stage in range(stages)
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of work that takes longer than a second, as one line on standard error, if that is a terminal.
+"""The progress of work that takes longer than a second, as one line on standard error, if that is a
+terminal.
 
 The line is drawn by a thread and erased at the end. This module must not know schedules.
 """
@@ -22,8 +23,8 @@ _EVERY = 0.1  #: seconds between two pictures of it
 
 @contextmanager
 def progress(what: str | Callable[[], str]) -> Iterator[Track]:
-    """Around the work; ``track(items)`` yields the items, and lets the line show how many were processed. ``what`` is
-    a text, or a function that returns the present one.
+    """Around the work; ``track(items)`` yields the items, and lets the line show how many were
+    processed. ``what`` is a text, or a function that returns the present one.
 
     >>> with progress("reading") as track:
     ...     list(track([1, 2]))
@@ -37,7 +38,9 @@ def progress(what: str | Callable[[], str]) -> Iterator[Track]:
             yield item
             counts[0] += 1
 
-    thread = threading.Thread(target=_show, args=(what, counts, done), name="fpipe-progress", daemon=True)
+    thread = threading.Thread(
+        target=_show, args=(what, counts, done), name="fpipe-progress", daemon=True
+    )
     if sys.stderr.isatty():
         thread.start()
     try:
@@ -54,9 +57,19 @@ def _show(what: str | Callable[[], str], counts: Sequence[int], done: threading.
     from rich.console import Console  # slow, and seldom needed
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as line:
         text = what if callable(what) else lambda: what
         task = line.add_task(text(), total=None)
         while not done.wait(_EVERY):
-            line.update(task, description=text(), completed=counts[0], total=counts[1] if counts[1] > 1 else None)
+            line.update(
+                task,
+                description=text(),
+                completed=counts[0],
+                total=counts[1] if counts[1] > 1 else None,
+            )

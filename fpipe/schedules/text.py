@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as text: one line of cells per rank, as brackets for people or as CSV, both ways and exact.
+"""Schedules as text: one line of cells per rank, as brackets for people or as CSV, both ways and
+exact.
 
-The readers are strict: every character of a cell belongs to an action, or a ``ScheduleError`` names line, column and
-the expected text; no text raises another exception. ``check`` validates the actions together.
+The readers are strict: every character of a cell belongs to an action, or a ``ScheduleError`` names
+line, column and the expected text; no text raises another exception. ``check`` validates the
+actions together.
 
     [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes, blank lines ignored
-    [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches, which torch.distributed.pipelining does not know
-    0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads and writes; its empty cells,
-                                          communication and sharding actions are dropped, a blank line is an idle rank
+    [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches, which torch.distributed.pipelining
+    does not know 0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads
+    and writes; its empty cells,
+                                          communication and sharding actions are dropped, a blank
+                                          line is an idle rank
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ _DROPPED = re.compile(
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
 _MOST_RANKS = 100_000
-_EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch), 2F0.1 (its slice) or (2F1;3B0)OVERLAP_F_B"
+_EXPECTED = (
+    "an action such as 2F0 (stage, one of F B I W, microbatch), 2F0.1 (its slice) or "
+    "(2F1;3B0)OVERLAP_F_B"
+)
 
 
 def number(value: float) -> str:
@@ -59,7 +66,8 @@ def format_rows(rows: Iterable[Iterable[AnyAction]]) -> str:
 
 
 def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
-    """One line of comma-separated cells per rank, for ``torch.distributed.pipelining`` and for spreadsheets.
+    """One line of comma-separated cells per rank, for ``torch.distributed.pipelining`` and for
+    spreadsheets.
 
     >>> format_csv([[Action(0, "F", 0), Action(0, "B", 0)], []])
     '0F0,0B0\\n\\n'
@@ -68,20 +76,23 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
 
 
 def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
-    """The rows that :func:`format_rows` wrote; ``track`` yields their lines, for a display of progress.
+    """The rows that :func:`format_rows` wrote; ``track`` yields their lines, for a display of
+    progress.
 
     >>> parse_rows("[0F0, 0B0]")
     ((0F0, 0B0),)
     >>> parse_rows("[0F0, 0F1junk]")
     Traceback (most recent call last):
         ...
-    fpipe.errors.ScheduleError: line 1, column 10: expected ',' or the end after 0F1, but found 'junk'
+    fpipe.errors.ScheduleError: line 1, column 10: expected ',' or the end after 0F1, but found
+    'junk'
         [0F0, 0F1junk]
                  ^^^^
     """
     if not isinstance(text, str):
         raise ScheduleError(
-            f"a schedule is read from text, not from a {type(text).__name__}; give one line for each rank"
+            f"a schedule is read from text, not from a {type(text).__name__}; give one line for "
+            "each rank"
         )
     rows: list[Row] = []
     for number, line in enumerate(track(_lines(text)), 1):
@@ -94,14 +105,19 @@ def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) ->
             raise place.error(start, start + 1, "a '[' that opens the actions of a rank")
         if body[-1] != "]":
             end = start + len(body)
-            raise place.error(end, end + 1, "a ']' that closes the actions of the rank", "the end of the line")
+            raise place.error(
+                end, end + 1, "a ']' that closes the actions of the rank", "the end of the line"
+            )
         inside = body[1:-1]
-        rows.append(tuple(_cells(inside, place, start + 1, csv=False)) if inside.strip(_BLANK) else ())
+        rows.append(
+            tuple(_cells(inside, place, start + 1, csv=False)) if inside.strip(_BLANK) else ()
+        )
     return _counted_slices(rows)
 
 
 def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
-    """The rows of a CSV, each line one rank; cells that are not compute are dropped. ``track`` is as above.
+    """The rows of a CSV, each line one rank; cells that are not compute are dropped. ``track`` is
+    as above.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
@@ -122,15 +138,23 @@ def _counted_slices(rows: Sequence[Row]) -> tuple[Row, ...]:
 
     def counted(part: Action) -> Action:
         at = part.microbatch
-        return part._replace(microbatch=unit(at.microbatch * most + at.slice, most)) if isinstance(at, Slice) else part
+        return (
+            part._replace(microbatch=unit(at.microbatch * most + at.slice, most))
+            if isinstance(at, Slice)
+            else part
+        )
 
-    return tuple(tuple(joined([counted(part) for part in cell.parts]) for cell in row) for row in rows)
+    return tuple(
+        tuple(joined([counted(part) for part in cell.parts]) for cell in row) for row in rows
+    )
 
 
 def _lines(text: str) -> list[str]:
     lines = text.replace("\r\n", "\n").split("\n")
     if len(lines) > _MOST_RANKS:
-        raise ScheduleError(f"{len(lines)} lines are no schedule: one line is one rank", rule="text")
+        raise ScheduleError(
+            f"{len(lines)} lines are no schedule: one line is one rank", rule="text"
+        )
     return lines
 
 
@@ -142,8 +166,12 @@ class _Place:
     def __init__(self, line: str, number: int, rank: int):
         self.line, self.number, self.rank = line, number, rank
 
-    def error(self, start: int, end: int, expected: str, found: str = "", position: int | None = None) -> ScheduleError:
-        """Expected text against actual text; columns ``start`` to ``end`` are marked under the line."""
+    def error(
+        self, start: int, end: int, expected: str, found: str = "", position: int | None = None
+    ) -> ScheduleError:
+        """Expected text against actual text; columns ``start`` to ``end`` are marked under the
+        line.
+        """
         what = found if found.startswith("the ") else _clip(found or self.line[start:end])
         where = f"line {self.number}, column {start + 1}"
         left = max(0, start - 30)
@@ -155,7 +183,13 @@ class _Place:
 
 
 def _clip(found: str) -> str:
-    return "nothing" if not found else repr(found) if len(found) <= 40 else repr(found[:40]) + " and more"
+    return (
+        "nothing"
+        if not found
+        else repr(found)
+        if len(found) <= 40
+        else repr(found[:40]) + " and more"
+    )
 
 
 def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyAction]:
@@ -184,7 +218,9 @@ def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
     end = word.find(")")
     if word[end:] != _FUSED_END:
         start = column + (end if end >= 0 else len(word) - 1)
-        raise place.error(start, column + len(word), f"{_FUSED_END!r} to end the fused action", position=position)
+        raise place.error(
+            start, column + len(word), f"{_FUSED_END!r} to end the fused action", position=position
+        )
     parts: list[Action] = []
     at = column + 1
     for cell in word[1:end].split(";"):
@@ -205,11 +241,15 @@ def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
     if match := _ACTION.match(word):
         rest = word[match.end() :]
         if not rest[0].isdigit():
-            return place.error(end - len(rest), end, f"',' or the end after {match[0]}", position=position)
+            return place.error(
+                end - len(rest), end, f"',' or the end after {match[0]}", position=position
+            )
     hints = {
         "only compute here (lowering adds communication)": _DROPPED.fullmatch(word),
         "a number of at most 6 digits": re.search("[0-9]{7}", word[:60]),
-        "a number without leading zeros": re.match("0[0-9]|[0-9]+[FBIW](?:0[0-9]|[0-9]+[.]0[0-9])", word),
+        "a number without leading zeros": re.match(
+            "0[0-9]|[0-9]+[FBIW](?:0[0-9]|[0-9]+[.]0[0-9])", word
+        ),
     }
     expected = next((hint for hint, applies in hints.items() if applies), _EXPECTED)
     return place.error(column, end, expected, word, position)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Timeline``: when each action ran and what each rank held, as a plain frozen value.
 
-Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that millions of actions fit
-in memory; other figures are computed on first access. ``pictures`` draws this value.
+Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that
+millions of actions fit in memory; other figures are computed on first access. ``pictures`` draws
+this value.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
 class Timeline:
     """Start and end of every action, and the figures that follow from them.
 
-    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see ``dependencies.Facts``)
-    whose arrival ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an
-    action adds to what its rank holds, one number per stage; ``boundary`` is the bytes of a message between
-    a stage and the next. Both are multiplied by ``sizes`` of the microbatch, if these differ.
+    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see
+    ``dependencies.Facts``) whose arrival ended the rank's wait before that action, or -1 where it
+    did not wait. ``memory[op]`` is what an action adds to what its rank holds, one number per
+    stage; ``boundary`` is the bytes of a message between a stage and the next. Both are multiplied
+    by ``sizes`` of the microbatch, if these differ.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -56,12 +58,18 @@ class Timeline:
     boundary: Sequence[float] = ()
     name: str = ""
     unit: str = ""  # of time; "" for that of the cost model
-    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, if that was predicted
+    carried: tuple[
+        tuple[Carried, ...], ...
+    ] = ()  # by rank: what its link carries, if that was predicted
     sizes: Sequence[float] = ()  # by microbatch, where they are not equal
 
     @classmethod
     def measured(
-        cls, spans: Iterable[tuple[int, AnyAction, float, float]], *, name: str = "", unit: str = "s"
+        cls,
+        spans: Iterable[tuple[int, AnyAction, float, float]],
+        *,
+        name: str = "",
+        unit: str = "s",
     ) -> Timeline:
         """From measured ``(rank, action, start, end)``.
 
@@ -77,7 +85,8 @@ class Timeline:
             ScheduleError: if there is no span, or a time is not finite.
 
         >>> from fpipe.schedules.actions import Action
-        >>> t = Timeline.measured([(0, Action(0, "F", 0), 5.0, 6.5), (1, Action(1, "F", 0), 6.75, 8.0)])
+        >>> t = Timeline.measured([(0, Action(0, "F", 0), 5.0, 6.5), (1, Action(1, "F", 0), 6.75,
+        ...     8.0)])
         >>> t.start, t.total
         (5.0, 3.0)
         """
@@ -85,12 +94,19 @@ class Timeline:
         for rank, action, start, end in spans:
             by_rank.setdefault(rank, []).append((start, end, action))
         if not by_rank or min(by_rank) < 0:
-            raise ScheduleError("a timeline needs at least one span, and ranks counted from 0", rule="timeline")
-        lanes = [sorted(by_rank.get(rank, ()), key=lambda lane: lane[:2]) for rank in range(max(by_rank) + 1)]
+            raise ScheduleError(
+                "a timeline needs at least one span, and ranks counted from 0", rule="timeline"
+            )
+        lanes = [
+            sorted(by_rank.get(rank, ()), key=lambda lane: lane[:2])
+            for rank in range(max(by_rank) + 1)
+        ]
         rows = tuple(tuple(action for _, _, action in lane) for lane in lanes)
         starts = tuple(array("d", [start for start, _, _ in lane]) for lane in lanes)
         ends = tuple(array("d", [end for _, end, _ in lane]) for lane in lanes)
-        microbatches = max(part.microbatch for row in rows for action in row for part in action.parts) + 1
+        microbatches = (
+            max(part.microbatch for row in rows for action in row for part in action.parts) + 1
+        )
         placement = Placement.from_rows(rows)
         causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
         return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
@@ -98,9 +114,11 @@ class Timeline:
     @property
     def slices(self) -> int:
         """How many slices each microbatch has; ``microbatches`` counts all of them."""
-        return next((part.slices for row in self.rows for action in row for part in action.parts), 1)
+        return next(
+            (part.slices for row in self.rows for action in row for part in action.parts), 1
+        )
 
-    # ---- spans --------------------------------------------------------------------------------------------------
+    # ---- spans ----
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
@@ -119,7 +137,9 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Every action with its start and end, rank by rank; to iterate over the timeline itself takes less memory."""
+        """Every action with its start and end, rank by rank; to iterate over the timeline itself
+        takes less memory.
+        """
         return tuple(self)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
@@ -136,12 +156,20 @@ class Timeline:
         >>> t.of_rank(1)[0]
         Span(rank=1, position=0, action=1F0, start=1.0, end=2.0)
         """
-        return tuple(map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank]))
+        return tuple(
+            map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank])
+        )
 
     def _at(self, rank: int, position: int) -> Span:
-        return Span(rank, position, self.rows[rank][position], self.starts[rank][position], self.ends[rank][position])
+        return Span(
+            rank,
+            position,
+            self.rows[rank][position],
+            self.starts[rank][position],
+            self.ends[rank][position],
+        )
 
-    # ---- time ---------------------------------------------------------------------------------------------------
+    # ---- time ----
     @cached_property
     def start(self) -> float:
         """When the first action of all started."""
@@ -155,11 +183,15 @@ class Timeline:
     @cached_property
     def windows(self) -> tuple[float, ...]:
         """Per rank, from its first start to its last end."""
-        return tuple(e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True))
+        return tuple(
+            e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True)
+        )
 
     @property
     def span(self) -> float:
-        """The longest window of a rank: the time of a step without a barrier before the optimizer."""
+        """The longest window of a rank: the time of a step without a barrier before the
+        optimizer.
+        """
         return max(self.windows)
 
     @cached_property
@@ -177,10 +209,12 @@ class Timeline:
         """1 - work/span: the share of the longest window in which an average rank does nothing."""
         return 1 - sum(self.busy) / (self.ranks * self.span) if self.span else 0.0
 
-    # ---- memory -------------------------------------------------------------------------------------------------
+    # ---- memory ----
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W or B."""
+        """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W
+        or B.
+        """
         return tuple(max(accumulate(_changes(row), initial=0)) for row in self.rows)
 
     @cached_property
@@ -191,9 +225,13 @@ class Timeline:
     def _most(self, row: Row) -> float:
         """The most that a rank with this row holds: ``curve`` without its points."""
         plain = [action for action in row if isinstance(action, Action)]
-        if not self.sizes and len(plain) == len(row):  # of each action the one change; the usual case
-            table = {op: self.memory[op] if self.memory else (adds,) * self.placement.stages
-                     for op, adds in _ACTIVATIONS.items()}  # fmt: skip
+        if not self.sizes and len(plain) == len(
+            row
+        ):  # of each action the one change; the usual case
+            table = {
+                op: self.memory[op] if self.memory else (adds,) * self.placement.stages
+                for op, adds in _ACTIVATIONS.items()
+            }
             return max(accumulate([table[op][stage] for stage, op, _ in plain], initial=0.0))
         held = most = 0.0
         for action in row:
@@ -219,7 +257,9 @@ class Timeline:
         """
         held = 0.0
         points: list[tuple[float, float]] = []
-        for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
+        for action, start, end in zip(
+            self.rows[rank], self.starts[rank], self.ends[rank], strict=True
+        ):
             for time, delta in zip((start, end), self._change(action), strict=True):
                 if delta:
                     held += delta
@@ -227,7 +267,9 @@ class Timeline:
         return tuple(points)
 
     def _change(self, action: AnyAction) -> tuple[float, float]:
-        """What an action adds at its start, and what it frees at its end, as a number below zero."""
+        """What an action adds at its start, and what it frees at its end, as a number below
+        zero.
+        """
         deltas = [self._adds(*part) for part in action.parts]
         return sum([d for d in deltas if d > 0]), sum([d for d in deltas if d < 0])
 
@@ -235,7 +277,7 @@ class Timeline:
         adds = self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
         return adds * self.sizes[microbatch] if self.sizes else adds
 
-    # ---- messages -----------------------------------------------------------------------------------------------
+    # ---- messages ----
     @property
     def messages(self) -> int:
         """How many messages pass between different ranks."""
@@ -248,7 +290,9 @@ class Timeline:
 
     @cached_property
     def _sent(self) -> tuple[int, float]:
-        """Messages between different ranks, and their bytes. Boundary s is between stage s and stage s + 1."""
+        """Messages between different ranks, and their bytes. Boundary s is between stage s and
+        stage s + 1.
+        """
         counts: Counter[tuple[int, str, int]] = Counter()
         amounts: defaultdict[tuple[int, str, int], float] = defaultdict(float)
         route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
@@ -262,7 +306,9 @@ class Timeline:
         if not self.boundary:
             return messages, 0.0
         size = amounts if self.sizes else counts
-        return messages, fsum(size[key] * self.boundary[at] for key, places in crossed.items() for at in places)
+        return messages, fsum(
+            size[key] * self.boundary[at] for key, places in crossed.items() for at in places
+        )
 
     def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
         """The boundaries between ranks that the messages of an action cross."""
@@ -271,7 +317,7 @@ class Timeline:
             if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
                 yield min(stage, stage + by)
 
-    # ---- causes -------------------------------------------------------------------------------------------------
+    # ---- causes ----
     @cached_property
     def _sources(self) -> dict[int, tuple[int, int]]:
         causes = set().union(*self.causes)
@@ -299,7 +345,9 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of actions, each held back by the one before it, that ends last and so makes the total."""
+        """The chain of actions, each held back by the one before it, that ends last and so makes
+        the total.
+        """
         last = [(-ends[-1], rank) for rank, ends in enumerate(self.ends) if ends]
         if not last:
             return ()
@@ -312,7 +360,7 @@ class Timeline:
             rank, position = (wait.rank, wait.position) if wait else (rank, position - 1)
         return tuple(reversed(path))
 
-    # ---- pictures -----------------------------------------------------------------------------------------------
+    # ---- pictures ----
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
         """The timeline as text: a line for each rank.
 
@@ -335,19 +383,28 @@ class Timeline:
         return pictures.figure(self)
 
     def save(
-        self, path: str | PathLike[str], *, memory: bool = True, critical: bool = False, messages: bool = False,
-        against: Timeline | None = None, dark: bool | None = None, width: float | None = None,
-    ) -> None:  # fmt: skip
-        """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace for Perfetto).
+        self,
+        path: str | PathLike[str],
+        *,
+        memory: bool = True,
+        critical: bool = False,
+        messages: bool = False,
+        against: Timeline | None = None,
+        dark: bool | None = None,
+        width: float | None = None,
+    ) -> None:
+        """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace
+        for Perfetto).
 
         Args:
             path: The file; its suffix selects the format.
             memory: Draw below each lane what its rank holds.
             critical: Draw a line through the actions on which the total depends.
             messages: Draw a line for every message between ranks.
-            against: Another timeline, drawn above this one, whose actions then have the colours of how much earlier or
-                later they end than there.
-            dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and others are light.
+            against: Another timeline, drawn above this one, whose actions then have the colours of
+                how much earlier or later they end than there.
+            dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and
+                others are light.
             width: The width in pixels. By default it follows from the number of actions.
 
         Raises:
@@ -365,7 +422,9 @@ class Timeline:
 
 
 def _changes(row: Row) -> Iterator[int]:
-    """The changes of the number of activations, part by part; of a fused action those that add come first."""
+    """The changes of the number of activations, part by part; of a fused action those that add come
+    first.
+    """
     for action in row:
         if isinstance(action, Action):
             yield _ACTIVATIONS[action.op]
@@ -376,8 +435,9 @@ def _changes(row: Row) -> Iterator[int]:
 def _causes(
     rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
 ) -> tuple[array[int], ...]:
-    """What measured actions seem to have waited for: of the facts that they need the last to arrive, if the rank was
-    free before."""
+    """What measured actions seem to have waited for: of the facts that they need the last to
+    arrive, if the rank was free before.
+    """
     arrivals = {fact: ends[rank][position] for fact, rank, position in facts.provided(rows)}
     table, microbatches = facts.table, facts.microbatches
     result = []
@@ -385,7 +445,11 @@ def _causes(
         causes = array("q", [-1]) * len(row)
         free = -inf
         for position, action in enumerate(row):
-            needed = [stage * microbatches + mb + by for stage, op, mb in action.parts for by in table[op][0]]
+            needed = [
+                stage * microbatches + mb + by
+                for stage, op, mb in action.parts
+                for by in table[op][0]
+            ]
             last = max(needed, key=lambda fact: arrivals.get(fact, -inf), default=-1)
             if free < arrivals.get(last, -inf) <= starts[rank][position]:
                 causes[position] = last

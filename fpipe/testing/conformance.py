@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requirements of fpipe on a group, as a suite of cases that covers every member of the protocol.
+"""The requirements of fpipe on a group, as a suite of cases that covers every member of the
+protocol.
 
-A case is a generator per rank: it yields the works that it waits for, so one suite serves ranks that share a process
-and ranks of several processes. Values encode sender, message and position, so that a misdirected message is detected.
-Only ``failed`` is not called: a group that failed stays failed. This module must not know how groups are created.
+A case is a generator per rank: it yields the works that it waits for, so one suite serves ranks
+that share a process and ranks of several processes. Values encode sender, message and position, so
+that a misdirected message is detected. Only ``failed`` is not called: a group that failed stays
+failed. This module must not know how groups are created.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Steps: TypeAlias = Generator[Work, tuple[Tensor, ...], None]
 Case: TypeAlias = Callable[[Group, int], Steps]
 
 _FLOATS = "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64"
-DTYPES = tuple(getattr(torch, name) for name in f"{_FLOATS} bool uint8 int8 int16 uint16 int32 int64".split())
+DTYPES = tuple(
+    getattr(torch, name) for name in f"{_FLOATS} bool uint8 int8 int16 uint16 int32 int64".split()
+)
 #: Numbers of elements: those at which some backend computes a wrong average, and others.
 SIZES = (1, 2, 3, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 
@@ -62,7 +66,9 @@ def conform(group: Group, cases: Sequence[Case] | None = None) -> list[str]:
 
 
 def _drive(parts: Sequence[Steps]) -> None:
-    """Run the ranks of one process in turn; each continues when the work that it yielded is done."""
+    """Run the ranks of one process in turn; each continues when the work that it yielded is
+    done.
+    """
     waiting: list[tuple[Steps, Work | None]] = [(part, None) for part in parts]
     while waiting:
         progress, remaining = False, []
@@ -74,14 +80,22 @@ def _drive(parts: Sequence[Steps]) -> None:
             with suppress(StopIteration):
                 remaining.append((part, next(part) if work is None else part.send(work.wait())))
         if not progress:
-            raise DeadlockError(f"{len(remaining)} ranks of one process wait, and none of their works is done")
+            raise DeadlockError(
+                f"{len(remaining)} ranks of one process wait, and none of their works is done"
+            )
         waiting = remaining
 
 
 def attributes_are_consistent(group: Group, rank: int) -> Steps:
-    """Ranks of this process, devices, the time-out, and the journal; without messages, ``reset`` changes nothing."""
+    """Ranks of this process, devices, the time-out, and the journal; without messages, ``reset``
+    changes nothing.
+    """
     assert isinstance(group, Group)
-    assert rank in group.here and set(group.here) <= set(range(group.size)) and list(group.here) == sorted(group.here)
+    assert (
+        rank in group.here
+        and set(group.here) <= set(range(group.size))
+        and list(group.here) == sorted(group.here)
+    )
     assert group.timeout > 0 and isinstance(group.at_once, bool) and isinstance(group.strict, bool)
     assert group.device(rank).type == group.device((rank + 1) % group.size).type
     for note in ("0F1", "0B1"):
@@ -93,19 +107,29 @@ def attributes_are_consistent(group: Group, rank: int) -> Steps:
     yield from ()
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
+# ---- messages ----
 def messages_keep_their_order(group: Group, rank: int) -> Steps:
-    """The n-th receive gets the n-th send, with receives requested ahead of need, between all pairs, both ways."""
+    """The n-th receive gets the n-th send, with receives requested ahead of need, between all
+    pairs, both ways.
+    """
     count = 6
 
     def message(src: int, dst: int, number: int) -> tuple[Tensor]:
-        return (torch.arange(1 + number % 3, device=group.device(rank)) + 1000 * number + 100 * src + 10 * dst,)
+        return (
+            torch.arange(1 + number % 3, device=group.device(rank))
+            + 1000 * number
+            + 100 * src
+            + 10 * dst,
+        )
 
     others = [other for other in range(group.size) if other != rank]
     requested = {
-        other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in range(count)] for other in others
+        other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in range(count)]
+        for other in others
     }
-    sent = [group.send(message(rank, other, n), rank, other) for n in range(count) for other in others]
+    sent = [
+        group.send(message(rank, other, n), rank, other) for n in range(count) for other in others
+    ]
     for other in reversed(others):
         for number, work in enumerate(requested[other]):
             (tensor,) = yield work
@@ -115,7 +139,9 @@ def messages_keep_their_order(group: Group, rank: int) -> Steps:
 
 
 def every_dtype_and_layout_arrives(group: Group, rank: int) -> Steps:
-    """Bits, shapes and strides of permuted, sliced, expanded, empty and scalar tensors, in every dtype."""
+    """Bits, shapes and strides of permuted, sliced, expanded, empty and scalar tensors, in every
+    dtype.
+    """
     for dtype in DTYPES:
         yield from _around(group, rank, str(dtype), partial(_layouts, dtype))
 
@@ -126,14 +152,24 @@ def large_and_small_travel_together(group: Group, rank: int) -> Steps:
     def message(src: int, device: torch.device) -> tuple[Tensor, ...]:
         large = torch.arange(ALONE // 4 + 7, dtype=torch.float32, device=device) + src
         small = torch.full((3,), src, dtype=torch.int64, device=device)
-        return small, large, small.bool(), torch.zeros(0, 4, device=device), large[:5].bfloat16(), large.double()
+        return (
+            small,
+            large,
+            small.bool(),
+            torch.zeros(0, 4, device=device),
+            large[:5].bfloat16(),
+            large.double(),
+        )
 
     yield from _around(group, rank, "a large and small message", message)
 
 
 def empty_messages_arrive(group: Group, rank: int) -> Steps:
     """A message without tensors, and one of empty tensors."""
-    empty = lambda _, device: (torch.zeros(0, 3, device=device),)
+
+    def empty(_, device):
+        return (torch.zeros(0, 3, device=device),)
+
     yield from _around(group, rank, "an empty message", lambda *_: (), empty)
 
 
@@ -143,7 +179,10 @@ def messages_arrive_in_announced_calls(group: Group, rank: int) -> Steps:
         if rank == group.here[0]:
             group.enter(word, dict)
         yield from _around(
-            group, rank, f"a message of call {number}", lambda src, device: (torch.ones(2, device=device),)
+            group,
+            rank,
+            f"a message of call {number}",
+            lambda src, device: (torch.ones(2, device=device),),
         )
     group.confirm()
 
@@ -164,7 +203,11 @@ def many_are_under_way(group: Group, rank: int) -> Steps:
     if rank == 0:
         for number in range(count):
             for other in range(1, group.size):
-                group.send((torch.full((size,), number, dtype=torch.uint8, device=group.device(0)),), 0, other)
+                group.send(
+                    (torch.full((size,), number, dtype=torch.uint8, device=group.device(0)),),
+                    0,
+                    other,
+                )
         return
     works = [group.recv((Spec((size,), (1,), torch.uint8),), 0, rank) for _ in range(count)]
     for number, work in enumerate(works):
@@ -181,21 +224,27 @@ def mismatches_are_not_sent(group: Group, rank: int) -> Steps:
         for wrong in (torch.zeros(5), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)):
             _raises(MismatchError, lambda wrong=wrong: group.send((wrong,), rank, after, planned))
         _raises(MismatchError, lambda: group.send((), rank, after, planned))
-    sent = group.send((torch.full((4,), float(rank), device=group.device(rank)),), rank, after, planned)
+    sent = group.send(
+        (torch.full((4,), float(rank), device=group.device(rank)),), rank, after, planned
+    )
     assert (yield work)[0].tolist() == [before] * 4
     yield sent
 
 
 def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
-    """Endpoints as a plan uses them, up the ranks and down again: in order with ``send`` and ``recv`` of the channel,
-    for single tensors and several; a message of another shape is refused."""
+    """Endpoints as a plan uses them, up the ranks and down again: in order with ``send`` and
+    ``recv`` of the channel, for single tensors and several; a message of another shape is refused.
+    """
     single = _specs((torch.zeros(3),))
     several = _specs((torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64)))
     forms = (single, single, several, single)
 
     def message(src: int, number: int) -> tuple[Tensor, ...]:
         value = 100.0 * src + number
-        return tuple(torch.full(spec.shape, value, device=group.device(rank)).to(spec.dtype) for spec in forms[number])
+        return tuple(
+            torch.full(spec.shape, value, device=group.device(rank)).to(spec.dtype)
+            for spec in forms[number]
+        )
 
     for step in (1, -1):
         before, after = rank - step, rank + step
@@ -206,7 +255,9 @@ def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
                 if received is None:
                     received = yield receiver.post()
                 _all_equal(received, message(before, number), f"message {number} of rank {before}")
-            _all_equal((yield group.recv(single, before, rank)), message(before, 0), "the message of send")
+            _all_equal(
+                (yield group.recv(single, before, rank)), message(before, 0), "the message of send"
+            )
         if 0 <= after < group.size:
             for number, specs in enumerate(forms):
                 send = group.sender(rank, after, specs)
@@ -233,7 +284,7 @@ def sends_are_settled(group: Group, rank: int) -> Steps:
     yield group.send(message, rank, 0, spec)
 
 
-# ---- all ranks ------------------------------------------------------------------------------------------------------
+# ---- all ranks ----
 def _once_per_process(case: Callable[[Group, int], None]) -> Case:
     """A case without messages, which the first rank of each process runs."""
 
@@ -251,7 +302,10 @@ def every_rank_can_share(group: Group, rank: int) -> None:
     """The tensors of rank ``src`` arrive at all ranks."""
     for src in range(group.size):
         device = group.device(rank)
-        tensors = (torch.arange(5, device=device) + src, torch.full((2, 3), src, dtype=torch.bfloat16, device=device).T)
+        tensors = (
+            torch.arange(5, device=device) + src,
+            torch.full((2, 3), src, dtype=torch.bfloat16, device=device).T,
+        )
         received = group.share(tensors if src in group.here else None, _specs(tensors), src)
         _all_equal(received, tensors, f"those shared by rank {src}")
 
@@ -260,14 +314,22 @@ def every_rank_can_share(group: Group, rank: int) -> None:
 def objects_are_gathered(group: Group, rank: int) -> None:
     """By rank, several times; the ranks of one process contribute one object."""
     for number in range(4):
-        heads = [each["head"] for each in group.gather_objects({"head": group.here[0], "number": number})]
-        expected = [group.here[0]] * group.size if len(group.here) == group.size else list(range(group.size))
+        heads = [
+            each["head"] for each in group.gather_objects({"head": group.here[0], "number": number})
+        ]
+        expected = (
+            [group.here[0]] * group.size
+            if len(group.here) == group.size
+            else list(range(group.size))
+        )
         assert heads == expected, heads
 
 
 @_once_per_process
 def reductions_are_right(group: Group, rank: int) -> None:
-    """Sum, mean, max and min at sizes and dtypes that some backend computes wrongly; the argument is not changed."""
+    """Sum, mean, max and min at sizes and dtypes that some backend computes wrongly; the argument
+    is not changed.
+    """
     ranks = _processes(group)
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16):
@@ -294,19 +356,25 @@ def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: tor
     for op, right in results.items():
         argument = values(rank)
         result = group.all_reduce(argument, op)
-        # every value and every sum is exact in bfloat16; a mean over 3 or 5 is not: compare after rounding
+        # every value and every sum is exact in bfloat16; a mean over 3 or 5 is not: compare after
+        # rounding
         assert torch.equal(result, right.to(dtype)), f"{op} of {size} {dtype}: {result.tolist()}"
         assert torch.equal(argument, values(rank)), f"{op} changed its argument"
 
 
 @_once_per_process
 def started_collectives_are_right(group: Group, rank: int) -> None:
-    """Sums and gathers started together, of several sizes and dtypes, and waited for in another order."""
+    """Sums and gathers started together, of several sizes and dtypes, and waited for in another
+    order.
+    """
     ranks, device = _processes(group), group.device(rank)
     me, size = ranks.index(rank), len(ranks)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for each in (1, 5, 257):
-            values = [(torch.arange(each * size, device=device) % 7 + other).to(dtype) for other in range(size)]
+            values = [
+                (torch.arange(each * size, device=device) % 7 + other).to(dtype)
+                for other in range(size)
+            ]
             total = torch.stack(values).sum(0)
             whole = values[0].clone()
             whole.narrow(0, me * each, each).copy_(values[me].narrow(0, me * each, each))
@@ -317,7 +385,9 @@ def started_collectives_are_right(group: Group, rank: int) -> None:
             ]
             (part,), (gathered,), (summed,) = [work.wait() for work in reversed(works)]
             _equal(summed, total.to(dtype), f"the sum of {each} {dtype}")
-            _equal(part, total.to(dtype)[me * each :][:each], f"part {me} of the sum of {each} {dtype}")
+            _equal(
+                part, total.to(dtype)[me * each :][:each], f"part {me} of the sum of {each} {dtype}"
+            )
             right = torch.cat([values[other][other * each :][:each] for other in range(size)])
             _equal(gathered, right, f"the gathered parts of {each} {dtype}")
     _raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
@@ -325,7 +395,9 @@ def started_collectives_are_right(group: Group, rank: int) -> None:
 
 @_once_per_process
 def undefined_reductions_are_refused(group: Group, rank: int) -> None:
-    """A mean of integers, a maximum of complex numbers, an unknown reduction, a share without tensors."""
+    """A mean of integers, a maximum of complex numbers, an unknown reduction, a share without
+    tensors.
+    """
     if len(group.here) < group.size:
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1, 2]), "mean"))
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1j]), "max"))
@@ -334,20 +406,35 @@ def undefined_reductions_are_refused(group: Group, rank: int) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    attributes_are_consistent, messages_keep_their_order, every_dtype_and_layout_arrives,
-    large_and_small_travel_together, empty_messages_arrive, a_rank_sends_to_itself, many_are_under_way,
-    mismatches_are_not_sent, endpoints_carry_a_plan, sends_are_settled, every_rank_can_share, objects_are_gathered,
-    reductions_are_right, started_collectives_are_right, undefined_reductions_are_refused,
-)  # fmt: skip
+    attributes_are_consistent,
+    messages_keep_their_order,
+    every_dtype_and_layout_arrives,
+    large_and_small_travel_together,
+    empty_messages_arrive,
+    a_rank_sends_to_itself,
+    many_are_under_way,
+    mismatches_are_not_sent,
+    endpoints_carry_a_plan,
+    sends_are_settled,
+    every_rank_can_share,
+    objects_are_gathered,
+    reductions_are_right,
+    started_collectives_are_right,
+    undefined_reductions_are_refused,
+)
 
 
-# ---- helpers --------------------------------------------------------------------------------------------------------
+# ---- helpers ----
 def _specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
     return tuple(map(Spec.of, tensors))
 
 
-def _around(group: Group, rank: int, what: str, *messages: Callable[[int, torch.device], Sequence[Tensor]]) -> Steps:
-    """Each rank sends messages to the next one, computed from the sender, and receives those of the one before."""
+def _around(
+    group: Group, rank: int, what: str, *messages: Callable[[int, torch.device], Sequence[Tensor]]
+) -> Steps:
+    """Each rank sends messages to the next one, computed from the sender, and receives those of the
+    one before.
+    """
     before, after, device = (rank - 1) % group.size, (rank + 1) % group.size, group.device(rank)
     expected = [tuple(message(before, device)) for message in messages]
     works = [group.recv(_specs(tensors), before, rank) for tensors in expected]
@@ -365,24 +452,36 @@ def _processes(group: Group) -> list[int]:
 
 def _layouts(dtype: torch.dtype, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     values = (torch.arange(24, device=device) * 7 + seed) % 11
-    x = ((values % 2 == 0) if dtype is torch.bool else values.to(torch.float32).to(dtype)).view(2, 3, 4)
+    x = ((values % 2 == 0) if dtype is torch.bool else values.to(torch.float32).to(dtype)).view(
+        2, 3, 4
+    )
     return x, x.permute(2, 0, 1), x[:, 1:, ::2], x[0, 0, 0], x[:1, :, :1].expand(2, 3, 4), x[:0]
 
 
 def _all_equal(received: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    assert len(received) == len(expected), f"{len(received)} tensors of {what} arrived, not {len(expected)}"
+    assert len(received) == len(expected), (
+        f"{len(received)} tensors of {what} arrived, not {len(expected)}"
+    )
     for index, (got, right) in enumerate(zip(received, expected, strict=True)):
         _equal(got, right, f"tensor {index} of {what}")
-        assert got.stride() == Spec.of(right).stride, f"tensor {index} of {what} arrived with strides {got.stride()}"
+        assert got.stride() == Spec.of(right).stride, (
+            f"tensor {index} of {what} arrived with strides {got.stride()}"
+        )
 
 
 def _equal(got: Tensor, right: Tensor, what: str) -> None:
-    same = got.dtype == right.dtype and got.shape == right.shape and torch.equal(_bits(got), _bits(right))
+    same = (
+        got.dtype == right.dtype
+        and got.shape == right.shape
+        and torch.equal(_bits(got), _bits(right))
+    )
     assert same, f"{what} arrived as {got}, not as {right}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    )
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Group whose ranks are threads of a :class:`World`: messages with a seeded delay, or sends that block.
+"""A Group whose ranks are threads of a :class:`World`: messages with a seeded delay, or sends that
+block.
 
 ``"buffered"``: a send returns at once and its message arrives later, each channel in order.
-``"lockstep"``: a send returns only once its receive was posted, the strictest behaviour that a backend may have.
-Messages are packed as between processes, and a tensor that its sender changes before it has arrived is detected.
+``"lockstep"``: a send returns only once its receive was posted, the strictest behaviour that a
+backend may have. Messages are packed as between processes, and a tensor that its sender changes
+before it has arrived is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from ..collectives.adapt import reduction
 from ..collectives.agreement import Difference, refusal, refusing
 from ..collectives.capabilities import Capabilities
 from ..collectives.data import decode, encode
-from ..collectives.group import Done, Facts, Group, Pending, Work, check_channel, check_message, part_of
+from ..collectives.group import (
+    Done,
+    Facts,
+    Group,
+    Pending,
+    Work,
+    check_channel,
+    check_message,
+    part_of,
+)
 from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
@@ -37,7 +48,9 @@ _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 @dataclass
 class _Message:
-    """A message under way: its packed buffers, copies of them at the time of the send, what arrives, and when."""
+    """A message under way: its packed buffers, copies of them at the time of the send, what
+    arrives, and when.
+    """
 
     specs: tuple[Spec, ...]
     buffers: list[Tensor]
@@ -56,7 +69,9 @@ class _Message:
 
 @dataclass
 class _Channel:
-    """From one rank to another: what arrives, in order, None once received or lost, and counts of both sides."""
+    """From one rank to another: what arrives, in order, None once received or lost, and counts of
+    both sides.
+    """
 
     arrivals: list[_Message | None] = field(default_factory=list)
     sent: int = 0
@@ -103,11 +118,16 @@ class Network:
         never = [fault for fault in self.faults if fault not in self.occurred]
         if not never:
             return ""
-        messages = [f"{src} to {dst}: {channel.sent}" for (src, dst), channel in sorted(self.channels.items())]
+        messages = [
+            f"{src} to {dst}: {channel.sent}"
+            for (src, dst), channel in sorted(self.channels.items())
+        ]
         calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
         return (
-            f"{', '.join(map(str, never))} never occurred, so the test did not test it. Messages by channel were "
-            f"{', '.join(messages) or 'none'}; calls of the group were {', '.join(calls)}. Choose a message or a call "
+            f"{', '.join(map(str, never))} never occurred, so the test did not test it. Messages "
+            "by channel were "
+            f"{', '.join(messages) or 'none'}; calls of the group were {', '.join(calls)}. Choose "
+            "a message or a call "
             "that takes place, or leave the fault out"
         )
 
@@ -140,7 +160,11 @@ class FakeGroup(Group):
             if isinstance(fault, Kill) and (fault.rank, fault.before) == (self.rank, number):
                 self._network.occurs(fault)
                 raise Killed(f"rank {self.rank} was killed before call {number}")
-            if isinstance(fault, Refuse) and fault.operation == name and fault.rank in (None, self.rank):
+            if (
+                isinstance(fault, Refuse)
+                and fault.operation == name
+                and fault.rank in (None, self.rank)
+            ):
                 self._network.occurs(fault)
                 raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
         self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
@@ -148,7 +172,9 @@ class FakeGroup(Group):
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
-        in_time = world.pause(self.rank, lambda: self._differs() or ready() or world.gone(peer), what)
+        in_time = world.pause(
+            self.rank, lambda: self._differs() or ready() or world.gone(peer), what
+        )
         if self._differs():
             raise self._disagreement()
         if ready():
@@ -157,10 +183,12 @@ class FakeGroup(Group):
         waited = f"rank {self.rank}{f' ({note})' if note else ''} waited {what}"
         if not in_time:
             remedy = "Look there first; raise timeout= if a step may take that long"
-            raise StalledError(f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. {remedy}")
+            raise StalledError(
+                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. {remedy}"
+            )
         raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
 
-    # ---- calls --------------------------------------------------------------------------------------------------
+    # ---- calls ----
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call to all ranks at once."""
         self._enter("enter")
@@ -180,7 +208,9 @@ class FakeGroup(Group):
         return self._call
 
     def _leave(self) -> None:
-        """If a rank refused the last call: all ranks leave it, and the last one drops its messages."""
+        """If a rank refused the last call: all ranks leave it, and the last one drops its
+        messages.
+        """
         if not self._refused:
             return
         announced, left = self._announced, self._network.left[self._call]
@@ -213,8 +243,10 @@ class FakeGroup(Group):
         assert found is not None, "words differ where facts differ"
         return MismatchError(f"{found.text(range(self.size))}. This group cannot be used again")
 
-    # ---- messages -----------------------------------------------------------------------------------------------
-    def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
+    # ---- messages ----
+    def send(
+        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
+    ) -> Work:
         """Send one message; in lockstep this returns only once its receive was posted."""
         if src != self.rank:
             raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
@@ -235,10 +267,14 @@ class FakeGroup(Group):
         message = _Message(specs, buffers, copies, _corrupted(copies, faults), arrival)
         channel.arrivals.append(message)
         if any(isinstance(fault, Duplicate) for fault in faults):
-            channel.arrivals.append(_Message(specs, [], [], [part.clone() for part in message.payload], arrival))
+            channel.arrivals.append(
+                _Message(specs, [], [], [part.clone() for part in message.payload], arrival)
+            )
         world.arrivals.append(arrival)
         if self.strict and src != dst:
-            self._until(lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}")
+            self._until(
+                lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}"
+            )
             message.release(src, dst)
 
         def ready() -> bool:
@@ -255,7 +291,9 @@ class FakeGroup(Group):
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
         """Request the next message of a channel."""
         if dst != self.rank:
-            raise GroupError(f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere")
+            raise GroupError(
+                f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
+            )
         channel, world = self._network.channel(src, dst), self._world
         self._enter("recv")
         number = channel.requested
@@ -266,7 +304,9 @@ class FakeGroup(Group):
             return message is not None and world.clock >= message.arrival
 
         def ready() -> bool:
-            world.pause(dst, lambda: True, "for its turn to look")  # a loop that polls must let the others run
+            world.pause(
+                dst, lambda: True, "for its turn to look"
+            )  # a loop that polls must let the others run
             return arrived()
 
         def finish() -> tuple[Tensor, ...]:
@@ -281,7 +321,9 @@ class FakeGroup(Group):
         return Pending(finish, ready)
 
     def settle(self, dst: int, count: int) -> None:
-        """Release the oldest sends; as a backend does, wait for receivers that have not requested them."""
+        """Release the oldest sends; as a backend does, wait for receivers that have not requested
+        them.
+        """
         self._enter("settle")
         channel = self._network.channel(self.rank, dst)
         for number in range(channel.settled, min(channel.settled + count, channel.sent)):
@@ -295,14 +337,20 @@ class FakeGroup(Group):
         for (src, dst), channel in list(self._network.channels.items()):
             if src != self.rank:
                 continue
-            self._until(lambda end=channel.last_arrival: self._world.clock >= end, dst, f"to send to rank {dst}")
+            self._until(
+                lambda end=channel.last_arrival: self._world.clock >= end,
+                dst,
+                f"to send to rank {dst}",
+            )
             for message in channel.arrivals:
                 if message is not None:
                     message.release(src, dst)
 
-    # ---- all ranks ----------------------------------------------------------------------------------------------
+    # ---- all ranks ----
     def _start(self, name: str, value: Any) -> Callable[[], list[Any]]:
-        """Take part in the next collective call; the returned function waits for the values of all ranks."""
+        """Take part in the next collective call; the returned function waits for the values of all
+        ranks.
+        """
         self._enter(name.split()[0])
         self._leave()
         call = self._network.calls[next(self._numbers)]
@@ -310,16 +358,22 @@ class FakeGroup(Group):
 
         def values() -> list[Any]:
             for rank in range(self.size):
-                self._until(lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}")
+                self._until(
+                    lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}"
+                )
             for rank, (other, _) in sorted(call.items()):
                 if other != name:
                     rule = "all ranks must call the same collectives in one order"
-                    raise MismatchError(f"rank {self.rank} came to {name} and rank {rank} to {other}; {rule}")
+                    raise MismatchError(
+                        f"rank {self.rank} came to {name} and rank {rank} to {other}; {rule}"
+                    )
             return [call[rank][1] for rank in range(self.size)]
 
         return values
 
-    def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
+    def share(
+        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
+    ) -> tuple[Tensor, ...]:
         """Copies of the tensors of rank ``src``."""
         form, name = wire_format(specs), f"share from rank {src}"
         if src != self.rank:
@@ -341,7 +395,9 @@ class FakeGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
         part_of(memory, 0, self.size if scatter else 1)
-        values = self._start(f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}", _carried(memory, op))
+        values = self._start(
+            f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}", _carried(memory, op)
+        )
 
         def finish() -> tuple[Tensor, ...]:
             total = _reduced(values(), op, memory.dtype)
@@ -359,7 +415,7 @@ class FakeGroup(Group):
         """Wait for all ranks."""
         self._start("barrier", None)()
 
-    # ---- faults -------------------------------------------------------------------------------------------------
+    # ---- faults ----
     def journal(self, rank: int, text: str) -> None:
         """Record what a rank does next, for errors of the others."""
         self._world.ranks[rank].note = text

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults as data: what fails in a fake world, and where. This module must not know threads and tensors."""
+"""Faults as data: what fails in a fake world, and where. This module must not know threads and
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from ..errors import GroupError
 
 @dataclass(frozen=True)
 class Delay:
-    """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the world.
+    """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the
+    world.
 
     Args:
         src: the rank that sends.
@@ -123,9 +126,17 @@ Fault: TypeAlias = MessageFault | Kill | Refuse
 
 #: What a rank can be refused: the calls of a group.
 OPERATIONS = (
-    "send", "recv", "settle", "flush", "share", "gather_objects", "all_reduce", "start_reduce", "start_gather",
+    "send",
+    "recv",
+    "settle",
+    "flush",
+    "share",
+    "gather_objects",
+    "all_reduce",
+    "start_reduce",
+    "start_gather",
     "barrier",
-)  # fmt: skip
+)
 
 
 def check_fault(fault: Fault, ranks: int) -> None:
@@ -137,7 +148,9 @@ def check_fault(fault: Fault, ranks: int) -> None:
         named, numbers = [fault.rank], [fault.before]
     elif isinstance(fault, Refuse):
         if fault.operation not in OPERATIONS:
-            raise GroupError(f"{fault}: there is no such operation; the operations are {', '.join(OPERATIONS)}")
+            raise GroupError(
+                f"{fault}: there is no such operation; the operations are {', '.join(OPERATIONS)}"
+            )
         named, numbers = [] if fault.rank is None else [fault.rank], []
     else:
         named, numbers = [fault.src, fault.dst], [fault.nth]

@@ -20,7 +20,8 @@ Order: TypeAlias = Literal["buffered", "lockstep"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by a fault.
+    """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by
+    a fault.
 
     >>> outcomes(lambda group: group.rank, ranks=2)[1].value
     1
@@ -34,9 +35,14 @@ class Outcome:
 
 
 def run(
-    fn: Callable[[FakeGroup], T], ranks: int, *, order: Order = "buffered", seed: int = 0,
-    faults: Sequence[Fault] = (), timeout: float = 60.0,
-) -> list[T]:  # fmt: skip
+    fn: Callable[[FakeGroup], T],
+    ranks: int,
+    *,
+    order: Order = "buffered",
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    timeout: float = 60.0,
+) -> list[T]:
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
     One rank runs at a time: the same seed gives the same run.
@@ -44,10 +50,11 @@ def run(
     Args:
         fn: a function of the group of its rank.
         ranks: how many ranks there are.
-        order: ``"buffered"``: messages arrive later, each channel in order. ``"lockstep"``: every send blocks until its
-            receive is posted.
+        order: ``"buffered"``: messages arrive later, each channel in order. ``"lockstep"``: every
+            send blocks until its receive is posted.
         seed: draws which rank runs next.
-        faults: what goes wrong: ``Kill``, ``Drop``, ``Delay``, ``Duplicate``, ``Corrupt``, ``Refuse``.
+        faults: what goes wrong: ``Kill``, ``Drop``, ``Delay``, ``Duplicate``, ``Corrupt``,
+            ``Refuse``.
         timeout: of a wait, in seconds of a simulated clock, which take no time.
 
     Returns:
@@ -55,7 +62,8 @@ def run(
 
     Raises:
         LaunchError: if a rank was killed.
-        GroupError: if one of the faults did not occur. Besides, the first error of a rank is raised.
+        GroupError: if one of the faults did not occur. Besides, the first error of a rank is
+        raised.
 
     >>> def ring(group):
     ...     import torch; from fpipe.tree import Spec
@@ -72,7 +80,9 @@ def run(
     failed = sorted((outcome for outcome in ends if outcome.error is not None), key=_cause_first)
     for outcome in failed[:1]:
         assert outcome.error is not None
-        outcome.error.add_note(f"on fake rank {outcome.rank} of {ranks}, order={order!r}, seed={seed}")
+        outcome.error.add_note(
+            f"on fake rank {outcome.rank} of {ranks}, order={order!r}, seed={seed}"
+        )
         raise outcome.error
     dead = [outcome.rank for outcome in ends if outcome.killed]
     if dead:
@@ -81,14 +91,21 @@ def run(
 
 
 def _cause_first(outcome: Outcome) -> tuple[bool, int]:
-    """Errors about other ranks are consequences and sort last; among the rest the earliest is first."""
+    """Errors about other ranks are consequences and sort last; among the rest the earliest is
+    first.
+    """
     return isinstance(outcome.error, (PeerError, StalledError)), outcome.nth
 
 
 def outcomes(
-    fn: Callable[[FakeGroup], Any], ranks: int, *, order: Order = "buffered", seed: int = 0,
-    faults: Sequence[Fault] = (), timeout: float = 60.0,
-) -> list[Outcome]:  # fmt: skip
+    fn: Callable[[FakeGroup], Any],
+    ranks: int,
+    *,
+    order: Order = "buffered",
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    timeout: float = 60.0,
+) -> list[Outcome]:
     """As :func:`run`, but every rank runs to its end; how each ended, by rank.
 
     Args:
@@ -101,7 +118,8 @@ def outcomes(
         GroupError: if one of the faults can never occur, or did not.
 
     >>> from fpipe.testing import Kill
-    >>> [type(outcome.error).__name__ for outcome in outcomes(lambda group: group.barrier(), 2, faults=[Kill(1, 0)])]
+    >>> [type(outcome.error).__name__ for outcome in outcomes(lambda group: group.barrier(), 2,
+    ...     faults=[Kill(1, 0)])]
     ['PeerError', 'NoneType']
     """
     check_ranks("ranks", ranks)

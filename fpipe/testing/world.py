@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world of ranks that run in turn: one thread per rank, a simulated clock, and a seeded choice of the next rank.
+"""A world of ranks that run in turn: one thread per rank, a simulated clock, and a seeded choice of
+the next rank.
 
-A rank that would block yields its turn. When no rank can run, the clock advances to the next event; without one, all
-ranks raise DeadlockError. Nothing sleeps, so a time-out of a minute passes at once. This module must not know messages:
-those are in ``fake``.
+A rank that would block yields its turn. When no rank can run, the clock advances to the next event;
+without one, all ranks raise DeadlockError. Nothing sleeps, so a time-out of a minute passes at
+once. This module must not know messages: those are in ``fake``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from ..errors import DeadlockError, GroupError
 
 _TICK = 1e-6
-#: Seconds, of the clock of this machine, for which a rank may run without a call of the group: longer than any first
-#: trace of a stage, which imports the compiler of torch.
+#: Seconds, of the clock of this machine, for which a rank may run without a call of the group:
+#: longer than any first trace of a stage, which imports the compiler of torch.
 LIMIT = 600.0
 _END = 10.0  #: seconds for a thread to end after its rank has
 
@@ -40,8 +41,9 @@ class Waiting:
 
 @dataclass
 class RankState:
-    """One rank: its turn, why it waits, whether it ended, with which result or (``nth``) error, its calls of the group
-    so far, and its last journal entry."""
+    """One rank: its turn, why it waits, whether it ended, with which result or (``nth``) error, its
+    calls of the group so far, and its last journal entry.
+    """
 
     rank: int
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -55,7 +57,9 @@ class RankState:
 
 
 class World:
-    """Ranks, clock and turns. Every method except ``play`` is called by the rank whose turn it is."""
+    """Ranks, clock and turns. Every method except ``play`` is called by the rank whose turn it
+    is.
+    """
 
     def __init__(self, ranks: int, seed: int, timeout: float):
         self.ranks = [RankState(rank) for rank in range(ranks)]
@@ -69,12 +73,15 @@ class World:
         self._over = threading.Event()
         self._turns, self._running, self._given_up = 0, -1, False
 
-    # ---- turns --------------------------------------------------------------------------------------------------
+    # ---- turns ----
     def play(self, parts: list[Callable[[], object]]) -> None:
         """Run one function per rank to its end."""
         threads = [
             threading.Thread(
-                target=copy_context().run, args=(self._run, state, part), name=f"fpipe-fake-{state.rank}", daemon=True
+                target=copy_context().run,
+                args=(self._run, state, part),
+                name=f"fpipe-fake-{state.rank}",
+                daemon=True,
             )
             for state, part in zip(self.ranks, parts, strict=True)
         ]
@@ -86,7 +93,8 @@ class World:
             if before == self._turns:
                 self._given_up = True
                 raise DeadlockError(
-                    f"rank {self._running} has run for {LIMIT:g} s without a call of its group; it computes without an "
+                    f"rank {self._running} has run for {LIMIT:g} s without a call of its group; "
+                    "it computes without an "
                     "end, or waits for something else than the group"
                 )
             before = self._turns
@@ -108,7 +116,9 @@ class World:
         self._end_turn()
 
     def pause(self, rank: int, ready: Callable[[], bool], what: str) -> bool:
-        """Let others run until ``ready``; False if the time-out passed first. DeadlockError if all ranks wait."""
+        """Let others run until ``ready``; False if the time-out passed first. DeadlockError if all
+        ranks wait.
+        """
         state = self.ranks[rank]
         state.waiting = Waiting(ready, what, self.clock + self.timeout)
         self._end_turn()
@@ -133,19 +143,28 @@ class World:
         self._over.set()
 
     def _able(self, state: RankState) -> bool:
-        return state.waiting is None or state.waiting.ready() or self.clock >= state.waiting.deadline
+        return (
+            state.waiting is None or state.waiting.ready() or self.clock >= state.waiting.deadline
+        )
 
     def _jump(self, alive: list[RankState]) -> None:
-        """Advance the clock to the next arrival or time-out; all are stuck if no message is under way or lost."""
+        """Advance the clock to the next arrival or time-out; all are stuck if no message is under
+        way or lost.
+        """
         self.arrivals = [when for when in self.arrivals if when > self.clock]
         if not self.arrivals and not self.lost:
-            waits = "; ".join(f"rank {state.rank} waits {state.waiting.what}" for state in alive if state.waiting)
-            self.stuck = f"every rank waits and nothing is under way: {waits}. One of them must send before it waits"
+            waits = "; ".join(
+                f"rank {state.rank} waits {state.waiting.what}" for state in alive if state.waiting
+            )
+            self.stuck = (
+                f"every rank waits and nothing is under way: {waits}. One of them must "
+                "send before it waits"
+            )
             return
         ends = [state.waiting.deadline for state in alive if state.waiting]
         self.clock = min(self.arrivals + ends)
 
-    # ---- state of ranks -----------------------------------------------------------------------------------------
+    # ---- state of ranks ----
     def gone(self, rank: int) -> bool:
         """Whether a rank was killed or raised."""
         return self.ranks[rank].ended and self.ranks[rank].error is not None
@@ -156,6 +175,10 @@ class World:
         known = f"Nothing is known of rank {rank}"
         if state.note:
             known = f"Rank {rank}'s last known action was {state.note}"
-        if isinstance(state.error, GroupError) or state.error is None or isinstance(state.error, Killed):
+        if (
+            isinstance(state.error, GroupError)
+            or state.error is None
+            or isinstance(state.error, Killed)
+        ):
             return known
         return f"{known}; it raised {type(state.error).__name__}: {state.error}"

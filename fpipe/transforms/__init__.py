@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient transforms: pairs of pure functions over trees with one entry per stage.
 
-``tx = chain(...)``; ``state = tx.init(params)``; ``updates, state = tx.update(grads, state, params)``;
-``params = apply_updates(params, updates)``; or both in one pass: ``params, state = tx.step(grads, state, params)``.
-Trees have ``None`` for stages on other processes and for frozen leaves. This package must not know schedules or how a
+``tx = chain(...)``; ``state = tx.init(params)``;
+``updates, state = tx.update(grads, state, params)``; ``params = apply_updates(params, updates)``;
+or both in one pass: ``params, state = tx.step(grads, state, params)``. Trees have ``None`` for
+stages on other processes and for frozen leaves. This package must not know schedules or how a
 pipeline runs: it reduces over ranks through ``over=`` or a group.
 
 >>> import torch
@@ -30,9 +31,35 @@ from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
 from .torch_optim import from_torch
 
 __all__ = [
-    "Transform", "accumulate", "adamw", "add_noise", "apply_updates",
-    "cast", "chain", "clip_by_global_norm", "clip_by_value", "dynamic_loss_scale", "ema", "from_torch",
-    "global_norm", "identity", "lion", "masked", "master", "mean_over", "muon", "optimistic", "partition", "scale",
-    "scale_by_schedule", "sgd", "skip_nonfinite", "sum_tied", "warmup_constant", "warmup_cosine", "warmup_linear",
-    "warmup_stable_decay", "weight_decay",
-]  # fmt: skip
+    "Transform",
+    "accumulate",
+    "adamw",
+    "add_noise",
+    "apply_updates",
+    "cast",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "dynamic_loss_scale",
+    "ema",
+    "from_torch",
+    "global_norm",
+    "identity",
+    "lion",
+    "masked",
+    "master",
+    "mean_over",
+    "muon",
+    "optimistic",
+    "partition",
+    "scale",
+    "scale_by_schedule",
+    "sgd",
+    "skip_nonfinite",
+    "sum_tied",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_linear",
+    "warmup_stable_decay",
+    "weight_decay",
+]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transform record, chains of transforms, and how updates are added to parameters.
 
-One rule goes beyond optax: updates of ``None`` for the whole tree mean "no step". A chain stops there and keeps the
-states of the transforms behind it, and ``apply_updates`` returns the parameters unchanged. This module must not know
-any single transform, nor ranks.
+One rule goes beyond optax: updates of ``None`` for the whole tree mean "no step". A chain stops
+there and keeps the states of the transforms behind it, and ``apply_updates`` returns the parameters
+unchanged. This module must not know any single transform, nor ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ._places import Column, Places, map_kinds, places, recording, scaled
 
 #: A tree of parameters: one entry per stage, None for stages on other processes.
 Params: TypeAlias = Tree
-#: A tree of gradients or updates: as the parameters, and None for frozen leaves; None for the whole tree is "no step".
+#: A tree of gradients or updates: as the parameters, and None for frozen leaves; None for the whole
+#: tree is "no step".
 Updates: TypeAlias = Tree
 #: What a transform keeps between steps: a tree of tensors.
 State: TypeAlias = Any
@@ -32,16 +33,19 @@ T = TypeVar("T")
 
 
 class Update(Protocol):
-    """``update(grads, state, params) -> (updates, state)``; updates have the form of the gradients."""
+    """``update(grads, state, params) -> (updates, state)``; updates have the form of the
+    gradients.
+    """
 
     def __call__(self, grads: T, state: State, params: Params = None, /) -> tuple[T, State]: ...
 
 
 class InOnePass(Protocol):
-    """An update and its sum with the parameters: ``(grads, state, params, donate, factor) -> (params, state)``.
+    """An update and its sum with the parameters:
+    ``(grads, state, params, donate, factor) -> (params, state)``.
 
-    The gradients count times ``factor``, a tensor without axes, unless that is None. It writes into the memory of
-    ``params`` only if ``donate`` is true.
+    The gradients count times ``factor``, a tensor without axes, unless that is None. It writes into
+    the memory of ``params`` only if ``donate`` is true.
     """
 
     def __call__(
@@ -50,11 +54,12 @@ class InOnePass(Protocol):
 
 
 class Speculation(NamedTuple):
-    """How ``fpipe.optimistic`` assumes that a transform returns gradients unchanged, and verifies that later.
+    """How ``fpipe.optimistic`` assumes that a transform returns gradients unchanged, and verifies
+    that later.
 
-    The processes of ``over`` add up what ``measure(grads)`` returns on each of them; ``measure`` returns None where one
-    sum is not enough. ``confirm(total, state)`` returns the state after a step that left the gradients unchanged, and
-    None where the transform would have changed them.
+    The processes of ``over`` add up what ``measure(grads)`` returns on each of them; ``measure``
+    returns None where one sum is not enough. ``confirm(total, state)`` returns the state after a
+    step that left the gradients unchanged, and None where the transform would have changed them.
     """
 
     measure: Callable[[Updates], Tensor | None]
@@ -64,18 +69,23 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True)
 class Transform:
-    """A pair of pure functions, and what a caller must know of them; ``init, update = transform`` unpacks the pair.
+    """A pair of pure functions, and what a caller must know of them; ``init, update = transform``
+    unpacks the pair.
 
     Args:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``.
         donates: whether ``update`` writes into the memory of the state that is passed to it.
         parts: the transforms of a chain, in order; empty for any other transform.
-        speculation: how an optimistic step skips the transform; None where it has to run ``update``.
-        factor: for a transform that multiplies all gradients by one factor: ``factor(grads) -> (factor, state)``, where
-            a factor of None is 1. The optimizer behind it then multiplies in its pass.
-        in_one_pass: how :meth:`step` updates the parameters without a tree of updates; None where it adds updates.
-        rate: the learning rate of the next step, ``rate(state)``; None where there is none, or more than one.
+        speculation: how an optimistic step skips the transform; None where it has to run
+            ``update``.
+        factor: for a transform that multiplies all gradients by one factor:
+            ``factor(grads) -> (factor, state)``, where a factor of None is 1. The optimizer behind
+            it then multiplies in its pass.
+        in_one_pass: how :meth:`step` updates the parameters without a tree of updates; None where
+            it adds updates.
+        rate: the learning rate of the next step, ``rate(state)``; None where there is none, or more
+            than one.
 
     A transform of the user's is written the same way as those of this package:
 
@@ -103,19 +113,25 @@ class Transform:
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
 
-    def step(self, grads: Updates, state: State, params: T, *, donate: bool = False) -> tuple[T, State]:
-        """Update and :func:`apply_updates` together, which for an optimizer is one pass over memory instead of two.
+    def step(
+        self, grads: Updates, state: State, params: T, *, donate: bool = False
+    ) -> tuple[T, State]:
+        """Update and :func:`apply_updates` together, which for an optimizer is one pass over memory
+        instead of two.
 
-        Last bits can differ from those of the two functions where the optimizer says so (:func:`adamw`).
+        Last bits can differ from those of the two functions where the optimizer says so
+        (:func:`adamw`).
 
         Args:
             grads: the gradients.
             state: what ``init`` or the step before returned.
             params: the parameters.
-            donate: write into the memory of ``params`` and return them; for the memory of the state see the optimizer.
+            donate: write into the memory of ``params`` and return them; for the memory of the state
+                see the optimizer.
 
         Returns:
-            The new parameters, which are ``params`` if the transform makes no step, and the new state.
+            The new parameters, which are ``params`` if the transform makes no step, and the new
+            state.
 
         >>> from fpipe.transforms import adamw
         >>> tx, params = adamw(0.1, weight_decay=0.0), [torch.ones(2)]
@@ -136,7 +152,12 @@ def run_step(
 
 
 def in_two_passes(
-    update: Update, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+    update: Update,
+    grads: Updates,
+    state: State,
+    params: Params,
+    donate: bool,
+    factor: Tensor | None,
 ) -> tuple[Params, State]:
     """A step by ``update`` and :func:`apply_updates`."""
     updates, state = update(_times(grads, factor), state, params)
@@ -152,10 +173,12 @@ def _times(grads: Updates, factor: Tensor | None) -> Updates:
 
 
 def scaling(
-    init: Callable[[Params], State], factor: Callable[[Updates], tuple[Tensor | None, State]],
+    init: Callable[[Params], State],
+    factor: Callable[[Updates], tuple[Tensor | None, State]],
     speculation: Speculation | None = None,
-) -> Transform:  # fmt: skip
-    """A transform that multiplies all gradients by one factor, ``factor(grads) -> (factor, state)``; None stands for 1.
+) -> Transform:
+    """A transform that multiplies all gradients by one factor,
+    ``factor(grads) -> (factor, state)``; None stands for 1.
 
     >>> half = scaling(lambda params: (), lambda grads: (torch.tensor(0.5), ()))
     >>> half.update([torch.ones(1)], ())
@@ -179,16 +202,22 @@ def stateless(update: Callable[[Updates, Params], Updates]) -> Transform:
     >>> stateless(lambda grads, params: [-g for g in grads]).update([torch.ones(1)], ())
     ([tensor([-1.])], ())
     """
-    return Transform(lambda params: (), lambda grads, state, params=None: (update(grads, params), state))
+    return Transform(
+        lambda params: (), lambda grads, state, params=None: (update(grads, params), state)
+    )
 
 
 def leafwise(
-    init: Callable[[Params], State], step: Callable[[Places, State, Params], tuple[Column | None, State]],
-    *inputs: Any, donates: bool = False,
-) -> Transform:  # fmt: skip
-    """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None make no step.
+    init: Callable[[Params], State],
+    step: Callable[[Places, State, Params], tuple[Column | None, State]],
+    *inputs: Any,
+    donates: bool = False,
+) -> Transform:
+    """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None
+    make no step.
 
-    Autograd records the step where a gradient, or one of the ``inputs`` that the step reads, requires a gradient.
+    Autograd records the step where a gradient, or one of the ``inputs`` that the step reads,
+    requires a gradient.
     """
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
@@ -201,12 +230,15 @@ def leafwise(
 
 
 def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: Any) -> Transform:
-    """A transform without state from a function of the leaves; ``inputs`` are other tensors that it reads.
+    """A transform without state from a function of the leaves; ``inputs`` are other tensors that it
+    reads.
 
     >>> on_leaves(lambda leaves: [leaf + 1 for leaf in leaves]).update([None, torch.ones(1)], ())[0]
     [None, tensor([2.])]
     """
-    return leafwise(lambda params: (), lambda at, state, params: (function(at.leaves), state), *inputs)
+    return leafwise(
+        lambda params: (), lambda at, state, params: (function(at.leaves), state), *inputs
+    )
 
 
 def identity() -> Transform:
@@ -231,7 +263,8 @@ def chain(*transforms: Transform) -> Transform:
         A ``Transform``.
 
     Raises:
-        TransformError: if one is no transform; by ``update``, if the state is that of another chain.
+        TransformError: if one is no transform; by ``update``, if the state is that of another
+        chain.
 
     >>> from fpipe.transforms import scale, sgd
     >>> tx = chain(scale(2.0), sgd(0.5))
@@ -241,7 +274,9 @@ def chain(*transforms: Transform) -> Transform:
     """
     for transform in transforms:
         if not isinstance(transform, Transform):
-            raise TransformError(f"chain takes transforms such as fpipe.adamw(3e-4), not {transform!r}")
+            raise TransformError(
+                f"chain takes transforms such as fpipe.adamw(3e-4), not {transform!r}"
+            )
 
     def init(params: Params) -> State:
         return tuple(transform.init(params) for transform in transforms)
@@ -250,7 +285,11 @@ def chain(*transforms: Transform) -> Transform:
         return _through(transforms, grads, _state_of(transforms, state), params)
 
     donates = any(transform.donates for transform in transforms)
-    rates = [(index, transform.rate) for index, transform in enumerate(transforms) if transform.rate is not None]
+    rates = [
+        (index, transform.rate)
+        for index, transform in enumerate(transforms)
+        if transform.rate is not None
+    ]
     rate = None if len(rates) != 1 else lambda state: rates[0][1](state[rates[0][0]])
     chained = Transform(init, update, donates=donates, parts=transforms, rate=rate)
     if not transforms or transforms[-1].in_one_pass is None:
@@ -260,9 +299,14 @@ def chain(*transforms: Transform) -> Transform:
 
 def _state_of(transforms: Sequence[Transform], state: State) -> State:
     if not isinstance(state, Sequence) or len(state) != len(transforms):
-        what = f"a state of {len(state)} parts" if isinstance(state, Sequence) else f"the state {state!r}"
+        what = (
+            f"a state of {len(state)} parts"
+            if isinstance(state, Sequence)
+            else f"the state {state!r}"
+        )
         raise TransformError(
-            f"{what} for a chain of {len(transforms)} transforms; pass the state that this chain's init, update or "
+            f"{what} for a chain of {len(transforms)} transforms; pass the state that this "
+            "chain's init, update or "
             "step returned, or what was saved of it"
         )
     return state
@@ -280,9 +324,16 @@ def _through(
 
 
 def _chain_in_one_pass(
-    transforms: Sequence[Transform], grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+    transforms: Sequence[Transform],
+    grads: Updates,
+    state: State,
+    params: Params,
+    donate: bool,
+    factor: Tensor | None,
 ) -> tuple[Params, State]:
-    """All transforms but the last one update; the last one steps, and multiplies for the one before it."""
+    """All transforms but the last one update; the last one steps, and multiplies for the one before
+    it.
+    """
     state, last = _state_of(transforms, state), transforms[-1]
     before = transforms[:-1]
     multiplies = bool(before) and before[-1].factor is not None and not last.parts
@@ -301,21 +352,24 @@ def _chain_in_one_pass(
 
 
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
-    """``params + updates``, each sum in its parameter's dtype; where the update is None, the parameter itself.
+    """``params + updates``, each sum in its parameter's dtype; where the update is None, the
+    parameter itself.
 
-    Autograd records only where the updates require a gradient, so a training loop over parameters that require one
-    keeps no graph.
+    Autograd records only where the updates require a gradient, so a training loop over parameters
+    that require one keeps no graph.
 
     Args:
         params: the tree of parameters.
-        updates: a tree of the same form, with None where a leaf does not change; or None for no step.
+        updates: a tree of the same form, with None where a leaf does not change; or None for no
+            step.
         donate: write into the memory of ``params`` and return them.
 
     Returns:
         Parameters with the form, dtypes and devices of ``params``.
 
     Raises:
-        TransformError: if the trees differ in form, or if ``donate`` is set and two parameters share memory.
+        TransformError: if the trees differ in form, or if ``donate`` is set and two parameters
+        share memory.
 
     >>> apply_updates([torch.ones(2), None], [torch.ones(2), None])
     [tensor([2., 2.]), None]
@@ -345,8 +399,10 @@ def refuse_shared(at: Places, params: list[Tensor]) -> None:
         if first != index and leaf.data_ptr():
             one, other = at.names([first, index])
             raise TransformError(
-                f"donate=True, and {one!r} and {other!r} are in the same memory, which would get both updates; "
-                f"copy one of them, as in params[i] = tree_map(torch.clone, params[i]), or leave donate out"
+                f"donate=True, and {one!r} and {other!r} are in the same memory, which would get "
+                "both updates; "
+                "copy one of them, as in params[i] = tree_map(torch.clone, params[i]), or leave "
+                "donate out"
             )
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of lists of tensors: torch's foreach and fused kernels under plain names.
 
-torch's names for these kernels begin with an underscore, so this is the only file of the transforms that calls them.
-Lists may be empty. ``inplace=True`` allows a function to write into the memory of its first list; it never does so
-where derivatives are taken. There, each tensor goes through torch's ordinary function: the kernels for lists have no
-rules for forward mode and vmap, and wrong backwards for some lists of several tensors. This module must not know
-trees, ranks or optimizers.
+torch's names for these kernels begin with an underscore, so this is the only file of the transforms
+that calls them. Lists may be empty. ``inplace=True`` allows a function to write into the memory of
+its first list; it never does so where derivatives are taken. There, each tensor goes through
+torch's ordinary function: the kernels for lists have no rules for forward mode and vmap, and wrong
+backwards for some lists of several tensors. This module must not know trees, ranks or optimizers.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -40,7 +40,9 @@ def differentiated() -> bool:
 
 @contextmanager
 def transformed() -> Iterator[None]:
-    """Within this context ``differentiated()`` is true: tensors belong to torch.func, whatever autograd's mode is."""
+    """Within this context ``differentiated()`` is true: tensors belong to torch.func, whatever
+    autograd's mode is.
+    """
     before = _TRANSFORMED.set(True)
     try:
         yield
@@ -48,8 +50,12 @@ def transformed() -> Iterator[None]:
         _TRANSFORMED.reset(before)
 
 
-def _run(fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, **options: Any) -> Tensors:
-    """A function of lists, as new tensors or in place; ``one`` is the same function of one tensor of each list."""
+def _run(
+    fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, **options: Any
+) -> Tensors:
+    """A function of lists, as new tensors or in place; ``one`` is the same function of one tensor
+    of each list.
+    """
     if not xs:
         return []
     if differentiated():
@@ -64,7 +70,8 @@ def _run(fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, *
 def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
     """``x * factor``: one factor for all, or one for each."""
     if isinstance(factor, float) and xs and xs[0].device.type == "cpu" and all(x.ndim for x in xs):
-        # A number becomes a tensor once for each leaf. Beside a leaf without axes the tensor would decide the dtype.
+        # A number becomes a tensor once for each leaf. Beside a leaf without axes the tensor would
+        # decide the dtype.
         factor = factor if differentiated() else torch.tensor(factor, dtype=torch.float64)
     return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
 
@@ -89,14 +96,36 @@ def lerp(xs: Tensors, ys: Tensors, weight: float, *, inplace: bool = False) -> T
     return _run(torch._foreach_lerp, torch._foreach_lerp_, torch.lerp, inplace, xs, ys, weight)
 
 
-def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
+def addcmul(
+    xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False
+) -> Tensors:
     """``x + value * y * z``."""
-    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, torch.addcmul, inplace, xs, ys, zs, value=value)
+    return _run(
+        torch._foreach_addcmul,
+        torch._foreach_addcmul_,
+        torch.addcmul,
+        inplace,
+        xs,
+        ys,
+        zs,
+        value=value,
+    )
 
 
-def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
+def addcdiv(
+    xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False
+) -> Tensors:
     """``x + value * y / z``."""
-    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, torch.addcdiv, inplace, xs, ys, zs, value=value)
+    return _run(
+        torch._foreach_addcdiv,
+        torch._foreach_addcdiv_,
+        torch.addcdiv,
+        inplace,
+        xs,
+        ys,
+        zs,
+        value=value,
+    )
 
 
 def sqrt(xs: Tensors) -> Tensors:
@@ -115,18 +144,27 @@ def _each(fresh: Fn, one: Fn, xs: Tensors) -> Tensors:
 
 def clamp(xs: Tensors, low: float, high: float) -> Tensors:
     """Into ``[low, high]``."""
-    both = lambda xs: torch._foreach_clamp_max(torch._foreach_clamp_min(xs, low), high)
+
+    def both(xs):
+        return torch._foreach_clamp_max(torch._foreach_clamp_min(xs, low), high)
+
     return _each(both, lambda x: x.clamp(low, high), xs)
 
 
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
     how = {"dtype": norm_dtype(xs[0]) if xs else None}
-    return _each(lambda xs: torch._foreach_norm(xs, p, **how), lambda x: torch.linalg.vector_norm(x, p, **how), xs)
+    return _each(
+        lambda xs: torch._foreach_norm(xs, p, **how),
+        lambda x: torch.linalg.vector_norm(x, p, **how),
+        xs,
+    )
 
 
 def norm_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which a norm accumulates: float32 for half precision, and None for the tensor's own dtype."""
+    """The dtype in which a norm accumulates: float32 for half precision, and None for the tensor's
+    own dtype.
+    """
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
 
 
@@ -151,14 +189,24 @@ def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = N
 
 
 def laid_out(xs: Tensors, others: Tensors) -> Tensors:
-    """Each with the strides of the tensor at the same index of ``others``: the fused kernels ignore strides."""
-    return [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(xs, others, strict=True)]
+    """Each with the strides of the tensor at the same index of ``others``: the fused kernels ignore
+    strides.
+    """
+    return [
+        x if x.stride() == y.stride() else torch.empty_like(y).copy_(x)
+        for x, y in zip(xs, others, strict=True)
+    ]
 
 
 def writable(xs: Tensors, given: bool) -> Tensors:
-    """Contiguous tensors to write: those of ``xs`` that are ``given`` and contiguous, and copies of all others."""
+    """Contiguous tensors to write: those of ``xs`` that are ``given`` and contiguous, and copies of
+    all others.
+    """
     if given or not all(x.is_contiguous() for x in xs):
-        return [x if given and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format) for x in xs]
+        return [
+            x if given and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            for x in xs
+        ]
     return list(
         torch._foreach_mul(xs, torch.ones((), dtype=xs[0].dtype, device=xs[0].device))
     )  # allocates faster than empty_like
@@ -167,27 +215,65 @@ def writable(xs: Tensors, given: bool) -> Tensors:
 def written(work: Tensors, xs: Tensors, given: bool) -> Tensors:
     """The result of a kernel that wrote into ``writable(xs, given)``, in the layouts of ``xs``."""
     pairs = zip(work, xs, strict=True)
-    return [w if x.is_contiguous() else (x if given else torch.empty_like(x)).copy_(w) for w, x in pairs]
+    return [
+        w if x.is_contiguous() else (x if given else torch.empty_like(x)).copy_(w) for w, x in pairs
+    ]
 
 
 def fused_adamw(
-    ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, step: Tensor,
-    lr: float, betas: Sequence[float], eps: float, decay: float,
-) -> None:  # fmt: skip
+    ps: Tensors,
+    gs: Tensors,
+    ms: Tensors,
+    vs: Tensors,
+    step: Tensor,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
+    decay: float,
+) -> None:
     """One pass of AdamW over contiguous tensors of one dtype. Changes ps, ms and vs."""
     steps = [step.to(ps[0].device, torch.float32)] * len(ps)
     torch._fused_adamw_(
-        ps, gs, ms, vs, [], steps,
-        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        ps,
+        gs,
+        ms,
+        vs,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=decay,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def fused_adam(
-    us: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, step: Tensor, lr: float, betas: Sequence[float], eps: float
+    us: Tensors,
+    gs: Tensors,
+    ms: Tensors,
+    vs: Tensors,
+    step: Tensor,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
 ) -> None:
     """One pass of Adam without weight decay. Changes us, ms and vs."""
     steps = [step.to(us[0].device, torch.float32)] * len(us)
     torch._fused_adam_(
-        us, gs, ms, vs, [], steps,
-        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=0.0, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        us,
+        gs,
+        ms,
+        vs,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=0.0,
+        amsgrad=False,
+        maximize=False,
+    )

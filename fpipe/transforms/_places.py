@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a tree has leaves, and the leaves, masks and labels of other trees at the same places.
 
-Gradients have ``None`` for stages on other processes and for frozen leaves, where parameters and state may have a leaf.
-This module aligns such trees, groups leaves by device and dtype so that a kernel runs once for each group, and decides
-whether autograd records. It must not know ranks or any single transform.
+Gradients have ``None`` for stages on other processes and for frozen leaves, where parameters and
+state may have a leaf. This module aligns such trees, groups leaves by device and dtype so that a
+kernel runs once for each group, and decides whether autograd records. It must not know ranks or any
+single transform.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from . import _foreach as F
 
 #: One value per leaf, in the order of the leaves.
 Column: TypeAlias = list[Any]
-#: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (or a prefix of one)
+#: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (or a
+#: prefix of one)
 Mask: TypeAlias = Callable[[Tree], Any] | Sequence[str] | Tree
-#: a function of the parameters, ``{pattern: label}`` (the first match counts), or a tree of labels (or a prefix of one)
+#: a function of the parameters, ``{pattern: label}`` (the first match counts), or a tree of labels
+#: (or a prefix of one)
 Labels: TypeAlias = Callable[[Tree], Any] | Mapping[str, str] | Tree
 
 
@@ -50,7 +53,8 @@ class Places(NamedTuple):
         missing = [index for index, leaf in enumerate(column) if leaf is None]
         if missing:
             raise TransformError(
-                f"{what} has None where the gradients have a leaf: {', '.join(self.names(missing))}; "
+                f"{what} has None where the gradients have a leaf: "
+                f"{', '.join(self.names(missing))}; "
                 f"pass the trees of one pipeline, each with one entry per stage"
             )
         return column
@@ -62,7 +66,9 @@ class Places(NamedTuple):
 
     def tree(self, leaves: Iterable[Any], base: Tree = None) -> Tree:
         """A tree with these leaves; at other places what ``base`` has there, or None."""
-        column = [None] * self.spec.num_leaves if base is None else list(self._flat(base, "the state"))
+        column = (
+            [None] * self.spec.num_leaves if base is None else list(self._flat(base, "the state"))
+        )
         for index, leaf in zip(self.where, leaves, strict=True):
             column[index] = leaf
         return optree.tree_unflatten(self.spec, column)
@@ -73,10 +79,14 @@ class Places(NamedTuple):
         return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
 
     def stages(self) -> list[int]:
-        """The stage of each leaf: its index in a list with one entry per stage, 0 in any other tree."""
+        """The stage of each leaf: its index in a list with one entry per stage, 0 in any other
+        tree.
+        """
         if self.spec.type not in (list, tuple):
             return [0] * len(self.leaves)
-        stages = [stage for stage, part in enumerate(self.spec.children()) for _ in range(part.num_leaves)]
+        stages = [
+            stage for stage, part in enumerate(self.spec.children()) for _ in range(part.num_leaves)
+        ]
         return [stages[index] for index in self.where]
 
     def names(self, indices: Iterable[int]) -> list[str]:
@@ -86,7 +96,10 @@ class Places(NamedTuple):
 
     def missing(self) -> list[str]:
         """The dotted paths of the places without a leaf."""
-        every, here = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves))), set(self.where)
+        every, here = (
+            names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves))),
+            set(self.where),
+        )
         return [name for index, name in enumerate(every) if index not in here]
 
     def _flat(self, other: Tree, what: str) -> Column:
@@ -94,7 +107,8 @@ class Places(NamedTuple):
             return self.spec.flatten_up_to(other)
         except ValueError as error:
             raise TransformError(
-                f"{what} does not have the form of the gradients: {brief(error)}; pass the trees of one pipeline, "
+                f"{what} does not have the form of the gradients: {brief(error)}; pass the trees "
+                "of one pipeline, "
                 f"each with one entry per stage"
             ) from error
 
@@ -116,9 +130,12 @@ def brief(error: Exception) -> str:
 
 
 def by_kind(
-    kernel: Callable[..., Sequence[Column]], *columns: Column, keys: Sequence[Hashable] | None = None
+    kernel: Callable[..., Sequence[Column]],
+    *columns: Column,
+    keys: Sequence[Hashable] | None = None,
 ) -> list[Column]:
-    """Run a kernel on columns, once for each key, by default each device and dtype in the first column.
+    """Run a kernel on columns, once for each key, by default each device and dtype in the first
+    column.
 
     The result is the kernel's columns in the original order.
 
@@ -144,8 +161,12 @@ def by_kind(
     return merged
 
 
-def map_kinds(kernel: Callable[..., Column], *columns: Column, keys: Sequence[Hashable] | None = None) -> Column:
-    """:func:`by_kind` for a kernel that returns one column, and that is not called without leaves."""
+def map_kinds(
+    kernel: Callable[..., Column], *columns: Column, keys: Sequence[Hashable] | None = None
+) -> Column:
+    """:func:`by_kind` for a kernel that returns one column, and that is not called without
+    leaves.
+    """
     return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0] if columns[0] else []
 
 
@@ -153,14 +174,17 @@ def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Every leaf times a number, or times a tensor without axes in the leaf's dtype."""
 
     def kernel(xs: list[Tensor]) -> list[Tensor]:
-        return F.mul(xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor)
+        return F.mul(
+            xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor
+        )
 
     return map_kinds(kernel, leaves)
 
 
 @contextmanager
 def recording(*columns: Iterable[Any]) -> Iterator[None]:
-    """Autograd records only where an argument requires a gradient: meta-gradients work, and loops keep no graph.
+    """Autograd records only where an argument requires a gradient: meta-gradients work, and loops
+    keep no graph.
 
     >>> with recording([torch.ones(1)]):
     ...     torch.is_grad_enabled()
@@ -175,15 +199,19 @@ def recording(*columns: Iterable[Any]) -> Iterator[None]:
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros for every leaf that can carry a gradient, None for the others."""
-    return tree_map(lambda leaf: torch.zeros_like(leaf, dtype=dtype) if is_floating(leaf) else None, params)
+    return tree_map(
+        lambda leaf: torch.zeros_like(leaf, dtype=dtype) if is_floating(leaf) else None, params
+    )
 
 
 def count() -> Tensor:
-    """A counter at zero: a tensor, because a state has only tensors, and on the CPU, where reading it is fast."""
+    """A counter at zero: a tensor, because a state has only tensors, and on the CPU, where reading
+    it is fast.
+    """
     return torch.zeros((), dtype=torch.int64)
 
 
-# ---- masks and labels -----------------------------------------------------------------------------------------------
+# ---- masks and labels ----
 def mask_of(mask: Mask, tree: Tree) -> Tree:
     """True or False for each leaf.
 
@@ -225,18 +253,25 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
 
 
 def _check_patterns(patterns: Iterable[str], tree: Tree) -> None:
-    """A pattern that matches no leaf is a mistake, unless it may match one of a stage on another process."""
+    """A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
+    process.
+    """
     here = names(tree)
     if all(any(matches(name, [pattern]) for name in here) for pattern in patterns):
         return
     missing = places(tree).missing()
     fault = unmatched(patterns, here, missing) if here or missing else ""
     if fault:
-        raise TransformError(f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or '*.bias'")
+        raise TransformError(
+            f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
+            "'*.bias'"
+        )
 
 
 def _by_name(tree: Tree, label: Callable[[str], Any]) -> Tree:
-    """A tree with ``label(name)`` for each leaf: the one place where patterns meet the names of a tree."""
+    """A tree with ``label(name)`` for each leaf: the one place where patterns meet the names of a
+    tree.
+    """
     spec = optree.tree_structure(tree, namespace=NAMESPACE)
     return optree.tree_unflatten(spec, [label(name) for name in names(tree)])
 
@@ -245,20 +280,30 @@ def _first_match(name: str, labels: Mapping[str, str]) -> str:
     for pattern, label in labels.items():
         if matches(name, [pattern]):
             return label
-    raise TransformError(f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest")
+    raise TransformError(
+        f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest"
+    )
 
 
 def _spread(labels: Any, tree: Tree) -> Tree:
-    """Labels from a function of the tree, or from a tree of which each label covers a leaf or a subtree."""
+    """Labels from a function of the tree, or from a tree of which each label covers a leaf or a
+    subtree.
+    """
     if callable(labels):
         labels = labels(tree)
-    if isinstance(labels, (list, tuple)) and type(labels) is type(tree) and len(labels) == len(tree):
+    if (
+        isinstance(labels, (list, tuple))
+        and type(labels) is type(tree)
+        and len(labels) == len(tree)
+    ):
         pairs = zip(labels, tree, strict=True)  # there may be labels for stages on other processes
         labels = type(tree)([None if part is None else label for label, part in pairs])
     try:
         return optree.tree_broadcast_prefix(labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     except ValueError as error:
         raise TransformError(
-            f"these labels do not fit the parameters: {brief(error)}; give a function of the parameters, patterns of "
-            f"names such as '0.*' or '*.norm', or a tree with a label wherever the parameters have a leaf or a subtree"
+            f"these labels do not fit the parameters: {brief(error)}; give a function of the "
+            "parameters, patterns of "
+            "names such as '0.*' or '*.norm', or a tree with a label wherever the parameters "
+            "have a leaf or a subtree"
         ) from error

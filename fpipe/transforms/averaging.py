@@ -21,17 +21,21 @@ from ._places import Column, Places, count, map_kinds, places, zeros
 
 
 class AccumulateState(NamedTuple):
-    """``calls``: since the last step; ``total``: the sum of their gradients (undefined if ``calls`` is 0)."""
+    """``calls``: since the last step; ``total``: the sum of their gradients (undefined if ``calls``
+    is 0).
+    """
 
     calls: Tensor
     total: Updates
 
 
-def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: torch.dtype | None = None) -> Transform:
+def accumulate(
+    k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: torch.dtype | None = None
+) -> Transform:
     """One step for every k calls, from the mean (or the sum) of their gradients.
 
-    In a chain, the transforms behind it run at every k-th call only; at the other calls the updates are ``None``, with
-    which :func:`apply_updates` changes nothing.
+    In a chain, the transforms behind it run at every k-th call only; at the other calls the updates
+    are ``None``, with which :func:`apply_updates` changes nothing.
 
     Args:
         k: the number of calls.
@@ -71,24 +75,31 @@ def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: tor
 
 
 class EmaState(NamedTuple):
-    """``step``: number of steps; ``average``: of the updates, before debiasing, or of the parameters."""
+    """``step``: number of steps; ``average``: of the updates, before debiasing, or of the
+    parameters.
+    """
 
     step: Tensor
     average: Updates
 
 
 def ema(
-    decay: float, *,
-    of: Literal["updates", "params"] = "updates", debias: bool = True, dtype: torch.dtype | None = None,
+    decay: float,
+    *,
+    of: Literal["updates", "params"] = "updates",
+    debias: bool = True,
+    dtype: torch.dtype | None = None,
     donate: bool = False,
-) -> Transform:  # fmt: skip
-    """The exponential moving average of the updates, which replaces them; or of the parameters, in the state.
+) -> Transform:
+    """The exponential moving average of the updates, which replaces them; or of the parameters, in
+    the state.
 
     Args:
         decay: the factor of the old average.
-        of: ``"updates"`` is optax's: ``average = decay * average + (1 - decay) * update``. ``"params"`` comes last in
-            a chain and returns the updates unchanged; ``state.average`` is the average of the parameters as they will
-            be after the step, starting from those at init.
+        of: ``"updates"`` is optax's: ``average = decay * average + (1 - decay) * update``.
+            ``"params"`` comes last in a chain and returns the updates unchanged; ``state.average``
+            is the average of the parameters as they will be after the step, starting from those at
+            init.
         debias: whether averages of updates are divided by ``1 - decay ** t``.
         dtype: that of the average; by default the parameter's.
         donate: write the average into the memory of the old one, which must not be used again.
@@ -97,7 +108,8 @@ def ema(
         A ``Transform``.
 
     Raises:
-        TransformError: if an argument is out of its range. The transform raises it if it needs parameters and gets
+        TransformError: if an argument is out of its range. The transform raises it if it needs
+        parameters and gets
             none.
 
     >>> tx = ema(0.9, of="params")
@@ -123,13 +135,21 @@ def ema(
 
 
 def _ema(
-    decay: float, of_params: bool, debias: bool, donate: bool, at: Places, state: State, params: Params
+    decay: float,
+    of_params: bool,
+    debias: bool,
+    donate: bool,
+    at: Places,
+    state: State,
+    params: Params,
 ) -> tuple[Column, State]:
     new, old = at.leaves, at.of(state.average, "the state")
     if of_params:
         weights_of(at, params, "ema(of='params')")
         new = at.of(apply_updates(params, at.tree(at.leaves)), "params")
-    averages = map_kinds(lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old))
+    averages = map_kinds(
+        lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old)
+    )
     after = EmaState(state.step + 1, at.tree(averages, base=state.average))
     if of_params:
         return at.leaves, after

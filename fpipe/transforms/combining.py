@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transforms for a part of the leaves: for them the other leaves are ``None``, as those of stages elsewhere are.
+"""Transforms for a part of the leaves: for them the other leaves are ``None``, as those of stages
+elsewhere are.
 
-A transform inside therefore needs no special case. Every one runs on every process, also where it has no leaf, so that
-all processes take part in what it asks of them. This module must not know any single transform.
+A transform inside therefore needs no special case. Every one runs on every process, also where it
+has no leaf, so that all processes take part in what it asks of them. This module must not know any
+single transform.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def masked(inner: Transform, mask: Mask) -> Transform:
 
     Args:
         inner: the transform.
-        mask: patterns of names such as ``["*.w"]``, a tree of bools (or a prefix), or a function of the parameters.
+        mask: patterns of names such as ``["*.w"]``, a tree of bools (or a prefix), or a function of
+            the parameters.
 
     Returns:
         A ``Transform``.
@@ -38,7 +41,9 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     [{'w': tensor([1.])}, {'w': tensor([2.])}]
     """
 
-    both = _by_label({True: inner, False: identity()}, lambda tree: tree_map(bool, mask_of(mask, tree)))
+    both = _by_label(
+        {True: inner, False: identity()}, lambda tree: tree_map(bool, mask_of(mask, tree))
+    )
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         updates, (after, _) = both.update(grads, (state, ()), params)
@@ -50,7 +55,9 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         params, (after, _) = run_step(both, grads, (state, ()), params, donate, factor)
         return params, after
 
-    return Transform(lambda params: both.init(params)[0], update, donates=inner.donates, in_one_pass=in_one_pass)
+    return Transform(
+        lambda params: both.init(params)[0], update, donates=inner.donates, in_one_pass=in_one_pass
+    )
 
 
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
@@ -58,9 +65,9 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
 
     Args:
         transforms: by label.
-        labels: one for each leaf: ``{pattern: label}`` (the first pattern that fits a leaf's name counts), a function
-            of the parameters, or a tree with a label wherever the parameters have a leaf or a subtree, for instance
-            one per stage.
+        labels: one for each leaf: ``{pattern: label}`` (the first pattern that fits a leaf's name
+            counts), a function of the parameters, or a tree with a label wherever the parameters
+            have a leaf or a subtree, for instance one per stage.
 
     Returns:
         A ``Transform``.
@@ -82,7 +89,8 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
         unknown = set(by_leaf) - set(transforms)
         if unknown:
             raise TransformError(
-                f"labels {sorted(map(str, unknown))} have no transform; there are {sorted(transforms)}: "
+                f"labels {sorted(map(str, unknown))} have no transform; there are "
+                f"{sorted(transforms)}: "
                 f"add one, for instance fpipe.identity()"
             )
         return by_leaf
@@ -90,7 +98,10 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
     def init(params: Params) -> State:
         at = places(params)
         by_leaf = column(at, params)
-        return tuple(tx.init(at.keep([each == label for each in by_leaf])) for label, tx in transforms.items())
+        return tuple(
+            tx.init(at.keep([each == label for each in by_leaf]))
+            for label, tx in transforms.items()
+        )
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
@@ -99,25 +110,38 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
             chosen = [each == label for each in by_leaf]
             weights = None if params is None else at.keep(chosen, params)
             updates, part = transform.update(at.keep(chosen), part, weights)
-            columns[label] = [None] * len(chosen) if updates is None else at.column(updates, "the updates")
+            columns[label] = (
+                [None] * len(chosen) if updates is None else at.column(updates, "the updates")
+            )
             states.append(part)
         return at.tree(columns[label][index] for index, label in enumerate(by_leaf)), tuple(states)
 
     donates = any(transform.donates for transform in transforms.values())
-    return Transform(init, update, donates=donates, in_one_pass=partial(_parts_in_one_pass, transforms, column))
+    return Transform(
+        init, update, donates=donates, in_one_pass=partial(_parts_in_one_pass, transforms, column)
+    )
 
 
 def _parts_in_one_pass(
-    transforms: Mapping[Any, Transform], column: Callable[[Places, Tree], Column],
-    grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None,
-) -> tuple[Params, State]:  # fmt: skip
+    transforms: Mapping[Any, Transform],
+    column: Callable[[Places, Tree], Column],
+    grads: Updates,
+    state: State,
+    params: Params,
+    donate: bool,
+    factor: Tensor | None,
+) -> tuple[Params, State]:
     at = places(grads)
     weights, by_leaf, columns, states = weights_of(at, params, "a step"), column(at, params), {}, []
     if donate:
         refuse_shared(at, weights)
     for (label, transform), part in zip(transforms.items(), state, strict=True):
         chosen = [each == label for each in by_leaf]
-        after, part = run_step(transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor)
+        after, part = run_step(
+            transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor
+        )
         columns[label] = at.column(after, "params")
         states.append(part)
-    return at.tree((columns[label][index] for index, label in enumerate(by_leaf)), base=params), tuple(states)
+    return at.tree(
+        (columns[label][index] for index, label in enumerate(by_leaf)), base=params
+    ), tuple(states)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that are not finite: leaving a step out on all ranks together, and the loss scale of half precision.
+"""Gradients that are not finite: leaving a step out on all ranks together, and the loss scale of
+half precision.
 
-Whether gradients are finite is one number, summed over the pipeline, so that all processes decide alike. The decision
-is made in Python and therefore waits for the device. This module must not know optimizers.
+Whether gradients are finite is one number, summed over the pipeline, so that all processes decide
+alike. The decision is made in Python and therefore waits for the device. This module must not know
+optimizers.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ from ._places import count, map_kinds, places, scaled
 
 
 class SkipState(NamedTuple):
-    """``skipped``: number of steps left out; ``in_a_row``: those since the last step that was not."""
+    """``skipped``: number of steps left out; ``in_a_row``: those since the last step that was
+    not.
+    """
 
     skipped: Tensor
     in_a_row: Tensor
 
 
 class LossScaleState(NamedTuple):
-    """``scale``: the factor of the next loss; ``good``: steps since it changed; ``skipped``: steps left out."""
+    """``scale``: the factor of the next loss; ``good``: steps since it changed; ``skipped``: steps
+    left out.
+    """
 
     scale: Tensor
     good: Tensor
@@ -54,7 +60,9 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
 def _bad(tree: Updates, device: torch.device) -> Tensor:
     """The number of leaves on this process that are not finite."""
     nonempty = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
-    fine = map_kinds(lambda leaves: list(torch.stack(F.norms(leaves, math.inf)).isfinite().unbind()), nonempty)
+    fine = map_kinds(
+        lambda leaves: list(torch.stack(F.norms(leaves, math.inf)).isfinite().unbind()), nonempty
+    )
     if not fine:
         return torch.zeros((), device=device)
     return (~torch.stack([flag.to(device) for flag in fine])).sum().to(torch.float32)
@@ -63,8 +71,9 @@ def _bad(tree: Updates, device: torch.device) -> Tensor:
 def skip_nonfinite(*, over: Over | None = None) -> Transform:
     """Leave a step out, on all ranks together, if a gradient of any stage is not finite.
 
-    In a chain it comes before the transforms that must not see such gradients: the chain stops, their states do not
-    change, and the updates are ``None``, with which :func:`apply_updates` changes nothing. ``state.skipped`` counts.
+    In a chain it comes before the transforms that must not see such gradients: the chain stops,
+    their states do not change, and the updates are ``None``, with which :func:`apply_updates`
+    changes nothing. ``state.skipped`` counts.
 
     Args:
         over: the pipeline, over whose stages one such gradient counts for all.
@@ -80,26 +89,40 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     (None, 1)
     """
     over = as_over(over)
-    kept = lambda state: SkipState(state.skipped, torch.zeros_like(state.in_a_row))
+
+    def kept(state):
+        return SkipState(state.skipped, torch.zeros_like(state.in_a_row))
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         if all_finite(grads, over):
             return grads, kept(state)
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
 
-    init = lambda params: SkipState(count(), count())
-    measure = lambda grads: _bad(grads, board_device(grads, over))
-    confirm = lambda total, state: kept(state) if total.item() == 0 else None
+    def init(params):
+        return SkipState(count(), count())
+
+    def measure(grads):
+        return _bad(grads, board_device(grads, over))
+
+    def confirm(total, state):
+        return kept(state) if total.item() == 0 else None
+
     return Transform(init, update, speculation=Speculation(measure, confirm, over))
 
 
 def dynamic_loss_scale(
-    init_scale: float = 2.0**16, *,
-    growth: float = 2.0, backoff: float = 0.5, interval: int = 2000, over: Over | None = None,
-) -> Transform:  # fmt: skip
-    """Divide gradients by the scale of their loss, leave out a step that overflowed, and adapt the scale.
+    init_scale: float = 2.0**16,
+    *,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    interval: int = 2000,
+    over: Over | None = None,
+) -> Transform:
+    """Divide gradients by the scale of their loss, leave out a step that overflowed, and adapt the
+    scale.
 
-    As ``torch.amp.GradScaler``. Pass the scale to the loss: ``value_and_grad(pipe)(params, x, y, loss_scale=s.scale)``.
+    As ``torch.amp.GradScaler``. Pass the scale to the loss:
+    ``value_and_grad(pipe)(params, x, y, loss_scale=s.scale)``.
 
     Args:
         init_scale: the first scale.
@@ -132,15 +155,26 @@ def dynamic_loss_scale(
         )
 
     over = as_over(over)
-    init = lambda params: LossScaleState(torch.tensor(float(init_scale)), count(), count())
+
+    def init(params):
+        return LossScaleState(torch.tensor(float(init_scale)), count(), count())
+
     return Transform(init, partial(_unscaled, growth, backoff, interval, over))
 
 
 def _unscaled(
-    growth: float, backoff: float, interval: int, over: Over | None, grads: Updates, state: State, params: Params = None
+    growth: float,
+    backoff: float,
+    interval: int,
+    over: Over | None,
+    grads: Updates,
+    state: State,
+    params: Params = None,
 ) -> tuple[Updates, State]:
     if not all_finite(grads, over):
-        return None, LossScaleState(state.scale * backoff, torch.zeros_like(state.good), state.skipped + 1)
+        return None, LossScaleState(
+            state.scale * backoff, torch.zeros_like(state.good), state.skipped + 1
+        )
     at, good, scale = places(grads), state.good + 1, state.scale
     with torch.no_grad():
         unscaled = at.tree(scaled(at.leaves, 1.0 / scale.item()))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of tensors with several copies: means over data-parallel replicas, sums over copies of a tied parameter.
+"""Gradients of tensors with several copies: means over data-parallel replicas, sums over copies of
+a tied parameter.
 
-One reduction per dtype, of all leaves as one flat tensor. This module must not know optimizers or schedules.
+One reduction per dtype, of all leaves as one flat tensor. This module must not know optimizers or
+schedules.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
 
     Args:
         group: the processes; each of them calls with trees of the same form.
-        dtype: in which gradients are sent and added, by default each leaf's; the result has the leaf's dtype.
+        dtype: in which gradients are sent and added, by default each leaf's; the result has the
+            leaf's dtype.
 
     Returns:
         A ``Transform``.
@@ -48,18 +51,21 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
 
 
 class TiedState(NamedTuple):
-    """``sizes``: elements of each copy of each tied parameter, on any process; ``double``: one of them is float64."""
+    """``sizes``: elements of each copy of each tied parameter, on any process; ``double``: one of
+    them is float64.
+    """
 
     sizes: Tensor
     double: Tensor
 
 
 def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform:
-    """Replace the gradient of each copy of a tied parameter by the sum over all copies, on any process.
+    """Replace the gradient of each copy of a tied parameter by the sum over all copies, on any
+    process.
 
-    For pipelines built without ``tied=``; those built with it have summed already. Copies are added in the order of
-    their group, so the sum has the same bits for any number of ranks. Parameters of a group must have one shape, and
-    must not be complex.
+    For pipelines built without ``tied=``; those built with it have summed already. Copies are added
+    in the order of their group, so the sum has the same bits for any number of ranks. Parameters of
+    a group must have one shape, and must not be complex.
 
     Args:
         tied: groups of names, by default those of ``over``.
@@ -69,7 +75,8 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
         A ``Transform``.
 
     Raises:
-        TransformError: if neither ``tied`` nor ``over`` is given, or a group does not fit the parameters.
+        TransformError: if neither ``tied`` nor ``over`` is given, or a group does not fit the
+        parameters.
 
     >>> tx = sum_tied([("0.w", "1.w")])
     >>> params = [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}]
@@ -77,14 +84,23 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     [{'w': tensor([3.])}, {'w': tensor([3.])}]
     """
     if tied is None and as_over(over) is None:
-        raise TransformError("sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe")
+        raise TransformError(
+            "sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe"
+        )
     if shards_of(over) is not None:
-        raise TransformError("sum_tied needs whole gradients, and zero= gives shards; build the pipeline with tied=")
-    groups = tuple(tuple(group) for group in (tied if tied is not None else over.tied if over is not None else ()))
+        raise TransformError(
+            "sum_tied needs whole gradients, and zero= gives shards; build the pipeline with tied="
+        )
+    groups = tuple(
+        tuple(group)
+        for group in (tied if tied is not None else over.tied if over is not None else ())
+    )
     copies = [name for group in groups for name in group]
     slots = {name: slot for slot, name in enumerate(copies)}
     if len(slots) < len(copies):
-        raise TransformError(f"tied={groups} names a leaf twice; write all copies of one parameter as one group")
+        raise TransformError(
+            f"tied={groups} names a leaf twice; write all copies of one parameter as one group"
+        )
 
     return Transform(partial(_measured, groups, slots, over), partial(_summed, groups, slots, over))
 
@@ -93,9 +109,15 @@ def _measured(
     groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None, params: Params
 ) -> TiedState:
     """The sizes of all copies, which are checked, and whether one is float64."""
-    device, here = board_device(params, over), dict(zip(names(params), places(params).leaves, strict=True))
+    device, here = (
+        board_device(params, over),
+        dict(zip(names(params), places(params).leaves, strict=True)),
+    )
     copies = {slot: here[name] for name, slot in slots.items() if name in here}
-    facts = {slot: torch.tensor([leaf.numel(), leaf.dtype == torch.float64]) for slot, leaf in copies.items()}
+    facts = {
+        slot: torch.tensor([leaf.numel(), leaf.dtype == torch.float64])
+        for slot, leaf in copies.items()
+    }
     rows = Board([2] * len(slots), device, over, wide(device)).complete(facts).view(-1, 2).cpu()
     state = TiedState(rows[:, 0].to(torch.int64), rows[:, 1].any())
     elements = state.sizes.tolist()
@@ -103,16 +125,21 @@ def _measured(
         counts = {name: elements[slots[name]] for name in group}
         if len(set(counts.values())) != 1 or 0 in counts.values():
             raise TransformError(
-                f"these leaves cannot be tied, by their numbers of elements (0: no such leaf): {counts}; "
+                "these leaves cannot be tied, by their numbers of elements (0: no such leaf): "
+                f"{counts}; "
                 f"name leaves of one shape as 'stage.key.key'"
             )
     return state
 
 
 def _summed(
-    groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None,
-    grads: Updates, state: State, params: Params = None,
-) -> tuple[Updates, State]:  # fmt: skip
+    groups: Sequence[Sequence[str]],
+    slots: Mapping[str, int],
+    over: Over | None,
+    grads: Updates,
+    state: State,
+    params: Params = None,
+) -> tuple[Updates, State]:
     at, sizes = places(grads), state.sizes.tolist()
     here = {name: index for index, name in enumerate(names(grads)) if name in slots}
     values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates as functions of the step, for ``lr=`` of an optimizer and for ``scale_by_schedule``.
+"""Learning rates as functions of the step, for ``lr=`` of an optimizer and for
+``scale_by_schedule``.
 
-The step is an int that counts from 0: the number of steps before this one. A function returns the rate of that step.
-After its last step the rate stays what it is there. This module must not know gradients or parameters.
+The step is an int that counts from 0: the number of steps before this one. A function returns the
+rate of that step. After its last step the rate stays what it is there. This module must not know
+gradients or parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def warmup_constant(peak: float, *, warmup: int) -> LearningRate:
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> LearningRate:
-    """A linear rise to ``peak``, then half a cosine down to ``end``, which step ``steps`` is the first to have.
+    """A linear rise to ``peak``, then half a cosine down to ``end``, which step ``steps`` is the
+    first to have.
 
     Args:
         peak: the highest rate.
@@ -78,8 +81,11 @@ def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     return _after_warmup(peak, warmup, steps, lambda done: 1 - done, end)
 
 
-def warmup_stable_decay(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -> LearningRate:
-    """A linear rise to ``peak``, then ``peak``, then over the last ``decay`` of ``steps`` a linear fall to ``end``.
+def warmup_stable_decay(
+    peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0
+) -> LearningRate:
+    """A linear rise to ``peak``, then ``peak``, then over the last ``decay`` of ``steps`` a linear
+    fall to ``end``.
 
     Args:
         peak: the highest rate.
@@ -92,7 +98,8 @@ def warmup_stable_decay(peak: float, *, warmup: int, decay: int, steps: int, end
         a function from the step to the rate.
 
     Raises:
-        TransformError: if a count is negative or no integer, or the warm-up and the decay are longer than ``steps``.
+        TransformError: if a count is negative or no integer, or the warm-up and the decay are
+        longer than ``steps``.
 
     >>> rate = warmup_stable_decay(1.0, warmup=1, decay=2, steps=5)
     >>> [rate(step) for step in range(7)]
@@ -101,22 +108,31 @@ def warmup_stable_decay(peak: float, *, warmup: int, decay: int, steps: int, end
     _check(decay=decay)
     if warmup + decay > steps or not decay:
         raise TransformError(
-            f"warmup={warmup} and decay={decay} do not fit into steps={steps}; give a decay of 1 step at least, and "
+            f"warmup={warmup} and decay={decay} do not fit into steps={steps}; give a decay of 1 "
+            "step at least, and "
             "as many steps as both together"
         )
     begin = steps - decay
     return _after_warmup(
-        peak, warmup, steps, lambda done: min(1.0, (1 - done) * (steps - warmup) / (steps - begin)), end
+        peak,
+        warmup,
+        steps,
+        lambda done: min(1.0, (1 - done) * (steps - warmup) / (steps - begin)),
+        end,
     )
 
 
 def _after_warmup(
     peak: float, warmup: int, steps: int, shape: Callable[[float], float], end: float = 0.0
 ) -> LearningRate:
-    """A rise to ``peak``, then ``shape`` of the part of the rest that is done: 1 stands for ``peak``, 0 for ``end``."""
+    """A rise to ``peak``, then ``shape`` of the part of the rest that is done: 1 stands for
+    ``peak``, 0 for ``end``.
+    """
     _check(warmup=warmup, steps=steps)
     if steps <= warmup:
-        raise TransformError(f"steps={steps} is not above warmup={warmup}; steps counts those of the warm-up too")
+        raise TransformError(
+            f"steps={steps} is not above warmup={warmup}; steps counts those of the warm-up too"
+        )
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -129,4 +145,6 @@ def _after_warmup(
 def _check(**counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise TransformError(f"{name}={count!r}; give a number of steps, an integer of 0 or more")
+            raise TransformError(
+                f"{name}={count!r}; give a number of steps, an integer of 0 or more"
+            )

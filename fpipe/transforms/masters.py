@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Master weights: float32 copies of parameters of half precision, which add up what the parameters would round away.
+"""Master weights: float32 copies of parameters of half precision, which add up what the parameters
+would round away.
 
 This module must not know ranks or optimizers.
 """
@@ -24,7 +25,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class MasterState(NamedTuple):
-    """``master``: float32 copies of parameters, None where a parameter has more bits; ``inner``: of the transform."""
+    """``master``: float32 copies of parameters, None where a parameter has more bits; ``inner``: of
+    the transform.
+    """
 
     master: Params
     inner: State
@@ -33,12 +36,14 @@ class MasterState(NamedTuple):
 def master(inner: Transform, *, donate: bool = False) -> Transform:
     """Run a transform on float32 copies of bfloat16 and float16 parameters.
 
-    ``1 + 1e-3`` is 1 in bfloat16, so small updates of such parameters are lost. Here they are added to the copies,
-    which are part of the state, and after :func:`apply_updates` each parameter is its copy, rounded. The inner
-    transform gets gradients and parameters in float32, and its moments are in float32. Other parameters have no copy.
+    ``1 + 1e-3`` is 1 in bfloat16, so small updates of such parameters are lost. Here they are added
+    to the copies, which are part of the state, and after :func:`apply_updates` each parameter is
+    its copy, rounded. The inner transform gets gradients and parameters in float32, and its moments
+    are in float32. Other parameters have no copy.
 
-    Updates are in float64 where the device has that, so that their sum with the parameters has no other rounding.
-    Parameters that are changed in another way, as by loading a checkpoint, need a new state.
+    Updates are in float64 where the device has that, so that their sum with the parameters has no
+    other rounding. Parameters that are changed in another way, as by loading a checkpoint, need a
+    new state.
 
     Args:
         inner: an optimizer, or a chain that ends in one.
@@ -62,18 +67,25 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         copies = tree_map(lambda leaf: leaf.detach().float() if _is_half(leaf) else None, params)
         at = places(params)
         columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
-        return MasterState(copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns)))
+        return MasterState(
+            copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
+        )
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
         with recording(at.leaves):
             before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
-            like = [leaf if copy is None else copy for leaf, copy in zip(before, copies, strict=True)]
+            like = [
+                leaf if copy is None else copy for leaf, copy in zip(before, copies, strict=True)
+            ]
             halves = [copy is not None for copy in copies]
             updates, after = inner.update(
-                at.tree(g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)),
-                state.inner, at.tree(like, base=params),
-            )  # fmt: skip
+                at.tree(
+                    g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)
+                ),
+                state.inner,
+                at.tree(like, base=params),
+            )
             if updates is None:
                 return None, MasterState(state.master, after)
             us = at.column(updates, "the updates")
@@ -87,15 +99,24 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
 
     rate = inner.rate
     return Transform(
-        init, update, donates=donate or inner.donates, in_one_pass=partial(_in_one_pass, inner, update, donate),
+        init,
+        update,
+        donates=donate or inner.donates,
+        in_one_pass=partial(_in_one_pass, inner, update, donate),
         rate=None if rate is None else lambda state: rate(state.inner),
-    )  # fmt: skip
+    )
 
 
 def _in_one_pass(
-    inner: Transform, update: Update, donate: bool,
-    grads: Updates, state: State, params: Params, donate_params: bool, factor: Tensor | None,
-) -> tuple[Params, State]:  # fmt: skip
+    inner: Transform,
+    update: Update,
+    donate: bool,
+    grads: Updates,
+    state: State,
+    params: Params,
+    donate_params: bool,
+    factor: Tensor | None,
+) -> tuple[Params, State]:
     at = places(grads)
     with recording(at.leaves, [factor]):
         if F.differentiated():
@@ -105,7 +126,9 @@ def _in_one_pass(
     like = [copy if half else leaf for leaf, copy, half in zip(before, copies, halves, strict=True)]
     gs = [g.detach().float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
     into = donate and (donate_params or all(halves))
-    tree, after = run_step(inner, at.tree(gs), state.inner, at.tree(like, base=params), into, factor)
+    tree, after = run_step(
+        inner, at.tree(gs), state.inner, at.tree(like, base=params), into, factor
+    )
     new = at.column(tree, "the updates")
     with torch.no_grad():
         pairs = zip(before, new, halves, strict=True)

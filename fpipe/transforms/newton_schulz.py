@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon: momentum whose matrices a Newton-Schulz iteration replaces by nearly orthogonal ones.
 
-Keller Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rates by shape are
-those of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982).
+Keller Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning
+rates by shape are those of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982).
 
     m ← lerp(m, g, 1 − μ)        u = lerp(g, m, μ) (Nesterov) or m
     X ← u / ‖u‖,  then  X ← a X + (b A + c A²) X  with  A = X Xᵀ,  some times, in bfloat16
     update = −lr · adjust(shape) · X − lr · decay · p
 
-Matrices of one shape go through the iteration together, but only those of one stage, so the bits of an update do not
-depend on which stages are on the same rank. A product of several matrices can have other last bits than one of each, so
-parameters can differ in the last bits from torch.optim.Muon's. This module must not know ranks.
+Matrices of one shape go through the iteration together, but only those of one stage, so the bits of
+an update do not depend on which stages are on the same rank. A product of several matrices can have
+other last bits than one of each, so parameters can differ in the last bits from torch.optim.Muon's.
+This module must not know ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +44,20 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    lr: Rate, momentum: float = 0.95, weight_decay: float = 0.1, *,
-    nesterov: bool = True, coefficients: Coefficients = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7,
-    adjust: Adjust = "original", mask: Mask | None = None, donate: bool = False,
-) -> Transform:  # fmt: skip
-    """Muon for matrices, with the defaults of torch.optim.Muon; use :func:`partition` to treat other leaves otherwise.
+    lr: Rate,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    *,
+    nesterov: bool = True,
+    coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    adjust: Adjust = "original",
+    mask: Mask | None = None,
+    donate: bool = False,
+) -> Transform:
+    """Muon for matrices, with the defaults of torch.optim.Muon; use :func:`partition` to treat
+    other leaves otherwise.
 
     For bfloat16 and float16 parameters, see :func:`master`.
 
@@ -65,7 +75,8 @@ def muon(
         A ``Transform``.
 
     Raises:
-        TransformError: if an argument is out of its range; the transform raises it for a leaf that is no matrix.
+        TransformError: if an argument is out of its range; the transform raises it for a leaf that
+        is no matrix.
 
     >>> from fpipe.transforms import adamw, partition
     >>> from optree import tree_map
@@ -83,14 +94,31 @@ def muon(
         )
     if adjust not in ("original", "match_rms_adamw", None):
         raise TransformError(f"adjust={adjust!r}; there are 'original', 'match_rms_adamw' and None")
-    orthogonal = lambda matrices: _orthogonal(matrices, coefficients, steps, eps)
+
+    def orthogonal(matrices):
+        return _orthogonal(matrices, coefficients, steps, eps)
+
     arithmetic = partial(_muon, momentum, nesterov, orthogonal, adjust)
-    tx = optimizer("muon", MuonState, arithmetic, lr, decay=weight_decay, mask=mask, donate=donate, blocks=False)
+    tx = optimizer(
+        "muon",
+        MuonState,
+        arithmetic,
+        lr,
+        decay=weight_decay,
+        mask=mask,
+        donate=donate,
+        blocks=False,
+    )
     return replace(tx, init=lambda params: tx.init(_checked(params)))
 
 
 def _muon(
-    momentum: float, nesterov: bool, orthogonal: Callable[[Column], Column], adjust: Adjust, step: Step, ms: Column
+    momentum: float,
+    nesterov: bool,
+    orthogonal: Callable[[Column], Column],
+    adjust: Adjust,
+    step: Step,
+    ms: Column,
 ) -> tuple[Column, Column]:
     gs = F.cast_like(step.grads, ms)
     ms = F.lerp(ms, gs, 1 - momentum, inplace=step.donate)
@@ -128,10 +156,15 @@ def _adjusted(shape: torch.Size, adjust: Adjust) -> float:
 
 def _checked(params: Params) -> Params:
     named = zip(names(params), leaves(params), strict=True)
-    wrong = [f"{name} {tuple(leaf.shape)}" for name, leaf in named if is_floating(leaf) and leaf.ndim != 2]
+    wrong = [
+        f"{name} {tuple(leaf.shape)}"
+        for name, leaf in named
+        if is_floating(leaf) and leaf.ndim != 2
+    ]
     if wrong:
         raise TransformError(
-            f"muon takes matrices, and these are none: {', '.join(wrong)}; use another transform for them, "
+            f"muon takes matrices, and these are none: {', '.join(wrong)}; use another transform "
+            "for them, "
             f"as in partition({{'matrix': muon(...), 'other': adamw(...)}}, labels)"
         )
     return params

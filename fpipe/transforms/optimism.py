@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step that assumes that gradients are neither clipped nor left out, and verifies that later.
+"""An optimizer step that assumes that gradients are neither clipped nor left out, and verifies that
+later.
 
-Every process updates at once under that assumption and begins one sum over the pipeline that decides. The next step
-runs meanwhile. If the assumption was wrong, which all processes decide alike, parameters and state from before the step
-are still there, and the step is repeated in the ordinary way. This module must not know any single transform or any
-schedule.
+Every process updates at once under that assumption and begins one sum over the pipeline that
+decides. The next step runs meanwhile. If the assumption was wrong, which all processes decide
+alike, parameters and state from before the step are still there, and the step is repeated in the
+ordinary way. This module must not know any single transform or any schedule.
 """
 
 from __future__ import annotations
@@ -87,7 +88,13 @@ class Optimistic(NamedTuple):
         def settle() -> tuple[bool, Params, State]:
             sums = () if work is None else work.wait()[0].split([part.numel() for part in summands])
             try:
-                return True, after, confirm(part.view(like.shape) for part, like in zip(sums, summands, strict=True))
+                return (
+                    True,
+                    after,
+                    confirm(
+                        part.view(like.shape) for part, like in zip(sums, summands, strict=True)
+                    ),
+                )
             except _WrongAssumptionError:
                 updates, other = tx.update(grads, state, params)
                 return False, apply_updates(params, updates), other
@@ -95,13 +102,17 @@ class Optimistic(NamedTuple):
         return Step(after, None, settle)
 
     def first(self, params: Params, state: State = None) -> Step:
-        """A settled step, from which a loop starts; ``state`` is that of a checkpoint, by default a new one."""
+        """A settled step, from which a loop starts; ``state`` is that of a checkpoint, by default a
+        new one.
+        """
         return Step(params, self.init(params) if state is None else state)
 
     def step(
         self, value_and_grad: Callable[..., tuple[V, Updates]], last: Step, *batch: Any, **side: Any
     ) -> tuple[V, Step]:
-        """One training step, ``(value, step)``: gradients at ``last.params``, again if those turn out to be wrong."""
+        """One training step, ``(value, step)``: gradients at ``last.params``, again if those turn
+        out to be wrong.
+        """
         value, grads = value_and_grad(last.params, *batch, **side)
         if not last.settle():
             value, grads = value_and_grad(last.params, *batch, **side)
@@ -111,17 +122,18 @@ class Optimistic(NamedTuple):
 def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     """Make optimizer steps that do not wait for a global norm or for a check for infinities.
 
-    The assumption is that ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain, with the same ``over``, leave
-    the gradients unchanged. A step updates the parameters at once and begins one sum over the processes, which
-    verifies the assumption. The sum runs while the next gradients are computed.
+    The assumption is that ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain, with the
+    same ``over``, leave the gradients unchanged. A step updates the parameters at once and begins
+    one sum over the processes, which verifies the assumption. The sum runs while the next gradients
+    are computed.
 
-    If the assumption was wrong, all processes repeat the step with the ordinary transform, from the parameters, state
-    and gradients from before the step; :meth:`Optimistic.step` then computes the next gradients again. Results have
-    the bits of the ordinary step. The parameters, state and gradients from before a step are held until
-    :meth:`Step.settle` has confirmed or repeated it.
+    If the assumption was wrong, all processes repeat the step with the ordinary transform, from the
+    parameters, state and gradients from before the step; :meth:`Optimistic.step` then computes the
+    next gradients again. Results have the bits of the ordinary step. The parameters, state and
+    gradients from before a step are held until :meth:`Step.settle` has confirmed or repeated it.
 
-    Other transforms that reduce over processes wait as usual, and so do norms over copies of the pipeline (``zero=``,
-    ``own=``).
+    Other transforms that reduce over processes wait as usual, and so do norms over copies of the
+    pipeline (``zero=``, ``own=``).
 
     Args:
         tx: the transform, usually a chain.
@@ -144,13 +156,16 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     """
     if tx.donates:
         raise TransformError(
-            "a transform with donate=True overwrites the state from which a step is repeated; leave donate=True out "
+            "a transform with donate=True overwrites the state from which a step is repeated; "
+            "leave donate=True out "
             "of the transform passed to optimistic()"
         )
     return Optimistic(tx, as_over(over))
 
 
-def _guess(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
+def _guess(
+    tx: Transform, grads: Updates, state: State, params: Params, over: Over | None
+) -> _Guess:
     if tx.parts and len(tx.parts) == len(state):
         return _guess_chain(tx, grads, state, params, over)
     speculation, summand = tx.speculation, _summand(tx.speculation, grads, over)
@@ -167,7 +182,9 @@ def _guess(tx: Transform, grads: Updates, state: State, params: Params, over: Ov
     return grads, [summand], confirm
 
 
-def _guess_chain(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
+def _guess_chain(
+    tx: Transform, grads: Updates, state: State, params: Params, over: Over | None
+) -> _Guess:
     summands: list[Tensor] = []
     confirms: list[Callable[[Iterator[Tensor]], State]] = []
     for part, before in zip(tx.parts, state, strict=True):
@@ -187,7 +204,8 @@ def _summand(speculation: Speculation | None, grads: Updates, over: Over | None)
         return speculation.measure(grads)
     if speculation.over is not None:
         raise TransformError(
-            f"a transform was made with over={speculation.over!r} and optimistic() with over={over!r}; "
+            f"a transform was made with over={speculation.over!r} and optimistic() with "
+            f"over={over!r}; "
             "give both the same pipeline, as in optimistic(tx, over=pipe)"
         )
     return None

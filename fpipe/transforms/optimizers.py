@@ -6,7 +6,8 @@ SGD, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013), as
     b ← μ b + (1 − dampening) g      (the first b is g)
     update = −lr · b,   Nesterov: −lr · (g + μ b),   no momentum: −lr · g
 
-AdamW: Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019 (arXiv:1711.05101), as torch.optim.AdamW:
+AdamW: Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019 (arXiv:1711.05101), as
+torch.optim.AdamW:
 
     m ← lerp(m, g, 1 − β₁)      v ← β₂ v + (1 − β₂) g²
     update = −lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)  −  lr · decay · p
@@ -15,14 +16,15 @@ Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:230
 
     update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g
 
-The formulas and the defaults are torch's. The last bits of a parameter can differ from those of torch's optimizer,
-which changes parameters within its formula: an update, decay included, is rounded before it is added. The method
-``step`` of ``adamw`` runs torch's fused kernel on parameters and has the bits of torch.optim.AdamW(fused=True). The
-momentum of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same
-gradients, and without decay so have the parameters under ``adamw(fused=False)``.
+The formulas and the defaults are torch's. The last bits of a parameter can differ from those of
+torch's optimizer, which changes parameters within its formula: an update, decay included, is
+rounded before it is added. The method ``step`` of ``adamw`` runs torch's fused kernel on parameters
+and has the bits of torch.optim.AdamW(fused=True). The momentum of ``sgd`` and the averages of
+``adamw(fused=False)`` have the bits of torch's foreach kernels for the same gradients, and without
+decay so have the parameters under ``adamw(fused=False)``.
 
-Updates of bfloat16 and float16 parameters are rounded to them: use :func:`fpipe.master`. This module must not know
-ranks.
+Updates of bfloat16 and float16 parameters are rounded to them: use :func:`fpipe.master`. This
+module must not know ranks.
 """
 
 from __future__ import annotations
@@ -48,9 +50,14 @@ class SgdState(NamedTuple):
 
 
 def sgd(
-    lr: Rate, momentum: float = 0.0, *,
-    dampening: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, donate: bool = False,
-) -> Transform:  # fmt: skip
+    lr: Rate,
+    momentum: float = 0.0,
+    *,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    donate: bool = False,
+) -> Transform:
     """SGD, with torch's arguments. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
@@ -75,15 +82,28 @@ def sgd(
     """
     if nesterov and (momentum <= 0 or dampening != 0):
         raise TransformError(
-            f"nesterov with momentum={momentum} and dampening={dampening}; it needs momentum > 0 and no dampening"
+            f"nesterov with momentum={momentum} and dampening={dampening}; it needs momentum > 0 "
+            "and no dampening"
         )
     if momentum < 0 or weight_decay < 0:
-        raise TransformError(f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least")
+        raise TransformError(
+            f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least"
+        )
     arithmetic = partial(_sgd, momentum, dampening, nesterov)
-    return optimizer("sgd", SgdState, arithmetic, lr, moments=int(momentum > 0), decay=weight_decay, donate=donate)
+    return optimizer(
+        "sgd",
+        SgdState,
+        arithmetic,
+        lr,
+        moments=int(momentum > 0),
+        decay=weight_decay,
+        donate=donate,
+    )
 
 
-def _sgd(momentum: float, dampening: float, nesterov: bool, step: Step, *sums: Column) -> tuple[Column, ...]:
+def _sgd(
+    momentum: float, dampening: float, nesterov: bool, step: Step, *sums: Column
+) -> tuple[Column, ...]:
     gs = F.add(step.grads, step.params, step.decay) if step.decay else step.grads
     if not sums:
         return (F.mul(gs, -step.rate),)
@@ -97,7 +117,9 @@ def _sgd(momentum: float, dampening: float, nesterov: bool, step: Step, *sums: C
 
 
 class AdamState(NamedTuple):
-    """``step``: number of steps; ``m`` and ``v``: moving averages of the gradients and of their squares."""
+    """``step``: number of steps; ``m`` and ``v``: moving averages of the gradients and of their
+    squares.
+    """
 
     step: Tensor
     m: Updates
@@ -105,9 +127,16 @@ class AdamState(NamedTuple):
 
 
 def adamw(
-    lr: Rate, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, *,
-    mask: Mask | None = None, dtype: torch.dtype | None = None, fused: bool | None = None, donate: bool = False,
-) -> Transform:  # fmt: skip
+    lr: Rate,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    mask: Mask | None = None,
+    dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+    donate: bool = False,
+) -> Transform:
     """AdamW, with torch's defaults. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
@@ -117,9 +146,10 @@ def adamw(
         weight_decay: decoupled, times the learning rate.
         mask: which leaves decay (see :func:`weight_decay`).
         dtype: that of the state and of the updates; by default the parameter's.
-        fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs where there is one;
-            its last bits may differ. ``step`` then has the bits of ``torch.optim.AdamW(fused=True)``, unless leaves are
-            complex or ``dtype`` is another one: then those of ``update`` and ``apply_updates``.
+        fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs
+            where there is one; its last bits may differ. ``step`` then has the bits of
+            ``torch.optim.AdamW(fused=True)``, unless leaves are complex or ``dtype`` is another
+            one: then those of ``update`` and ``apply_updates``.
         donate: write the new state into the memory of the old one, which must not be used again.
 
     Returns:
@@ -140,9 +170,17 @@ def adamw(
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"
         )
     return optimizer(
-        "adamw", AdamState, partial(_adam, betas, eps, fused), lr,
-        moments=2, decay=weight_decay, mask=mask, dtype=dtype, donate=donate, kernel=partial(_adamw, betas, eps, fused),
-    )  # fmt: skip
+        "adamw",
+        AdamState,
+        partial(_adam, betas, eps, fused),
+        lr,
+        moments=2,
+        decay=weight_decay,
+        mask=mask,
+        dtype=dtype,
+        donate=donate,
+        kernel=partial(_adamw, betas, eps, fused),
+    )
 
 
 def _adamw(
@@ -150,7 +188,11 @@ def _adamw(
 ) -> tuple[Column, ...] | None:
     """Parameters and moments from torch's fused kernel; None where it does not take them."""
     p = step.params[0]
-    if not (p.device.type in F.FUSED_DEVICES if fused is None else fused) or p.is_complex() or p.dtype != ms[0].dtype:
+    if (
+        not (p.device.type in F.FUSED_DEVICES if fused is None else fused)
+        or p.is_complex()
+        or p.dtype != ms[0].dtype
+    ):
         return None
     columns = ((step.params, step.donate_params), (ms, step.donate), (vs, step.donate))
     work = [F.writable(xs, given) for xs, given in columns]
@@ -164,9 +206,17 @@ def _adam(
     betas: tuple[float, float], eps: float, fused: bool | None, step: Step, ms: Column, vs: Column
 ) -> tuple[Column, ...]:
     # the updates start as the decay alone
-    decays = iter(F.mul(F.cast(where(step.params, step.decays), ms[0].dtype), -step.rate * step.decay))
-    us = [next(decays) if flag else torch.zeros_like(m) for m, flag in zip(ms, step.decays, strict=True)]
-    moments, columns = partial(_moments, betas, eps, fused, step), (us, F.cast(step.grads, ms[0].dtype), ms, vs)
+    decays = iter(
+        F.mul(F.cast(where(step.params, step.decays), ms[0].dtype), -step.rate * step.decay)
+    )
+    us = [
+        next(decays) if flag else torch.zeros_like(m)
+        for m, flag in zip(ms, step.decays, strict=True)
+    ]
+    moments, columns = (
+        partial(_moments, betas, eps, fused, step),
+        (us, F.cast(step.grads, ms[0].dtype), ms, vs),
+    )
     if not ms[0].is_complex():
         return moments(*columns)
     real = moments(*([torch.view_as_real(x) for x in column] for column in columns))
@@ -174,11 +224,19 @@ def _adam(
 
 
 def _moments(
-    betas: tuple[float, float], eps: float, fused: bool | None, step: Step,
-    us: Column, gs: Column, ms: Column, vs: Column,
-) -> tuple[Column, ...]:  # fmt: skip
+    betas: tuple[float, float],
+    eps: float,
+    fused: bool | None,
+    step: Step,
+    us: Column,
+    gs: Column,
+    ms: Column,
+    vs: Column,
+) -> tuple[Column, ...]:
     (beta1, beta2), donate = betas, step.donate
-    if not F.differentiated() and (us[0].device.type in F.FUSED_DEVICES if fused is None else fused):
+    if not F.differentiated() and (
+        us[0].device.type in F.FUSED_DEVICES if fused is None else fused
+    ):
         ms, vs = (F.laid_out(x, us) if donate else F.copies(x, like=us) for x in (ms, vs))
         F.fused_adam(us, F.laid_out(gs, us), ms, vs, step.number, step.rate, betas, eps)
         return us, ms, vs
@@ -197,9 +255,14 @@ class LionState(NamedTuple):
 
 
 def lion(
-    lr: Rate, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1e-3, *,
-    mask: Mask | None = None, dtype: torch.dtype | None = None, donate: bool = False,
-) -> Transform:  # fmt: skip
+    lr: Rate,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 1e-3,
+    *,
+    mask: Mask | None = None,
+    dtype: torch.dtype | None = None,
+    donate: bool = False,
+) -> Transform:
     """Lion, with optax's defaults. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
@@ -221,9 +284,18 @@ def lion(
     [tensor([-0.1000,  0.1000])]
     """
     if not all(0 <= beta < 1 for beta in betas) or weight_decay < 0:
-        raise TransformError(f"betas={betas}, weight_decay={weight_decay}; lion needs betas in [0, 1) and decay >= 0")
+        raise TransformError(
+            f"betas={betas}, weight_decay={weight_decay}; lion needs betas in [0, 1) and decay >= 0"
+        )
     return optimizer(
-        "lion", LionState, partial(_lion, betas), lr, decay=weight_decay, mask=mask, dtype=dtype, donate=donate
+        "lion",
+        LionState,
+        partial(_lion, betas),
+        lr,
+        decay=weight_decay,
+        mask=mask,
+        dtype=dtype,
+        donate=donate,
     )
 
 

@@ -46,7 +46,8 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     """Multiply by a function of the step.
 
     Args:
-        schedule: a function of the step, an int that counts from 0, such as ``fpipe.warmup_cosine`` returns.
+        schedule: a function of the step, an int that counts from 0, such as ``fpipe.warmup_cosine``
+            returns.
 
     Returns:
         A ``Transform``.
@@ -64,7 +65,8 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
 
 
 def cast(dtype: torch.dtype) -> Transform:
-    """Convert to another dtype, for instance gradients to float32 before they are summed or squared.
+    """Convert to another dtype, for instance gradients to float32 before they are summed or
+    squared.
 
     Args:
         dtype: a floating dtype.
@@ -79,11 +81,13 @@ def cast(dtype: torch.dtype) -> Transform:
 
 
 def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
-    """Add ``rate`` times the parameter: before an optimizer an L2 penalty, before a ``scale`` a decoupled decay.
+    """Add ``rate`` times the parameter: before an optimizer an L2 penalty, before a ``scale`` a
+    decoupled decay.
 
     Args:
         rate: the factor.
-        mask: which leaves: patterns of names such as ``["*.w"]``, a tree of bools, or a function of the parameters.
+        mask: which leaves: patterns of names such as ``["*.w"]``, a tree of bools, or a function of
+            the parameters.
 
     Returns:
         A ``Transform``.
@@ -101,22 +105,27 @@ def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
 
     def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
         weights, chosen = weights_of(at, params, "weight_decay"), flags(at, mask, params)
-        return map_kinds(lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen), state
+        return map_kinds(
+            lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen
+        ), state
 
     return leafwise(init, step)
 
 
-def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None) -> Transform:
+def add_noise(
+    eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None
+) -> Transform:
     """Add normal noise of variance ``eta / t ** gamma`` at step t = 1, 2, ...
 
-    The noise of a stage depends on (seed, step, stage) alone: it is the same for any number of ranks and on all
-    replicas.
+    The noise of a stage depends on (seed, step, stage) alone: it is the same for any number of
+    ranks and on all replicas.
 
     Args:
         eta: the variance at the first step.
         gamma: how fast the variance falls; 0 keeps it constant.
         seed: of the noise.
-        over: the pipeline, needed where its copies hold shards (``zero=``): each shard gets different noise.
+        over: the pipeline, needed where its copies hold shards (``zero=``): each shard gets
+            different noise.
 
     Returns:
         A ``Transform``.
@@ -142,7 +151,9 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | No
         def kernel(gs: list[Tensor], stages: list[int]) -> list[Tensor]:
             return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), std)
 
-        keys = [(stage, leaf.device, leaf.dtype) for stage, leaf in zip(stages, at.leaves, strict=True)]
+        keys = [
+            (stage, leaf.device, leaf.dtype) for stage, leaf in zip(stages, at.leaves, strict=True)
+        ]
         return map_kinds(kernel, at.leaves, stages, keys=keys), StepState(state.step + 1)
 
     return leafwise(lambda params: StepState(count()), step)
@@ -151,6 +162,11 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | No
 def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     """Standard normal noise for leaves of one device and dtype; the seed is a hash of the text."""
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    generator, sizes = torch.Generator(leaves[0].device).manual_seed(seed), [leaf.numel() for leaf in leaves]
-    flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=leaves[0].device)
+    generator, sizes = (
+        torch.Generator(leaves[0].device).manual_seed(seed),
+        [leaf.numel() for leaf in leaves],
+    )
+    flat = torch.randn(
+        sum(sizes), generator=generator, dtype=leaves[0].dtype, device=leaves[0].device
+    )
     return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]

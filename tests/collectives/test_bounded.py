@@ -94,11 +94,20 @@ def test_a_rank_leaves_a_round_without_an_answer_of_the_store(stopped):
 
 
 @pytest.mark.xdist_group("bounded")
-def test_a_host_that_is_stopped_is_an_error_of_the_meeting(stopped, monkeypatch: pytest.MonkeyPatch):
-    """TCPStore waits for ever for its first answer: the process was ended, instead of an exception."""
+def test_a_host_that_is_stopped_is_an_error_of_the_meeting(
+    stopped, monkeypatch: pytest.MonkeyPatch
+):
+    """TCPStore waits for ever for its first answer: the process was ended, instead of an
+    exception.
+    """
     store, stop, _ = stopped
     stop()
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -108,13 +117,19 @@ def test_a_host_that_is_stopped_is_an_error_of_the_meeting(stopped, monkeypatch:
 
 @pytest.mark.xdist_group("bounded")
 def test_calls_end_while_the_process_of_the_store_is_stopped(stopped):
-    """``check`` and ``add`` of TCPStore have no time-out: survivors of a stopped rank 0 waited for ever."""
+    """``check`` and ``add`` of TCPStore have no time-out: survivors of a stopped rank 0 waited for
+    ever.
+    """
     store, stop, go_on = stopped
     bounded = BoundedStore(store, 0.5, pause=0.5)
     bounded.set("key", "value")
     assert bounded.get("key") == b"value"
     stop()
-    for call in (lambda: bounded.check(["key"]), lambda: bounded.add("count", 1), lambda: bounded.get("key")):
+    for call in (
+        lambda: bounded.check(["key"]),
+        lambda: bounded.add("count", 1),
+        lambda: bounded.get("key"),
+    ):
         start = time.monotonic()
         with pytest.raises(StoreLostError, match=r"no answer within 0\.5 s"):
             call()
@@ -133,7 +148,9 @@ def test_a_value_that_another_process_wrote_is_refused(monkeypatch: pytest.Monke
     ours.set("key", b"value")
     assert ours.get("key") == b"value"
     store.set("key", "forged")
-    with pytest.raises(GroupError, match="'key' in the store of the job was not written by this job"):
+    with pytest.raises(
+        GroupError, match="'key' in the store of the job was not written by this job"
+    ):
         ours.get("key")
     monkeypatch.setenv(SECRET, "b")
     BoundedStore(store, 5.0).set("other", b"value")
@@ -150,7 +167,9 @@ def test_the_launcher_listens_on_one_address():
     store = launcher_store("127.0.0.1")
     port = f":{store.port:04X}"
     lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
     ]
     listening = [fields[1] for fields in lines if fields[1].endswith(port) and fields[3] == "0A"]
     assert listening == [f"0100007F{port}"]
@@ -159,16 +178,27 @@ def test_the_launcher_listens_on_one_address():
 @pytest.mark.timeout(300)  # of loaded machines: each rank imports torch
 @pytest.mark.parametrize(
     ("moment", "over"),
-    [*also(("start", "memory")), ("handshake", "gloo"), ("step", "sockets"), *also(("barrier", "gloo"))],
+    [
+        *also(("start", "memory")),
+        ("handshake", "gloo"),
+        ("step", "sockets"),
+        *also(("barrier", "gloo")),
+    ],
 )
-def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, over: str, tmp_path: Path):
-    """With env:// they waited for ever: the error was known, and the store was asked for its cause."""
+def test_survivors_end_when_the_host_of_the_store_is_stopped(
+    moment: str, over: str, tmp_path: Path
+):
+    """With env:// they waited for ever: the error was known, and the store was asked for its
+    cause.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", **OVER[over]}
     files = [tmp_path / str(rank) for rank in range(3)]
     ranks = [
-        PROCESSES.Process(target=stopped_host.main, args=(moment, env | {"RANK": str(rank)}, file), daemon=True)
+        PROCESSES.Process(
+            target=stopped_host.main, args=(moment, env | {"RANK": str(rank)}, file), daemon=True
+        )
         for rank, file in enumerate(files)
     ]
     try:

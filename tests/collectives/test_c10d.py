@@ -1,4 +1,6 @@
-"""Groups over torch.distributed, on real processes: the conformance suite, hostile backends, and ``fpipe.init``."""
+"""Groups over torch.distributed, on real processes: the conformance suite, hostile backends, and
+``fpipe.init``.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from fpipe.tree import Spec
 ROW = (Spec((4,), (1,), torch.float32),)
 
 
-# ---- gloo -----------------------------------------------------------------------------------------------------------
+# ---- gloo ----
 def _gloo() -> dict:
     group = init(timeout=30)
     assert isinstance(group, C10dGroup)
-    found: dict = {"again": init(timeout=30) is group, "protocol": isinstance(group, Group), "repr": repr(group)}
+    found: dict = {
+        "again": init(timeout=30) is group,
+        "protocol": isinstance(group, Group),
+        "repr": repr(group),
+    }
     found["names"] = conform(group)
     found["held"], found["at_once"] = [], group.at_once
     if group.at_once:
@@ -64,16 +70,22 @@ def test_gloo_conforms(ranks: int, over: str):
             assert found["held"] == ([6, 2, 0] if rank == 0 else [])
 
 
-# ---- hostile backends -----------------------------------------------------------------------------------------------
+# ---- hostile backends ----
 def _hostile() -> dict[str, tuple[object, object, object]]:
-    """profile -> (result of the raw call, result of the suite through fpipe, findings that contradict the table)."""
+    """profile -> (result of the raw call, result of the suite through fpipe, findings that
+    contradict the table).
+    """
     dist.init_process_group("gloo")
     faulty_backends.register()
     rank = dist.get_rank()
     found = {}
     for profile in faulty_backends.PROFILES:
         name = profile.__name__.lower()
-        through = adopt(dist.new_group(backend=name), timeout=20, capabilities=faulty_backends.capabilities(profile))  # type: ignore[arg-type]
+        through = adopt(
+            dist.new_group(backend=name),
+            timeout=20,
+            capabilities=faulty_backends.capabilities(profile),
+        )  # type: ignore[arg-type]
         try:
             adapted: object = len(conform(through))
         except Exception as error:
@@ -96,12 +108,16 @@ def hostilities() -> list[dict[str, tuple[object, object, object]]]:
 
 
 @pytest.mark.xdist_group("c10d")
-@pytest.mark.parametrize("profile", [profile.__name__.lower() for profile in faulty_backends.PROFILES])
+@pytest.mark.parametrize(
+    "profile", [profile.__name__.lower() for profile in faulty_backends.PROFILES]
+)
 def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities, profile: str):
     raw = [found[profile][0] for found in hostilities]
     adapted = [found[profile][1] for found in hostilities]
     assert adapted == [len(CASES)] * 2
-    assert [found[profile][2] for found in hostilities] == [[]] * 2, "the doctor sees otherwise than the table says"
+    assert [found[profile][2] for found in hostilities] == [[]] * 2, (
+        "the doctor sees otherwise than the table says"
+    )
     assert raw != [True, True], "the profile does no harm, so that the adaptor shows nothing"
 
 
@@ -115,7 +131,7 @@ def _raw_on_gloo() -> list[bool]:
     return [call(dist.group.WORLD, dist.get_rank()) for call in faulty_backends.RAW.values()]
 
 
-# ---- init -----------------------------------------------------------------------------------------------------------
+# ---- init ----
 def _mesh() -> tuple:
     group = init(dp=2)
     assert isinstance(group, C10dGroup)
@@ -146,7 +162,10 @@ def _over_ones_own() -> tuple:
 def test_a_process_group_of_ones_own_is_used():
     size, errors = launch(_over_ones_own, ranks=2, timeout=60)[0]
     assert size == 2
-    assert errors[0] == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
+    assert (
+        errors[0]
+        == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
+    )
     assert errors[1].startswith("pp=(the rest) x dp=3 is not the 2")
     assert errors[2].startswith("pp=2 x dp=2 is not the 2")
 
@@ -182,7 +201,7 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
     assert os.environ["WORLD_SIZE"] == "2"
 
 
-# ---- the doctor -----------------------------------------------------------------------------------------------------
+# ---- the doctor ----
 def test_the_doctor_knows_gloo():
     reports = launch(visit, ranks=2, timeout=60)
     assert reports[0] == reports[1]

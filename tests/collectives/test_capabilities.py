@@ -7,18 +7,36 @@ import torch
 
 from fpipe.collectives import capabilities
 from fpipe.collectives.adapt import OPS, Reduction, Sending, reduction, sending
-from fpipe.collectives.capabilities import DTYPES, HABITS, MOVES, REDUCTIONS, TABLE, Capabilities, Status, dtype_class
+from fpipe.collectives.capabilities import (
+    DTYPES,
+    HABITS,
+    MOVES,
+    REDUCTIONS,
+    TABLE,
+    Capabilities,
+    Status,
+    dtype_class,
+)
 from fpipe.errors import UnsupportedError
 
-F32, BF16, I64, I16, U8, BOOL = torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool
+F32, BF16, I64, I16, U8, BOOL = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+)
 GLOO = Capabilities.of("cpu", "gloo")
 NCCL = Capabilities.of("cuda", "nccl")
 XCCL = Capabilities.of("xpu", "xccl")
 NOBODY = Capabilities.of("cpu", "nobody")
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("fact", TABLE, ids=lambda fact: f"{fact.device}:{fact.backend} {fact.what[:20]}")
+# ---- the table ----
+@pytest.mark.parametrize(
+    "fact", TABLE, ids=lambda fact: f"{fact.device}:{fact.backend} {fact.what[:20]}"
+)
 def test_facts_speak_of_known_things_and_name_their_source(fact):
     known = {*REDUCTIONS, *MOVES, *HABITS}
     assert set(fact.what.split()) <= known
@@ -67,7 +85,7 @@ def test_every_dtype_has_a_class():
             assert dtype_class(found) in DTYPES
 
 
-# ---- reductions -----------------------------------------------------------------------------------------------------
+# ---- reductions ----
 @pytest.mark.parametrize(
     ("can", "op", "dtype", "way"),
     [
@@ -96,7 +114,8 @@ def test_over_the_cpu_where_the_group_carries_it_too():
 
 
 @pytest.mark.parametrize(
-    "can", [GLOO, NCCL, XCCL, NOBODY, Capabilities.of("npu", "hccl"), Capabilities.of("hpu", "hccl")]
+    "can",
+    [GLOO, NCCL, XCCL, NOBODY, Capabilities.of("npu", "hccl"), Capabilities.of("hpu", "hccl")],
 )
 @pytest.mark.parametrize("op", OPS)
 def test_no_way_asks_for_what_is_not_known_to_be_right(can: Capabilities, op: str):
@@ -128,26 +147,49 @@ def test_what_has_no_answer(op: str, dtype: torch.dtype, message: str):
 def test_a_backend_that_cannot_and_no_other_way():
     mps = Capabilities.of("mps", "gloo")
     with pytest.raises(
-        UnsupportedError, match="no CPU backend to go through; start the group with 'cpu:gloo,mps:gloo'"
+        UnsupportedError,
+        match="no CPU backend to go through; start the group with 'cpu:gloo,mps:gloo'",
     ):
         reduction(mps, "sum", F32)
     with pytest.raises(UnsupportedError, match="not known to carry tensors of mps"):
         sending(mps, F32)
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
+# ---- messages ----
 @pytest.mark.parametrize(
     ("can", "dtype", "cpu", "expected"),
     [
-        (GLOO, torch.float8_e4m3fn, None, Sending(bytes=False, staged=False, early=True, apart=False)),
-        (NCCL, torch.float8_e4m3fn, None, Sending(bytes=True, staged=False, early=True, apart=True)),
+        (
+            GLOO,
+            torch.float8_e4m3fn,
+            None,
+            Sending(bytes=False, staged=False, early=True, apart=False),
+        ),
+        (
+            NCCL,
+            torch.float8_e4m3fn,
+            None,
+            Sending(bytes=True, staged=False, early=True, apart=True),
+        ),
         (XCCL, F32, GLOO, Sending(bytes=False, staged=False, early=False, apart=True)),
-        (Capabilities.of("npu", "hccl"), BOOL, None, Sending(bytes=True, staged=False, early=False, apart=True)),
-        (Capabilities.of("mps", "gloo"), F32, GLOO, Sending(bytes=False, staged=True, early=True, apart=False)),
+        (
+            Capabilities.of("npu", "hccl"),
+            BOOL,
+            None,
+            Sending(bytes=True, staged=False, early=False, apart=True),
+        ),
+        (
+            Capabilities.of("mps", "gloo"),
+            F32,
+            GLOO,
+            Sending(bytes=False, staged=True, early=True, apart=False),
+        ),
         (NOBODY, BF16, None, Sending(bytes=True, staged=False, early=False, apart=True)),
     ],
 )
-def test_methods_of_messages(can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Sending):
+def test_methods_of_messages(
+    can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Sending
+):
     assert sending(can, dtype, cpu) == expected
 
 

@@ -32,11 +32,39 @@ class Node:
 
 
 VALUES = [
-    None, True, False, 0, -1, 127, 128, -128, -129, 1 << 200, -0.0, 1e300, float("inf"), 1 - 2j, "", "é\ud800", b"\0x",
-    [], (), {}, [1, [2, (3,)]], {"a": 1, (1, "b"): [None]}, {1, 2}, frozenset([(3,)]), torch.float8_e4m3fn,
-    torch.device("cuda:1"), torch.Size([2, 3]), OrderedDict(z=1, a=2), defaultdict(list, a=[1]), deque([1, 2], 3),
-    Pair(1, Pair("x", None)), Node((1, 2), "name"),
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    127,
+    128,
+    -128,
+    -129,
+    1 << 200,
+    -0.0,
+    1e300,
+    float("inf"),
+    1 - 2j,
+    "",
+    "é\ud800",
+    b"\0x",
+    [],
+    (),
+    {},
+    [1, [2, (3,)]],
+    {"a": 1, (1, "b"): [None]},
+    {1, 2},
+    frozenset([(3,)]),
+    torch.float8_e4m3fn,
+    torch.device("cuda:1"),
+    torch.Size([2, 3]),
+    OrderedDict(z=1, a=2),
+    defaultdict(list, a=[1]),
+    deque([1, 2], 3),
+    Pair(1, Pair("x", None)),
+    Node((1, 2), "name"),
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -49,7 +77,9 @@ def test_nan_comes_back():
     assert str(decode(encode([float("nan"), complex(0, float("nan"))]))) == "[nan, nanj]"
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_a_tensor_comes_back(dtype: torch.dtype, shape: tuple[int, ...]):
     tensor = torch.arange(6).reshape(2, 3)[: shape[0] if shape else 1].to(dtype)
@@ -59,7 +89,9 @@ def test_a_tensor_comes_back(dtype: torch.dtype, shape: tuple[int, ...]):
     assert torch.equal(back.to(torch.complex64), tensor.to(torch.complex64))
 
 
-@pytest.mark.parametrize("tree", [3, None, {"b": 1, "a": (2, [None])}, Pair(1, {"x": Node(2)}), OrderedDict(z=1, a=2)])
+@pytest.mark.parametrize(
+    "tree", [3, None, {"b": 1, "a": (2, [None])}, Pair(1, {"x": Node(2)}), OrderedDict(z=1, a=2)]
+)
 def test_a_structure_comes_back(tree: Any):
     structure = flatten(tree)[1]
     assert decode(encode(structure)) == structure
@@ -74,20 +106,27 @@ def _loop() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (print, "builtin_function"), (object(), "builtins.object"), (ValueError("x"), "ValueError"),
-        ([{"x": Path("y")}], "Path"), (torch.ones(2, device="meta"), "torch.Tensor"), (_loop(), "contains itself"),
-        (torch.ones(2).to_sparse(), "torch.Tensor"), (int, "builtins.type"),
+        (print, "builtin_function"),
+        (object(), "builtins.object"),
+        (ValueError("x"), "ValueError"),
+        ([{"x": Path("y")}], "Path"),
+        (torch.ones(2, device="meta"), "torch.Tensor"),
+        (_loop(), "contains itself"),
+        (torch.ones(2).to_sparse(), "torch.Tensor"),
+        (int, "builtins.type"),
         (defaultdict(lambda: 1), "builtins.function"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)  # fmt: skip
+)
 def test_an_object_that_is_not_data_is_named(value: Any, name: str):
     with pytest.raises(GroupError, match=name):
         encode(value)
 
 
 def test_pickles_and_other_bytes_run_nothing(tmp_path: Path):
-    """Ranks unpickled the values of the store: whoever could write to it ran code as the owner of the job."""
+    """Ranks unpickled the values of the store: whoever could write to it ran code as the owner of
+    the job.
+    """
     canary = tmp_path / "canary"
 
     class Attack:

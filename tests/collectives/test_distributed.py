@@ -1,4 +1,6 @@
-"""Every schedule on real processes and in fake worlds computes the same bits as on the local group."""
+"""Every schedule on real processes and in fake worlds computes the same bits as on the local
+group.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def rows(suite: dict[int, list[str]]) -> list[Any]:
 @pytest.fixture(scope="module")
 def on_gloo(traces: dict[str, str], long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
     names = dict.fromkeys(LAUNCHED, NAMES) if long else LAUNCHED
-    launch = lambda p: fpipe.launch(training_steps.steps_under, names[p], PLANS, ranks=p, timeout=110, env=traces)
+    launch = lambda p: fpipe.launch(
+        training_steps.steps_under, names[p], PLANS, ranks=p, timeout=110, env=traces
+    )
     return {ranks: launch(ranks) for ranks in names}
 
 
@@ -66,22 +70,35 @@ def test_gloo_processes_give_the_bits_of_the_local_group(on_gloo, name: str, ran
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
-    """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 runs as many worlds."""
+    """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 runs as many
+    worlds.
+    """
     for seed in range(SEEDS):
-        parts = run(lambda group: training_steps.steps(group, name, PLANS[:2]), 4, order=order, seed=seed)
-        assert whole(parts) == {key: value for key, value in local(name, 4).items() if key[1] < 2}, f"seed {seed}"
+        parts = run(
+            lambda group: training_steps.steps(group, name, PLANS[:2]), 4, order=order, seed=seed
+        )
+        assert whole(parts) == {
+            key: value for key, value in local(name, 4).items() if key[1] < 2
+        }, f"seed {seed}"
 
 
 @pytest.fixture(scope="module")
-def under_torchrun(traces: dict[str, str], long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
+def under_torchrun(
+    traces: dict[str, str], long: bool
+) -> dict[int, list[dict[str, dict[Any, str]]]]:
     """The same table through gloo and through sockets, as between processes of several hosts."""
     results = {}
     for ranks, over in ((2, "gloo"), (4, "sockets")):
         # What torchrun calls. Its processes are forked from one that has imported torch.
         config = LaunchConfig(
-            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
+            1,
+            1,
+            ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
             start_method=_context(None, None).get_start_method(),
-        )  # fmt: skip
+        )
         names = NAMES if long else TORCHRUN[ranks]
         found = elastic_launch(config, _as_between_hosts)(OVER[over] | traces, names, PLANS[:2])
         results[ranks] = [found[rank] for rank in range(ranks)]

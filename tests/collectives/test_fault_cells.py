@@ -1,4 +1,6 @@
-"""Some cells of the matrix of faults (``benchmarks/trial_faults.py --matrix``): the most different ones."""
+"""Some cells of the matrix of faults (``benchmarks/trial_faults.py --matrix``): the most different
+ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks that are killed, stopped or raise, on real processes: every survivor raises in time and names the cause."""
+"""Ranks that are killed, stopped or raise, on real processes: every survivor raises in time and
+names the cause.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SPECS = (Spec.of(MESSAGE[0]),)
 
 
 def _ring(folder: str, how: str) -> None:
-    """A message circulates until rank 2 fails; each survivor writes its error and the time that it waited."""
+    """A message circulates until rank 2 fails; each survivor writes its error and the time that it
+    waited.
+    """
     group = init(timeout=60)  # to start may take long where there are few cores
     assert isinstance(group, C10dGroup)
     group.barrier()
@@ -68,7 +72,10 @@ def _meet(how: str) -> None:
 
 def _again(group: C10dGroup) -> None:
     """A group that failed raises at once on any call."""
-    for call in (lambda: group.send(MESSAGE, group.rank, 0, SPECS), lambda: group.all_reduce(torch.ones(1))):
+    for call in (
+        lambda: group.send(MESSAGE, group.rank, 0, SPECS),
+        lambda: group.all_reduce(torch.ones(1)),
+    ):
         if group.rank != 0:
             with pytest.raises(GroupError, match="failed before"):
                 call()
@@ -85,7 +92,12 @@ def _again(group: C10dGroup) -> None:
 )
 @pytest.mark.parametrize("over", OVER)
 def test_every_survivor_is_reported(
-    tmp_path: Path, how: str, raised: type[Exception], end: str, over: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    how: str,
+    raised: type[Exception],
+    end: str,
+    over: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(outcome, "GRACE", 30.0)  # of busy machines
     with pytest.raises(raised, match=r"rank 2 ended by signal SIGKILL|boo"):
@@ -128,7 +140,10 @@ def _mismatch() -> tuple[bool, list[float]]:
 
 @pytest.mark.parametrize("over", OVER)
 def test_after_an_error_a_new_group_goes_on(over: str):
-    assert launch(_mismatch, ranks=2, timeout=60, env=OVER[over]) == [(True, [1.0] * 4), (True, [0.0] * 4)]
+    assert launch(_mismatch, ranks=2, timeout=60, env=OVER[over]) == [
+        (True, [1.0] * 4),
+        (True, [0.0] * 4),
+    ]
 
 
 def _absent() -> str:
@@ -149,7 +164,7 @@ def test_who_has_not_come_is_named():
     assert "to meet rank 1, longer than timeout=10." in text
 
 
-# ---- launch ---------------------------------------------------------------------------------------------------------
+# ---- launch ----
 def _value(offset: int) -> tuple[int, str]:
     return offset + int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
 
@@ -168,7 +183,9 @@ def test_launch_brings_results_by_rank():
 
 def test_launch_ends_what_is_late():
     begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] did not finish within timeout=0.5 seconds"):
+    with pytest.raises(
+        LaunchError, match=r"ranks \[0, 1\] did not finish within timeout=0.5 seconds"
+    ):
         launch(_sleep, ranks=2, timeout=0.5)
     assert time.monotonic() - begin < 10
 
@@ -178,8 +195,14 @@ def test_launch_ends_what_is_late():
     [
         (lambda: launch(_value, 1, ranks=0), "ranks=0; give a whole number"),
         (lambda: launch(lambda: 1, ranks=1), "cannot be sent to another process"),
-        (lambda: launch(_unpicklable, ranks=1), "the result of rank 0 cannot be sent to another process"),
-        (lambda: launch(_value, 1, ranks=1, start="teleport"), "start='teleport'; this machine has"),
+        (
+            lambda: launch(_unpicklable, ranks=1),
+            "the result of rank 0 cannot be sent to another process",
+        ),
+        (
+            lambda: launch(_value, 1, ranks=1, start="teleport"),
+            "start='teleport'; this machine has",
+        ),
     ],
 )
 def test_launch_says_what_is_wrong(call, message: str):

@@ -1,4 +1,6 @@
-"""Messages through shared memory: every byte in order, whatever the free space, and a peer that is gone is noticed."""
+"""Messages through shared memory: every byte in order, whatever the free space, and a peer that is
+gone is noticed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from fpipe.collectives.sockets import SWITCH as SOCKETS
 from fpipe.errors import GroupError, MismatchError
 from fpipe.tree import Spec
 
-pytestmark = pytest.mark.skipif(not _native.AVAILABLE, reason="shared memory is used on x86-64 Linux alone")
+pytestmark = pytest.mark.skipif(
+    not _native.AVAILABLE, reason="shared memory is used on x86-64 Linux alone"
+)
 
 
 def ends() -> tuple[LaneWriter, LaneReader]:
@@ -42,7 +46,9 @@ def test_every_message_arrives_in_order_whatever_the_free_space(sizes, draw):
             patch.setattr(lane, name, value)
         pieces.cache_clear()
         writer, reader = ends()
-        sent = [[torch.randint(0, 255, (size,), dtype=torch.uint8) for size in each] for each in sizes]
+        sent = [
+            [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in each] for each in sizes
+        ]
         coming = [(n, piece) for n, each in enumerate(sizes) for piece in pieces(tuple(each))]
         found = [[torch.zeros_like(buffer) for buffer in each] for each in sent]
         taken, put = 0, 0
@@ -164,7 +170,7 @@ def test_a_sleeping_reader_is_woken():
     assert time.monotonic() - start < 5
 
 
-# ---- between processes ----------------------------------------------------------------------------------------------
+# ---- between processes ----
 NO_SOCKETS = {SOCKETS: "0"}
 
 
@@ -176,7 +182,9 @@ def _group() -> C10dGroup:
 
 
 def _large() -> list[bool]:
-    """Messages larger than the area, both ways at once: no rank waits until the other has received."""
+    """Messages larger than the area, both ways at once: no rank waits until the other has
+    received.
+    """
     group = _group()
     lane.AREA, lane.LARGE = 1 << 20, 1 << 18
     rank, other = group.rank, 1 - group.rank
@@ -228,11 +236,16 @@ def _other_size() -> str:
 
 
 def test_a_size_that_does_not_match_raises():
-    assert "sent a message of another size than the 256 bytes" in fpipe.launch(_other_size, ranks=2, timeout=60)[1]
+    assert (
+        "sent a message of another size than the 256 bytes"
+        in fpipe.launch(_other_size, ranks=2, timeout=60)[1]
+    )
 
 
 def _leaves() -> tuple[float, str]:
-    """Rank 0 sends once and exits: its message still arrives, and the next wait raises long before the time-out."""
+    """Rank 0 sends once and exits: its message still arrives, and the next wait raises long before
+    the time-out.
+    """
     group = _group()
     if group.rank == 0:
         group.send((torch.ones(4),), 0, 1)

@@ -1,4 +1,6 @@
-"""Messages through sockets of fpipe: one connection, the thread that sends the rest, connecting, and real processes."""
+"""Messages through sockets of fpipe: one connection, the thread that sends the rest, connecting,
+and real processes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from fpipe.tree import Spec
 ROW = (Spec((4,), (1,), torch.float32),)
 
 
-# ---- one connection -------------------------------------------------------------------------------------------------
+# ---- one connection ----
 @contextmanager
 def pair(head: int = 7, other: int = 7) -> Iterator[tuple[Stream, Stream]]:
     a, b = socket.socketpair()
@@ -83,7 +85,10 @@ def test_the_thread_sends_the_rest_and_ends():
 
 def test_several_buffers_and_none():
     with pair() as (a, b):
-        parts, found = [noise(5), noise(70)], [torch.empty(5, dtype=torch.uint8), torch.empty(70, dtype=torch.uint8)]
+        parts, found = (
+            [noise(5), noise(70)],
+            [torch.empty(5, dtype=torch.uint8), torch.empty(70, dtype=torch.uint8)],
+        )
         assert a.send(parts, (5, 70))
         assert a.send([], ())
         first, second = b.request(found, (5, 70)), b.request([], ())
@@ -94,7 +99,9 @@ def test_several_buffers_and_none():
 
 def test_more_buffers_than_one_call_of_the_system_takes():
     with pair() as (a, b):
-        parts, found = ([torch.full((1,), n % 251, dtype=torch.uint8) for n in range(3000)] for _ in range(2))
+        parts, found = (
+            [torch.full((1,), n % 251, dtype=torch.uint8) for n in range(3000)] for _ in range(2)
+        )
         for each in found:
             each.zero_()
         assert a.send(parts, (1,) * 3000)
@@ -115,7 +122,9 @@ def test_a_header_that_arrives_in_two_parts():
         assert not frame.left and bytes(tensor.tolist()) == b"abcd"
 
 
-@pytest.mark.parametrize(("size", "head"), [(8, 7), (2, 7), (4, 8)], ids=["larger", "smaller", "of another call"])
+@pytest.mark.parametrize(
+    ("size", "head"), [(8, 7), (2, 7), (4, 8)], ids=["larger", "smaller", "of another call"]
+)
 def test_another_message_than_the_requested_one_is_odd(size: int, head: int):
     with pair(head) as (a, b):
         a.send([noise(size)], (size,))
@@ -156,7 +165,7 @@ def test_words_of_several_calls():
         assert "ended its connection" in second.pause(3, waited=1.0)
 
 
-# ---- connecting -----------------------------------------------------------------------------------------------------
+# ---- connecting ----
 class Gather:
     """``gather`` of ranks that are threads."""
 
@@ -174,13 +183,19 @@ class Gather:
         return gather
 
 
-def connected(size: int, near: dict[int, list[int]] | None = None, wanted: Any = None) -> list[tuple[Any, bool]]:
+def connected(
+    size: int, near: dict[int, list[int]] | None = None, wanted: Any = None
+) -> list[tuple[Any, bool]]:
     gather, near = Gather(size), near or {}
     with ThreadPoolExecutor(size) as pool:
         found = list(
             pool.map(
                 lambda rank: connecting.connect(
-                    rank, size, near.get(rank, []), gather.of(rank), True if wanted is None else rank in wanted
+                    rank,
+                    size,
+                    near.get(rank, []),
+                    gather.of(rank),
+                    True if wanted is None else rank in wanted,
                 ),
                 range(size),
             )
@@ -200,12 +215,20 @@ def test_every_two_ranks_connect():
 
 def test_near_ranks_do_not():
     found = connected(3, near={0: [1], 1: [0]})
-    assert [(sorted(links), whole) for links, whole in found] == [([2], True), ([2], True), ([0, 1], True)]
+    assert [(sorted(links), whole) for links, whole in found] == [
+        ([2], True),
+        ([2], True),
+        ([0, 1], True),
+    ]
 
 
 def test_a_rank_that_does_not_want_to_has_no_connection():
     found = connected(3, wanted=(0, 2))
-    assert [(sorted(links), whole) for links, whole in found] == [([2], False), ([], False), ([0], False)]
+    assert [(sorted(links), whole) for links, whole in found] == [
+        ([2], False),
+        ([], False),
+        ([0], False),
+    ]
 
 
 def test_a_rank_that_cannot_listen_has_no_connection(monkeypatch: pytest.MonkeyPatch):
@@ -222,8 +245,16 @@ def test_a_rank_that_cannot_listen_has_no_connection(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_that_cannot_be_reached_is_left_to_the_backend(monkeypatch: pytest.MonkeyPatch):
     real = connecting._called
-    monkeypatch.setattr(connecting, "_called", lambda mine, other, rank: [] if rank == 2 else real(mine, other, rank))
-    assert [(sorted(links), whole) for links, whole in connected(3)] == [([1], False), ([0], False), ([], False)]
+    monkeypatch.setattr(
+        connecting,
+        "_called",
+        lambda mine, other, rank: [] if rank == 2 else real(mine, other, rank),
+    )
+    assert [(sorted(links), whole) for links, whole in connected(3)] == [
+        ([1], False),
+        ([0], False),
+        ([], False),
+    ]
 
 
 def test_strangers_are_not_connected(monkeypatch: pytest.MonkeyPatch):
@@ -231,7 +262,11 @@ def test_strangers_are_not_connected(monkeypatch: pytest.MonkeyPatch):
     real, strangers = connecting._called, list[socket.socket]()
 
     def called(mine: Any, other: Any, rank: int) -> list[socket.socket]:
-        for hello in (connecting._HELLO.pack(b"?" * 16, rank, 0), b"", b"GET / HTTP/1.1\r\n\r\n----------"):
+        for hello in (
+            connecting._HELLO.pack(b"?" * 16, rank, 0),
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n----------",
+        ):
             strangers.append(socket.create_connection(("127.0.0.1", other.port)))
             strangers[-1].sendall(hello)
             if not hello:
@@ -255,7 +290,10 @@ def test_an_answer_without_the_token_is_refused():
 
 @pytest.mark.parametrize(
     ("env", "names"),
-    [({"GLOO_SOCKET_IFNAME": "lo"}, ("127.0.0.1",)), ({"MASTER_ADDR": "127.0.0.1"}, ("127.0.0.1",))],
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo"}, ("127.0.0.1",)),
+        ({"MASTER_ADDR": "127.0.0.1"}, ("127.0.0.1",)),
+    ],
 )
 def test_addresses(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: tuple[str, ...]):
     for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
@@ -265,7 +303,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: 
     assert connecting._names() == names
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----
 def _group() -> C10dGroup:
     group = fpipe.init(timeout=20)
     assert isinstance(group, C10dGroup)
@@ -287,14 +325,24 @@ def _exchange(group: C10dGroup, size: int) -> list[float]:
 def _everything() -> tuple[str, bool, list[float], list[float], float]:
     group = _group()
     small, large = _exchange(group, 4), _exchange(group, 4_000_000)
-    shared = group.share((torch.tensor([3.0]),) if group.rank == 1 else None, (Spec((1,), (1,), torch.float32),), 1)
+    shared = group.share(
+        (torch.tensor([3.0]),) if group.rank == 1 else None, (Spec((1,), (1,), torch.float32),), 1
+    )
     return group.carried, group.at_once, small, large, shared[0].item()
 
 
 def test_messages_of_all_sizes():
-    for rank, found in enumerate(fpipe.launch(_everything, ranks=3, timeout=60, env=OVER["sockets"])):
+    for rank, found in enumerate(
+        fpipe.launch(_everything, ranks=3, timeout=60, env=OVER["sockets"])
+    ):
         others = [float(other) for other in range(3) if other != rank]
-        assert found == ("through sockets (FPIPE_SOCKETS=0 turns them off)", True, others, others, 3.0)
+        assert found == (
+            "through sockets (FPIPE_SOCKETS=0 turns them off)",
+            True,
+            others,
+            others,
+            3.0,
+        )
 
 
 def _two_hosts() -> tuple[str, bool, list[float], list[float], float, float]:
@@ -335,7 +383,9 @@ def test_one_rank_without_sockets_uses_the_backend():
 
 
 def _leaves(path: str) -> tuple[float, str]:
-    """Rank 0 sends once and ends: its message still arrives, and the next wait raises long before the time-out."""
+    """Rank 0 sends once and ends: its message still arrives, and the next wait raises long before
+    the time-out.
+    """
     group = _group()
     if group.rank == 0:
         group.send((torch.ones(4),), 0, 1)
@@ -353,7 +403,9 @@ def _leaves(path: str) -> tuple[float, str]:
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path):
-    seconds, text = fpipe.launch(_leaves, str(tmp_path / "sent"), ranks=2, timeout=60, env=OVER["sockets"])[1]
+    seconds, text = fpipe.launch(
+        _leaves, str(tmp_path / "sent"), ranks=2, timeout=60, env=OVER["sockets"]
+    )[1]
     assert seconds < 10
     assert "for a message from rank 0" in text
     assert "it ended its connection" in text

@@ -43,12 +43,16 @@ def journals(ranks: int) -> Iterator[tuple[BoundedStore, list[journal.Journal]]]
             each.close()
 
 
-def monitor(store: BoundedStore, journals: list[journal.Journal], rank: int, names: list[int]) -> FaultMonitor:
+def monitor(
+    store: BoundedStore, journals: list[journal.Journal], rank: int, names: list[int]
+) -> FaultMonitor:
     return FaultMonitor(store, names.index(rank), len(names), WAIT, names, journals[rank])
 
 
 def test_the_search_goes_from_one_group_to_another():
-    """Rank 0 waits in its pipeline for rank 1, which waits for a copy on rank 3: the fault of one group stopped all."""
+    """Rank 0 waits in its pipeline for rank 1, which waits for a copy on rank 3: the fault of one
+    group stopped all.
+    """
     with journals(4) as (store, (first, second, third, fourth)):
         second.note("1B0")
         second.peers = (3,)
@@ -56,18 +60,27 @@ def test_the_search_goes_from_one_group_to_another():
         fourth.note("1F2")
         fourth.close()  # it stops
         fourth.write()
-        error = monitor(store, [first, second, third, fourth], 0, [0, 1]).diagnose(RuntimeError("timed out"), 1, "for")
-    assert "Rank 1 (1B0) waits for rank 3; rank 3 does not answer, and its last known action was 1F2" in str(error)
+        error = monitor(store, [first, second, third, fourth], 0, [0, 1]).diagnose(
+            RuntimeError("timed out"), 1, "for"
+        )
+    assert (
+        "Rank 1 (1B0) waits for rank 3; rank 3 does not answer, and its last known action was 1F2"
+        in str(error)
+    )
     assert "Look at rank 3 (process" in str(error)
 
 
 def test_of_ranks_that_wait_for_all_the_one_that_does_not_wait_is_named():
-    """A sum over all ranks, of which rank 2 computes: its time-out named another rank that waited."""
+    """A sum over all ranks, of which rank 2 computes: its time-out named another rank that
+    waited.
+    """
     with journals(3) as (store, found):
         for each in found[:2]:
             each.peers = tuple({0, 1, 2} - {found.index(each)})
             each.write()
-        error = monitor(store, found, 0, [0, 1, 2]).diagnose(RuntimeError("timed out"), None, "for the sum with")
+        error = monitor(store, found, 0, [0, 1, 2]).diagnose(
+            RuntimeError("timed out"), None, "for the sum with"
+        )
     assert "Rank 2 waits for no rank" in str(error)
     assert "Look at rank 2" in str(error)
 
@@ -79,7 +92,9 @@ def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
         while found[1].concluded is None:  # its thread reads it within a second
             time.sleep(0.05)
         found[1]._gone = True
-        error = monitor(store, found, 1, [0, 1, 2]).diagnose(RuntimeError("connection reset"), 0, "for")
+        error = monitor(store, found, 1, [0, 1, 2]).diagnose(
+            RuntimeError("connection reset"), 0, "for"
+        )
     assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
 
 
@@ -88,21 +103,33 @@ def test_the_rank_that_does_not_connect_is_named():
     with journals(3) as (store, found):
         owner = monitor(store, found, 0, [0, 1, 2])
         found[2].close()  # it stops
-        with pytest.raises(StalledError, match=r"to connect to all ranks, .*Look at rank 2"), owner.connecting():
+        with (
+            pytest.raises(StalledError, match=r"to connect to all ranks, .*Look at rank 2"),
+            owner.connecting(),
+        ):
             raise dist.DistStoreError("wait timeout after 3000ms")
 
 
 def test_a_rank_that_cannot_connect_reports_why():
     """The others waited for their time-out."""
     with journals(2) as (store, found):
-        with pytest.raises(ValueError, match="backend"), monitor(store, found, 0, [0, 1]).connecting():
+        with (
+            pytest.raises(ValueError, match="backend"),
+            monitor(store, found, 0, [0, 1]).connecting(),
+        ):
             raise ValueError("no such backend")
-        error = monitor(store, found, 1, [0, 1]).diagnose(RuntimeError("timed out"), None, "to connect to")
+        error = monitor(store, found, 1, [0, 1]).diagnose(
+            RuntimeError("timed out"), None, "to connect to"
+        )
     assert "Rank 0 raised ValueError: no such backend" in str(error)
 
 
-def test_a_store_that_is_lost_during_the_search_does_not_hide_what_was_found(monkeypatch: pytest.MonkeyPatch):
-    """Rank 0 hosts the store, waited for rank 2, and ended with its error while rank 1 read the journals."""
+def test_a_store_that_is_lost_during_the_search_does_not_hide_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Rank 0 hosts the store, waited for rank 2, and ended with its error while rank 1 read the
+    journals.
+    """
     monkeypatch.setattr(faults, "host", lambda: ("rank 0", 0))
     with journals(3) as (store, found):
         found[0].peers = (2,)
@@ -113,7 +140,9 @@ def test_a_store_that_is_lost_during_the_search_does_not_hide_what_was_found(mon
             return None if rank == 2 else found[0].last(0)
 
         monkeypatch.setattr(found[1], "last", last)
-        text = str(monitor(store, found, 1, [0, 1, 2]).diagnose(RuntimeError("timed out"), 0, "for"))
+        text = str(
+            monitor(store, found, 1, [0, 1, 2]).diagnose(RuntimeError("timed out"), 0, "for")
+        )
     assert "Rank 0 waits for rank 2; the store of the job does not answer" in text
     assert "Look at rank 2 first" in text
 
@@ -127,7 +156,9 @@ def test_a_store_that_is_lost_during_the_search_does_not_hide_what_was_found(mon
     ],
 )
 def test_without_the_store_its_host_is_named(error: RuntimeError, peer: int | None, first: str):
-    """Any rank was named first where the launcher was killed, and was said to have no journal entry."""
+    """Any rank was named first where the launcher was killed, and was said to have no journal
+    entry.
+    """
     with journals(3) as (store, found):
         found[0]._gone = True
         text = str(monitor(store, found, 0, [0, 1, 2]).diagnose(error, peer, "for"))
@@ -135,7 +166,9 @@ def test_without_the_store_its_host_is_named(error: RuntimeError, peer: int | No
     assert "no journal entry" not in text
 
 
-def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """``wait_tensor`` has no time-out of its own: the journal ends the process with the error."""
     ended: list[Exception] = []
     monkeypatch.setattr(faults, "give_up", ended.append)
@@ -162,18 +195,24 @@ def test_errors_of_a_stage_itself_are_not_those_of_its_group(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("note", "computes"), [(f"{TRACING} stage 1", True), (f"{TRACING} stage 1", False), ("1F0", True)]
+    ("note", "computes"),
+    [(f"{TRACING} stage 1", True), (f"{TRACING} stage 1", False), ("1F0", True)],
 )
-def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_first_trace_is_waited_for(
+    note: str, computes: bool, monkeypatch: pytest.MonkeyPatch
+):
     """It looked like a stall: the action of the rank that traces says so, and its process computes.
 
-    One that slept in its trace was waited for as well. Both ranks are in this process, so that its seconds of processor
-    are those of a clock that runs or stands still.
+    One that slept in its trace was waited for as well. Both ranks are in this process, so that its
+    seconds of processor are those of a clock that runs or stands still.
     """
-    monkeypatch.setattr(journal, "seconds_of_processor", time.monotonic if computes else lambda: 1.0)
+    monkeypatch.setattr(
+        journal, "seconds_of_processor", time.monotonic if computes else lambda: 1.0
+    )
     with journals(2) as (store, found):
         meetings = [
-            Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None, count().__next__) for rank in range(2)
+            Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None, count().__next__)
+            for rank in range(2)
         ]
         found[1].note(note)
 

@@ -14,9 +14,20 @@ from fpipe.tree import Spec, arriving, contiguous
 
 CPU = torch.device("cpu")
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool, torch.int8,
-    torch.uint8, torch.int16, torch.uint16, torch.int64, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 @st.composite
@@ -48,7 +59,9 @@ def test_what_is_packed_arrives(sent: list[torch.Tensor]):
     for buffer, place in zip(buffers, landing, strict=True):
         assert buffer.is_contiguous()
         place.view(-1).copy_(buffer.view(-1))  # the wire carries bytes, no shapes
-    for before, after, spec in zip(sent, wire_format(specs).unpack(landing, CPU), specs, strict=True):
+    for before, after, spec in zip(
+        sent, wire_format(specs).unpack(landing, CPU), specs, strict=True
+    ):
         assert after.dtype == before.dtype and after.shape == before.shape
         assert torch.equal(bits(after), bits(before))
         assert after.stride() == spec.stride
@@ -93,7 +106,9 @@ def test_a_large_tensor_is_not_copied():
 
 
 def test_planned_strides_win_over_real_ones():
-    """Without a copy, a tensor whose strides differ from those of the fake run would arrive permuted."""
+    """Without a copy, a tensor whose strides differ from those of the fake run would arrive
+    permuted.
+    """
     x = torch.arange(6.0).view(2, 3)
     spec = Spec((2, 3), (1, 2), torch.float32)
     (buffer,) = wire_format((spec,)).pack((x,), 0, 1)
@@ -104,18 +119,23 @@ def test_planned_strides_win_over_real_ones():
 
 def test_lazy_conjugates_are_made_real():
     x = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    assert wire_format((Spec.of(x),)).pack((x,), 0, 1)[0].resolve_conj().tolist() == [1 - 2j, 3 + 4j]
+    assert wire_format((Spec.of(x),)).pack((x,), 0, 1)[0].resolve_conj().tolist() == [
+        1 - 2j,
+        3 + 4j,
+    ]
     y = x.expand(3, 2)
     assert wire_format((Spec.of(y),)).pack((y,), 0, 1)[0].tolist() == [1 - 2j, 3 + 4j]
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)]
+)
 def test_what_does_not_fit_is_not_sent(wrong: torch.Tensor):
     with pytest.raises(MismatchError, match=r"rank 3 to rank 1 is .*expected float32\[2\]"):
         wire_format((Spec((2,), (1,), torch.float32),)).pack((wrong,), 3, 1)
 
 
-# ---- the local group ------------------------------------------------------------------------------------------------
+# ---- the local group ----
 def test_local_hands_over_by_reference_in_order():
     group = local(3)
     specs = (Spec((2,), (1,), torch.float32),)

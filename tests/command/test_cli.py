@@ -35,7 +35,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fpipe", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
 
 
 def printed(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str:
@@ -46,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> 
     return out
 
 
-# ---- starting -------------------------------------------------------------------------------------------------------
+# ---- starting ----
 def test_draw_starts_without_torch_or_numpy():
     code = (
         "import sys; from fpipe.command.cli import main;"
@@ -75,11 +77,14 @@ def test_draw_starts_without_torch_or_numpy():
 def test_without_torch(line: str, status: int):
     """Schedules need no torch; other commands name what is missing."""
     code = (
-        f"import sys; sys.modules['torch'] = None; from fpipe.command.cli import main; sys.exit(main({line.split()}))"
+        "import sys; sys.modules['torch'] = None; from fpipe.command.cli import main; "
+        f"sys.exit(main({line.split()}))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == status, run.stderr
-    assert ("this command needs torch, which is not installed: pip install torch" in run.stderr) == bool(status)
+    assert (
+        "this command needs torch, which is not installed: pip install torch" in run.stderr
+    ) == bool(status)
     assert "bug" not in run.stderr
 
 
@@ -95,7 +100,9 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     assert (run.stdout, run.stderr) == ("1F1B: 16 ranks, 200 microbatches\n", "")
 
 
-def test_help_lists_every_command_and_loads_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_help_lists_every_command_and_loads_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(cli.COMMANDS, "fly", ("no_such_module_of_ours:fly", "take off"))
     out = printed(capsys, "--help")
     for name in ("draw", "check", "names", "compare", "view"):
@@ -123,22 +130,33 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(r"fpipe \d+\.\d+.*\n", printed(capsys, "--version"))
 
 
-# ---- drawing --------------------------------------------------------------------------------------------------------
-def test_draw_by_name_and_from_a_file_are_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    named = printed(capsys, "draw", "dualpipev", "--ranks", "2", "--microbatches", "4", "--width", "90")
+# ---- drawing ----
+def test_draw_by_name_and_from_a_file_are_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    named = printed(
+        capsys, "draw", "dualpipev", "--ranks", "2", "--microbatches", "4", "--width", "90"
+    )
     s = make_schedule("DualPipeV", 2, 4)
     s.to_csv("DualPipeV.csv")
     Path("DualPipeV.txt").write_text(str(s))
     assert printed(capsys, "draw", "DualPipeV.csv", "--width", "90") == named
-    assert printed(capsys, "draw", "DualPipeV.txt", "--ranks", "2", "--stages", "4", "--width", "90") == named
+    assert (
+        printed(capsys, "draw", "DualPipeV.txt", "--ranks", "2", "--stages", "4", "--width", "90")
+        == named
+    )
     assert "\x1b" not in named
     assert "\x1b[0;38;2;" in printed(capsys, "draw", "DualPipeV.csv", "--color")
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf", "html", "json", "txt"])
 def test_draw_writes_files(ending: str, capsys: pytest.CaptureFixture[str]):
-    out = printed(capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}")
-    assert re.fullmatch(rf"wrote a\.{ending} \(\d+ (kB|bytes)\)\nwrote b\.{ending} \(\d+ (kB|bytes)\)\n", out)
+    out = printed(
+        capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}"
+    )
+    assert re.fullmatch(
+        rf"wrote a\.{ending} \(\d+ (kB|bytes)\)\nwrote b\.{ending} \(\d+ (kB|bytes)\)\n", out
+    )
     assert Path(f"a.{ending}").read_bytes() == Path(f"b.{ending}").read_bytes() != b""
 
 
@@ -150,16 +168,22 @@ def test_draw_prices_several_schedules_by_a_ranks_share(capsys: pytest.CaptureFi
 
 def test_a_schedule_has_the_same_figures_alone_and_compared(capsys: pytest.CaptureFixture[str]):
     """`fpipe draw ZBV` said total 51, peak 8, where `fpipe compare` said 25.5 and 4."""
-    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "ZBV", "--json"))["schedules"][0]
+    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "ZBV", "--json"))[
+        "schedules"
+    ][0]
     assert (found["total"], found["span"], found["memory"]) == (25.5, 24, 4)
     alone = printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
     assert "total 25.5, span 24, bubble 0%, peak 4" in alone
     make_schedule("ZBV", 4, 8).to_csv("plan.csv")
     printed(capsys, "draw", "plan.csv", "-o", "plan.txt")
     assert "total 25.5, span 24, bubble 0%, peak 4" in Path("plan.txt").read_text()
-    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--per", "stage")
+    assert "total 51, span 48" in printed(
+        capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--per", "stage"
+    )
     by_stage = "F=" + ":".join("1" * 8)
-    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--costs", by_stage)
+    assert "total 51, span 48" in printed(
+        capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--costs", by_stage
+    )
 
 
 def test_costs_may_be_a_file(capsys: pytest.CaptureFixture[str]):
@@ -172,10 +196,13 @@ def test_forwards_alone_can_be_drawn(capsys: pytest.CaptureFixture[str]):
     assert "total 3" in printed(capsys, "draw", "f.csv")
 
 
-# ---- checking -------------------------------------------------------------------------------------------------------
+# ---- checking ----
 def test_check_tells_counts(capsys: pytest.CaptureFixture[str]):
     Path("good.csv").write_text(GOOD)
-    assert printed(capsys, "check", "good.csv") == "good.csv: good: 2 ranks, 2 stages, 2 microbatches, 8 actions\n"
+    assert (
+        printed(capsys, "check", "good.csv")
+        == "good.csv: good: 2 ranks, 2 stages, 2 microbatches, 8 actions\n"
+    )
 
 
 def test_check_goes_on_after_a_bad_file(capsys: pytest.CaptureFixture[str]):
@@ -205,7 +232,7 @@ def test_ten_megabytes_of_noise_are_one_short_error(kind: str, capsys: pytest.Ca
     assert err.replace("\n", "").isprintable()
 
 
-# ---- refusing -------------------------------------------------------------------------------------------------------
+# ---- refusing ----
 REFUSED = [
     ("draw ZBV --ranks 0", 2, "0 is not in the range x>=1"),
     ("draw ZBV --microbatches -3", 2, "-3 is not in the range x>=1"),
@@ -252,7 +279,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "status", "words"), REFUSED, ids=[line for line, _, _ in REFUSED])
-def test_refusals_are_one_error(line: str, status: int, words: str, capsys: pytest.CaptureFixture[str]):
+def test_refusals_are_one_error(
+    line: str, status: int, words: str, capsys: pytest.CaptureFixture[str]
+):
     files = {
         "good.csv": GOOD,
         "bad.csv": GOOD.replace("0B1", "0B0"),
@@ -276,7 +305,9 @@ def test_refusals_are_one_error(line: str, status: int, words: str, capsys: pyte
     assert Path("taken.html").read_text() == "<p>mine</p>"
 
 
-def test_a_bug_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_reported_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def broken() -> tuple[str, ...]:
         raise RuntimeError("gears\x1b[31m jammed")
 
@@ -289,7 +320,9 @@ def test_a_bug_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str
         cli.main(["names"])
 
 
-def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_ends_with_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def stop() -> tuple[str, ...]:
         raise KeyboardInterrupt
 
@@ -298,7 +331,7 @@ def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypa
     assert capsys.readouterr().err.strip() == "error: interrupted"
 
 
-# ---- names and the table --------------------------------------------------------------------------------------------
+# ---- names and the table ----
 def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
     lines = printed(capsys, "names").splitlines()
     assert [line.split()[0] for line in lines] == list(schedule_names())
@@ -320,13 +353,30 @@ def test_check_prints_json(capsys: pytest.CaptureFixture[str]):
     assert err == ""
     assert (bad["good"], bad["rank"], bad["position"], bad["rule"]) == (False, 0, 3, "count")
     assert "stands already" in bad["error"]
-    assert good == {"file": "good.csv", "good": True, "ranks": 2, "stages": 2, "microbatches": 2, "actions": 8}
+    assert good == {
+        "file": "good.csv",
+        "good": True,
+        "ranks": 2,
+        "stages": 2,
+        "microbatches": 2,
+        "actions": 8,
+    }
 
 
 def test_compare_is_sorted_and_filtered(capsys: pytest.CaptureFixture[str]):
     line = "compare", "-p", "4", "-m", "8", "--only", "ZB*", "--only", "gpipe", "--json", "--sort"
-    by = {column: json.loads(printed(capsys, *line, column))["schedules"] for column in ("name", "memory", "messages")}
-    assert [e["name"] for e in by["name"]] == ["GPipe", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBVZeroBubble"]
+    by = {
+        column: json.loads(printed(capsys, *line, column))["schedules"]
+        for column in ("name", "memory", "messages")
+    }
+    assert [e["name"] for e in by["name"]] == [
+        "GPipe",
+        "ZB1P",
+        "ZB2P",
+        "ZBH1",
+        "ZBH2",
+        "ZBVZeroBubble",
+    ]
     for column in ("memory", "messages"):
         found = [e[column] for e in by[column]]
         assert found == sorted(found) and len(set(found)) > 1
@@ -342,14 +392,20 @@ def test_compare_is_sorted_and_filtered(capsys: pytest.CaptureFixture[str]):
     ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each),
 )
-def test_shells_complete_names_of_schedules(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
+def test_shells_complete_names_of_schedules(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.MonkeyPatch.context() as env:
         for name, value in (("_FPIPE_COMPLETE", "bash_complete"), ("COMP_WORDS", " ".join(words))):
             env.setenv(name, value)
         env.setenv("COMP_CWORD", str(len(words) - 1))
         with pytest.raises(SystemExit):
             cli.main([])
-    found = {line.partition(",")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("plain,")}
+    found = {
+        line.partition(",")[2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("plain,")
+    }
     assert found == set(expected.split())
 
 
@@ -382,11 +438,20 @@ METAVARS = {
 def test_there_is_one_metavar_for_each_kind_of_thing():
     context = click.Context(cli.fpipe)
     commands = [cli.fpipe.get_command(context, name) for name in cli.COMMANDS]
-    commands += [part for group in commands if isinstance(group, click.Group) for part in group.commands.values()]
+    commands += [
+        part
+        for group in commands
+        if isinstance(group, click.Group)
+        for part in group.commands.values()
+    ]
     for command in commands:
         for p in command.params if command else ():
             taken = isinstance(p.type, (click.Choice, click.types.BoolParamType)) or p.metavar == ""
-            assert taken or (p.metavar or "").strip("[].") in METAVARS, (command and command.name, p.name, p.metavar)
+            assert taken or (p.metavar or "").strip("[].") in METAVARS, (
+                command and command.name,
+                p.name,
+                p.metavar,
+            )
 
 
 #: total and peak in activations at 8 ranks and 24 microbatches, unit costs, as published
@@ -417,7 +482,9 @@ def test_compare_gives_the_published_figures():
 def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, "compare", "--ranks", "8", "--microbatches", "24", "--costs", "overlap=3")
     rows = {
-        line.split()[0]: line.split()[1:] for line in out.splitlines() if line and line.split()[0] in schedule_names()
+        line.split()[0]: line.split()[1:]
+        for line in out.splitlines()
+        if line and line.split()[0] in schedule_names()
     }
     assert set(rows) == set(schedule_names())
     assert rows["ZBVZeroBubble"][:4] == ["16", "0.00%*", "75.5*", "72*"]
@@ -425,7 +492,9 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
     for column in (2, 3, 4, 6):
         numbers = {name: float(row[column].rstrip("*")) for name, row in rows.items()}
         starred = {name for name, row in rows.items() if row[column].endswith("*")}
-        assert starred == {name for name, number in numbers.items() if number == min(numbers.values())}
+        assert starred == {
+            name for name, number in numbers.items() if number == min(numbers.values())
+        }
 
 
 def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
@@ -437,7 +506,20 @@ def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
 
 def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     picture = tmp_path / "frontier.svg"
-    out = printed(capsys, "compare", "-p", "4", "-m", "8", "--memory", "3", "--seconds", "0.2", "--out", str(picture))
+    out = printed(
+        capsys,
+        "compare",
+        "-p",
+        "4",
+        "-m",
+        "8",
+        "--memory",
+        "3",
+        "--seconds",
+        "0.2",
+        "--out",
+        str(picture),
+    )
     assert "take VHalf: bubble 9.43%, span 26.5, holds 3" in out or "take Solved" in out
     assert "bubble against memory" in out and "Solved V 3" in out
     drawn = ElementTree.parse(picture).getroot()
@@ -467,11 +549,14 @@ def test_costs_are_shared_among_a_ranks_stages():
         comparison.per_share(Costs(F=[1, 2, 3, 4]), zbv)
 
 
-# ---- viewing --------------------------------------------------------------------------------------------------------
+# ---- viewing ----
 def page(path: str) -> list[str]:
     """The labels of the timelines in a page."""
     text = Path(path).read_text(encoding="utf-8")
-    return [scene["label"] for scene in expanded(text.split('id="data">')[1].split("</script>")[0])["scenes"]]
+    return [
+        scene["label"]
+        for scene in expanded(text.split('id="data">')[1].split("</script>")[0])["scenes"]
+    ]
 
 
 def test_view_shows_a_folders_timelines_simulated_first(
@@ -482,7 +567,9 @@ def test_view_shows_a_folders_timelines_simulated_first(
     Path("run").mkdir()
     Path("run/metrics.json").write_text('{"loss": 1}')
     for name in ("measured", "simulated"):
-        printed(capsys, "draw", "1F1B" if name == "measured" else "ZBV", "--out", f"run/{name}.json")
+        printed(
+            capsys, "draw", "1F1B" if name == "measured" else "ZBV", "--out", f"run/{name}.json"
+        )
     assert printed(capsys, "view", "run").startswith("wrote run/timeline.html (")
     assert page("run/timeline.html") == ["ZBVZeroBubble", "1F1B"]
     assert opened == [Path("run/timeline.html").resolve().as_uri()]
@@ -493,15 +580,21 @@ def test_view_shows_a_folders_timelines_simulated_first(
     assert shown.strip() == str(Path("run/timeline.html").resolve()) and len(opened) == 3
 
 
-def test_view_takes_a_schedule_or_a_timeline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_view_takes_a_schedule_or_a_timeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     Path("plan.csv").write_text(GOOD)
-    assert "wrote plan.html" in printed(capsys, "view", "plan.csv", "--no-open", "--costs", "comm=0.5")
+    assert "wrote plan.html" in printed(
+        capsys, "view", "plan.csv", "--no-open", "--costs", "comm=0.5"
+    )
     assert page("plan.html") == ["plan"]
     printed(capsys, "draw", "GPipe", "--out", "a.json")
     assert "wrote b.html" in printed(capsys, "view", "a.json", "--no-open", "--out", "b.html")
     assert page("b.html") == ["GPipe"]
     monkeypatch.setattr("webbrowser.open", lambda url: False)
-    assert "no browser could be opened here; open b.html" in printed(capsys, "view", "a.json", "-o", "b.html")
+    assert "no browser could be opened here; open b.html" in printed(
+        capsys, "view", "a.json", "-o", "b.html"
+    )
 
 
 def test_our_own_options_are_documented():
@@ -514,7 +607,9 @@ def test_our_own_options_are_documented():
             assert isinstance(option, click.Argument) or option.help, (command.name, option.name)  # type: ignore[attr-defined]
 
 
-def test_compare_shows_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_compare_shows_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """64 ranks and 512 microbatches took half a minute, and nothing was shown."""
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)

@@ -13,7 +13,9 @@ from fpipe.errors import LaunchError
 
 
 class Immortal:
-    """A process that ends neither when it is asked nor when it is killed; ``joins`` are the bounds of the waits."""
+    """A process that ends neither when it is asked nor when it is killed; ``joins`` are the bounds
+    of the waits.
+    """
 
     pid = 7
 
@@ -38,7 +40,9 @@ def test_a_killed_process_that_does_not_end_is_left_with_a_warning():
     """The launcher waited for it without a bound."""
     process, (ours, _) = Immortal(), mp.Pipe()
     child: Any = launch._Child(process, ours)
-    with pytest.warns(UserWarning, match=r"rank 0 \(process 7\) did not end within 10 s after it was killed"):
+    with pytest.warns(
+        UserWarning, match=r"rank 0 \(process 7\) did not end within 10 s after it was killed"
+    ):
         launch._end([child], {})
     assert len(process.joins) == 2 and all(process.joins)
 

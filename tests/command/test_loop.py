@@ -1,4 +1,6 @@
-"""``fpipe.Loop``: a run that was interrupted, in any way and at any moment, ends with the bits of one that was not."""
+"""``fpipe.Loop``: a run that was interrupted, in any way and at any moment, ends with the bits of
+one that was not.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,27 @@ NORM = "running_mean", "running_var", "num_batches_tracked"
 LAYOUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2)]
 
 
-def run(path: Path | None, layout: Layout, steps: int, make: Any = optimizer, **options: Any) -> Any:
+def run(
+    path: Path | None, layout: Layout, steps: int, make: Any = optimizer, **options: Any
+) -> Any:
     """Parameters by name after a run, or its continuation."""
     pipe, params = pipeline(layout)
-    return by_name(pipe, fpipe.Loop(pipe, make(pipe), path, **options).run(params, batch, steps).params)
+    return by_name(
+        pipe, fpipe.Loop(pipe, make(pipe), path, **options).run(params, batch, steps).params
+    )
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in map(json.loads, (path / "log.jsonl").read_text().splitlines())]
+    return [
+        (row["step"], row["loss"])
+        for row in map(json.loads, (path / "log.jsonl").read_text().splitlines())
+    ]
 
 
 def test_a_run_in_parts_is_one_run(tmp_path: Path):
-    """Every part under another layout; the log is that of one run, although a step was done twice."""
+    """Every part under another layout; the log is that of one run, although a step was done
+    twice.
+    """
     want = run(tmp_path / "whole", LAYOUTS[0], 7)
     for part, steps in enumerate((2, 5, 7)):
         got = run(tmp_path / "parts", LAYOUTS[part % 2], steps, every=2, keep=9)
@@ -55,10 +66,15 @@ def test_checkpoints_that_stay(tmp_path: Path):
     loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=2, keep=2, keep_every=4)
     loop.run(params, batch, 11)
     assert loop.checkpoints() == (4, 8, 10, 11)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", *(f"step-{n:09}" for n in (4, 8, 10, 11))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log.jsonl",
+        *(f"step-{n:09}" for n in (4, 8, 10, 11)),
+    ]
     (tmp_path / "step-000000010" / "manifest.json").rename(tmp_path / "aside")
     loop.run(params, batch, 12)
-    assert loop.checkpoints() == (4, 8, 11, 12) and not (tmp_path / "step-000000010").exists(), "left by a killed run"
+    assert loop.checkpoints() == (4, 8, 11, 12) and not (tmp_path / "step-000000010").exists(), (
+        "left by a killed run"
+    )
     (tmp_path / "step-000000012" / "manifest.json").unlink()
     assert loop.checkpoints() == (4, 8, 11)
     assert loop.run(params, batch, 11).step == 11
@@ -71,8 +87,13 @@ def dropped(p: Any, x: Tensor) -> Tensor:
 def test_draws_depend_on_seed_and_step(tmp_path: Path):
     stages = [Stage(dropped, name=name) for name in ("a", "b")]
     loss = lambda y, t: (y - t).square().mean()
-    make = lambda seed: fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2), seed=seed)
-    data, params = lambda step: (torch.ones(2, 64), torch.full((2, 64), 3.0)), [torch.ones(64), torch.ones(64)]
+    make = lambda seed: fpipe.pipeline(
+        stages, loss=loss, microbatches=2, group=fpipe.local(2), seed=seed
+    )
+    data, params = (
+        lambda step: (torch.ones(2, 64), torch.full((2, 64), 3.0)),
+        [torch.ones(64), torch.ones(64)],
+    )
     want = fpipe.Loop(make(1), fpipe.sgd(0.1)).run(params, data, 4)
     first = fpipe.Loop(make(1), fpipe.sgd(0.1), tmp_path).run(params, data, 2)
     assert same(fpipe.Loop(make(1), fpipe.sgd(0.1), tmp_path).run(params, data, 4), want)
@@ -95,13 +116,22 @@ def test_records_have_the_rate_and_the_norm():
     params, rate = [torch.ones(2)] * 2, fpipe.warmup_linear(0.1, warmup=2, steps=6)
     data = lambda step: (torch.ones(2, 2), torch.full((2, 2), 3.0 + step))
     for last in (fpipe.adamw(rate), fpipe.master(fpipe.adamw(rate, donate=True), donate=True)):
-        tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe), last)
+        tx = fpipe.chain(
+            fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe), last
+        )
         state, weights, want = tx.init(params), params, []
         for step in range(3):
             value, grads = fpipe.value_and_grad(pipe)(weights, *data(step))
             updates, state = tx.update(grads, state, weights)
             weights = fpipe.apply_updates(weights, updates)
-            want.append({"step": step + 1, "loss": value.item(), "rate": rate(step), "norm": state[1].norm.item()})
+            want.append(
+                {
+                    "step": step + 1,
+                    "loss": value.item(),
+                    "rate": rate(step),
+                    "norm": state[1].norm.item(),
+                }
+            )
         seen: list[dict[str, Any]] = []
         fpipe.Loop(pipe, tx, log=seen.append).run(params, data, 3)
         assert [{name: row[name] for name in want[0]} for row in seen] == want
@@ -110,7 +140,9 @@ def test_records_have_the_rate_and_the_norm():
         fpipe.Loop(pipe, tx, log=seen.append).run(params, broken, 3)
         assert ["norm" in row for row in seen] == [True, False, True]
     seen = []
-    fpipe.Loop(pipe, fpipe.from_torch(torch.optim.NAdam, lr=0.02), log=seen.append).run(params, data, 1)
+    fpipe.Loop(pipe, fpipe.from_torch(torch.optim.NAdam, lr=0.02), log=seen.append).run(
+        params, data, 1
+    )
     fpipe.Loop(pipe, fpipe.from_torch(torch.optim.NAdam), log=seen.append).run(params, data, 1)
     assert [row["rate"] for row in seen] == [0.02, 0.002], "given, and the default of the class"
 
@@ -122,7 +154,9 @@ def test_running_statistics_are_saved_and_continue_under_another_cut(tmp_path: P
 
     def loop(cuts: list[str], path: Path | None) -> tuple[fpipe.Loop, Any]:
         stages, params = fpipe.from_module(model, cuts=cuts)
-        pipe = fpipe.pipeline(stages, loss=nn.functional.mse_loss, microbatches=2, group=fpipe.local(len(stages)))
+        pipe = fpipe.pipeline(
+            stages, loss=nn.functional.mse_loss, microbatches=2, group=fpipe.local(len(stages))
+        )
         return fpipe.Loop(pipe, fpipe.adamw(1e-2), path=path, every=2), params
 
     (whole, params), (parts, _), (other, more) = (
@@ -135,14 +169,18 @@ def test_running_statistics_are_saved_and_continue_under_another_cut(tmp_path: P
     parts.run(params, batch, 2)
     assert same(parts.run(params, batch, 4), whole.run(params, batch, 4))
     found = other.run(more, batch, 6)
-    statistics = lambda now: {name: leaf for stage in now.state[1] if stage for name, leaf in stage.items()}
+    statistics = lambda now: {
+        name: leaf for stage in now.state[1] if stage for name, leaf in stage.items()
+    }
     assert statistics(found).keys() == {f"{n}.{name}" for n in "13" for name in NORM}
     assert same(statistics(found), statistics(want))
 
 
 def test_a_loader_is_no_function_of_the_step():
     pipe, params = pipeline(LAYOUTS[1])
-    with pytest.raises(fpipe.BatchError, match="batch is a DataLoader; it must be a function of the step"):
+    with pytest.raises(
+        fpipe.BatchError, match="batch is a DataLoader; it must be a function of the step"
+    ):
         fpipe.Loop(pipe, fpipe.sgd(0.1)).run(params, DataLoader([1]), 1)  # type: ignore[arg-type]
 
 
@@ -160,7 +198,9 @@ def test_copies_resume_together(tmp_path: Path, zero: int):
     def on_copy(dp: Any, steps: int, path: Path | None) -> Any:
         pipe, params = pipeline(Layout(8, "ZBV", 4, zero), dp)
         own = lambda step: tuple(t.chunk(2)[dp.here[0]] for t in batch(step))
-        return pipe.unshard(fpipe.Loop(pipe, adam(pipe), path, every=2).run(params, own, steps).params)
+        return pipe.unshard(
+            fpipe.Loop(pipe, adam(pipe), path, every=2).run(params, own, steps).params
+        )
 
     def on_copies(*args: Any) -> Any:
         return testing.run(lambda dp: on_copy(dp, *args), ranks=2, order="buffered", seed=0)
@@ -199,7 +239,9 @@ def test_positions_in_the_data_of_each_copy(tmp_path: Path):
     want = on_copies(5, None)
     on_copies(3, tmp_path)
     assert same(on_copies(5, tmp_path), want)
-    with pytest.raises(CheckpointError, match="positions in the data of 2 copies of the pipeline, and there are 4"):
+    with pytest.raises(
+        CheckpointError, match="positions in the data of 2 copies of the pipeline, and there are 4"
+    ):
         on_copies(6, tmp_path, ranks=4)
 
 
@@ -224,12 +266,14 @@ def test_a_pipeline_without_a_loss_is_refused():
         fpipe.Loop(fpipe.pipeline([dropped], microbatches=1, group=fpipe.local(1)), fpipe.sgd(0.1))
 
 
-# ---- processes that end ---------------------------------------------------------------------------------------------
+# ---- processes that end ----
 STEPS = 12
 
 
 def _process(path: Path, rank: int, seconds: float, number: int) -> Any:
-    """One of two processes; that of a rank gets a signal after some seconds from its first step on."""
+    """One of two processes; that of a rank gets a signal after some seconds from its first step
+    on.
+    """
     group = fpipe.init(timeout=30)
     pipe, params = pipeline(LAYOUTS[1], group=group)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
@@ -240,7 +284,9 @@ def _process(path: Path, rank: int, seconds: float, number: int) -> Any:
             timer.start()
         return batch(step)
 
-    return by_name(pipe, fpipe.Loop(pipe, adam(pipe), path, every=1, keep=2).run(params, data, STEPS).params)
+    return by_name(
+        pipe, fpipe.Loop(pipe, adam(pipe), path, every=1, keep=2).run(params, data, STEPS).params
+    )
 
 
 def _continued(path: Path, want: dict[str, Tensor]) -> None:
@@ -270,7 +316,15 @@ def test_a_process_that_is_killed_at_any_moment(whole: Any, long: bool):
     for number in range(30):
         path = folder / f"killed-{number}"
         try:
-            fpipe.launch(_process, path, draw.randrange(2), draw.uniform(0, 1.0), signal.SIGKILL, ranks=2, timeout=60)
+            fpipe.launch(
+                _process,
+                path,
+                draw.randrange(2),
+                draw.uniform(0, 1.0),
+                signal.SIGKILL,
+                ranks=2,
+                timeout=60,
+            )
         except fpipe.FpipeError:
             killed += 1
         _continued(path, want)
@@ -289,7 +343,9 @@ def test_sigterm_writes_a_checkpoint_and_ends_with_the_signal(whole: Any):
 
 
 def _shared_stage(path: Path) -> bool:
-    """On one of four processes; two share each stage, and each has a half of its weights and its own random numbers."""
+    """On one of four processes; two share each stage, and each has a half of its weights and its
+    own random numbers.
+    """
     group = fpipe.init(pp=2, tp=2, timeout=60)
     members = group.mesh["tp"]
 
@@ -297,10 +353,16 @@ def _shared_stage(path: Path) -> bool:
         return x + fpipe.ops.all_reduce(torch.tanh(x @ p["up"]) @ p["down"], members)
 
     pipe = fpipe.pipeline(
-        [Stage(stage, name=name) for name in "ab"], "1F1B", loss=F.mse_loss, microbatches=2, group=group
+        [Stage(stage, name=name) for name in "ab"],
+        "1F1B",
+        loss=F.mse_loss,
+        microbatches=2,
+        group=group,
     )
     generator = torch.Generator().manual_seed(group.tp.rank)
-    params = pipe.place([{k: torch.randn(4, 4, generator=generator) for k in ("up", "down")} for _ in "ab"])
+    params = pipe.place(
+        [{k: torch.randn(4, 4, generator=generator) for k in ("up", "down")} for _ in "ab"]
+    )
     tx, few = fpipe.adamw(1e-2), lambda step: (torch.full((4, 4), step / 9), torch.ones(4, 4))
     want = fpipe.Loop(pipe, tx, path / "whole").run(params, few, 5)
     loop = fpipe.Loop(pipe, tx, path / "parts", every=1, keep=2)
@@ -310,7 +372,10 @@ def _shared_stage(path: Path) -> bool:
     together = lambda: (group.barrier(), group.tp.barrier())
     together()
     loop.run(params, few, 3)
-    taken = lambda step: (os.kill(os.getpid(), signal.SIGTERM) if group.tp.rank and group.rank else None, few(step))[1]
+    taken = lambda step: (
+        os.kill(os.getpid(), signal.SIGTERM) if group.tp.rank and group.rank else None,
+        few(step),
+    )[1]
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     loop.run(params, taken, 5)  # all processes end after the step in which one got the signal
     signal.signal(signal.SIGTERM, before)
@@ -328,11 +393,16 @@ def test_processes_that_share_stages(tmp_path: Path):
     parts = "step-000000005/tp-0-of-2", "step-000000005/tp-1-of-2"
     assert all((tmp_path / "parts" / part / "manifest.json").is_file() for part in parts)
     pipe = fpipe.pipeline(
-        [Stage(torch.matmul, name=name) for name in "ab"], loss=F.mse_loss, microbatches=2, group=fpipe.local(2)
+        [Stage(torch.matmul, name=name) for name in "ab"],
+        loss=F.mse_loss,
+        microbatches=2,
+        group=fpipe.local(2),
     )
     loop = fpipe.Loop(pipe, fpipe.adamw(1e-2), tmp_path / "parts")
     assert loop.checkpoints() == ()
-    with pytest.raises(CheckpointError, match="step-000000005/tp-0-of-2 with another number of ranks a stage"):
+    with pytest.raises(
+        CheckpointError, match="step-000000005/tp-0-of-2 with another number of ranks a stage"
+    ):
         loop.run([torch.ones(4, 4)] * 2, batch, 7)
 
 
@@ -362,13 +432,32 @@ def test_torchrun_restarts_a_run(whole: Any, long: bool, tmp_path: Path):
         pytest.skip("starts four interpreters: --long")
     file = tmp_path / "train.py"
     root = Path(fpipe.__file__).resolve().parents[1]
-    file.write_text(TRAIN.format(helpers=str(root / "tests" / "helpers"), root=str(root), path=str(tmp_path / "run")))
+    file.write_text(
+        TRAIN.format(
+            helpers=str(root / "tests" / "helpers"), root=str(root), path=str(tmp_path / "run")
+        )
+    )
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(file),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        str(file),
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == losses(whole[0] / "whole")

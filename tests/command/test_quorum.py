@@ -1,4 +1,6 @@
-"""Copies of a pipeline of which some are lost: the others go on, and a copy that was started again rejoins them."""
+"""Copies of a pipeline of which some are lost: the others go on, and a copy that was started again
+rejoins them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def train(folder: Path, steps: int, kills: Kills, pause: float, ranks: int) -> A
     quorum = fpipe.quorum(timeout=20)
     assert quorum is not None
     pipe = fpipe.pipeline(
-        [layer] * 2, "1F1B", loss=loss, microbatches=PARTS, group=fpipe.init(timeout=30) if ranks > 1 else None
+        [layer] * 2,
+        "1F1B",
+        loss=loss,
+        microbatches=PARTS,
+        group=fpipe.init(timeout=30) if ranks > 1 else None,
     )
 
     def data(step: int) -> tuple[Tensor, Tensor]:
@@ -70,21 +76,29 @@ def train(folder: Path, steps: int, kills: Kills, pause: float, ranks: int) -> A
 
     def log(record: dict[str, Any]) -> None:
         with open(folder / f"log-{quorum.copy}.jsonl", "a") as file:
-            file.write(json.dumps({**record, "members": [member.copy for member in quorum.members]}) + "\n")
+            file.write(
+                json.dumps({**record, "members": [member.copy for member in quorum.members]}) + "\n"
+            )
 
     loop = fpipe.Loop(pipe, optimizer(pipe), log=log, quorum=quorum)
     return loop.run(pipe.place(first_params()), data, steps).params
 
 
 def members_by_step(folder: Path, steps: int) -> list[list[int]]:
-    rows = [json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()]
-    assert sorted(row["step"] for row in rows) == list(range(1, steps + 1)), "each step is logged once"
+    rows = [
+        json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()
+    ]
+    assert sorted(row["step"] for row in rows) == list(range(1, steps + 1)), (
+        "each step is logged once"
+    )
     assert all(row["copies"] == len(row["members"]) for row in rows)
     return [row["members"] for row in sorted(rows, key=lambda row: row["step"])]
 
 
 def expected(members: list[list[int]]) -> list[Tensor]:
-    """Plain autograd: in each step the mean over the copies that took part, added in their order."""
+    """Plain autograd: in each step the mean over the copies that took part, added in their
+    order.
+    """
     params, tx = first_params(), optimizer()
     state = tx.init(params)
     for step, present in enumerate(members):
@@ -102,14 +116,22 @@ def expected(members: list[list[int]]) -> list[Tensor]:
     return params
 
 
-def check(folder: Path, kills: Kills, count: int, steps: int, pause: float, ranks: int = 2) -> list[list[int]]:
-    """Run the copies; the members of each step. Every copy ends with the parameters of plain autograd."""
-    results = fpipe.launch(train, folder, steps, kills, pause, ranks, ranks=ranks, copies=count, timeout=100)
+def check(
+    folder: Path, kills: Kills, count: int, steps: int, pause: float, ranks: int = 2
+) -> list[list[int]]:
+    """Run the copies; the members of each step. Every copy ends with the parameters of plain
+    autograd.
+    """
+    results = fpipe.launch(
+        train, folder, steps, kills, pause, ranks, ranks=ranks, copies=count, timeout=100
+    )
     members = members_by_step(folder, steps)
     want = expected(members)
     for copy in results:
         assert copy is not None
-        assert same([next(p for p in stage if p is not None) for stage in zip(*copy, strict=True)], want)
+        assert same(
+            [next(p for p in stage if p is not None) for stage in zip(*copy, strict=True)], want
+        )
     return members
 
 
@@ -153,7 +175,7 @@ def test_a_copy_that_always_fails_is_given_up():
         fpipe.launch(fails, True, ranks=1, copies=0)
 
 
-# ---- in one process, each copy a thread -----------------------------------------------------------------------------
+# ---- in one process, each copy a thread ----
 def memory() -> Any:
     return torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -189,7 +211,9 @@ def test_the_latest_state_is_that_of_all():
     one, two = quorum_of(store, 0), quorum_of(store, 1)
     old = {"a": torch.zeros(()), "count": 0, "none": None}
     new = {"a": torch.ones(3, dtype=torch.float64), "count": 7, "none": None}
-    found = together(lambda: one.join(fpipe.local(2), old, -1), lambda: two.join(fpipe.local(2), new, 7))
+    found = together(
+        lambda: one.join(fpipe.local(2), old, -1), lambda: two.join(fpipe.local(2), new, 7)
+    )
     assert all(same(state, new) and step == 7 for state, step in found)
     assert one.members == two.members == ((0, 1), (1, 1)) and not one.changed
 
@@ -197,14 +221,19 @@ def test_the_latest_state_is_that_of_all():
 def test_means_are_added_in_the_order_of_the_copies():
     store = memory()
     three = [quorum_of(store, copy, 3) for copy in range(3)]
-    parts = [[torch.randn(7), torch.randn(2, 2, dtype=torch.float64), torch.tensor(float(n))] for n in range(3)]
+    parts = [
+        [torch.randn(7), torch.randn(2, 2, dtype=torch.float64), torch.tensor(float(n))]
+        for n in range(3)
+    ]
 
     def run(copy: int) -> Any:
         three[copy].join(fpipe.local(1), {}, 0)
         return three[copy].mean(parts[copy], 0)
 
     want = [(a + b + c) / 3 for a, b, c in zip(*parts, strict=True)]
-    assert all(same(found, want) for found in together(*(lambda copy=copy: run(copy) for copy in range(3))))
+    assert all(
+        same(found, want) for found in together(*(lambda copy=copy: run(copy) for copy in range(3)))
+    )
 
 
 def test_a_copy_that_does_not_answer_is_left_out_and_learns_it():
@@ -219,7 +248,8 @@ def test_a_copy_that_does_not_answer_is_left_out_and_learns_it():
     assert two.mean([torch.ones(1)], 0) is None
     with pytest.raises(
         GroupError,
-        match="copy 1 took longer than timeout=3 s, or one of its processes was lost, and the others went on",
+        match="copy 1 took longer than timeout=3 s, or one of its processes was lost, and the "
+        "others went on",
     ):
         two.join(fpipe.local(1), {}, 0)
 
@@ -231,19 +261,26 @@ def test_a_copy_that_comes_after_the_end():
     one.leave(50)
     late = quorum_of(store, 0, 1)
     assert not late.running(fpipe.local(1))
-    with pytest.raises(GroupError, match="the other copies ended after step 50; copy 0 came too late"):
+    with pytest.raises(
+        GroupError, match="the other copies ended after step 50; copy 0 came too late"
+    ):
         late.join(fpipe.local(1), {}, 49)
     late = quorum_of(store, 0, 1)
-    assert late.join(fpipe.local(1), {}, 50) == ({}, 50), "it has the state of the end, as from a checkpoint"
+    assert late.join(fpipe.local(1), {}, 50) == ({}, 50), (
+        "it has the state of the end, as from a checkpoint"
+    )
 
 
 def test_copies_with_other_states_are_refused():
     store = memory()
     one, two = quorum_of(store, 0, timeout=5.0), quorum_of(store, 1, timeout=5.0)
     first, second = together(
-        lambda: one.join(fpipe.local(1), [torch.ones(1)], 4), lambda: two.join(fpipe.local(1), [torch.ones(1)] * 2, 0)
+        lambda: one.join(fpipe.local(1), [torch.ones(1)], 4),
+        lambda: two.join(fpipe.local(1), [torch.ones(1)] * 2, 0),
     )
-    assert isinstance(second, GroupError) and "another 2; all copies must have the same pipeline" in str(second)
+    assert isinstance(
+        second, GroupError
+    ) and "another 2; all copies must have the same pipeline" in str(second)
     assert first == ([torch.ones(1)], 4) and one.members == ((0, 1),)
 
 
@@ -251,8 +288,14 @@ def test_copies_with_other_states_are_refused():
     ("env", "message"),
     [
         ({quorums.ADDRESS: "x"}, "wrong: 'FPIPE_COPY'"),
-        ({quorums.ADDRESS: "x:1", quorums.COPY: "2", quorums.COPIES: "2"}, "FPIPE_COPY=2 with FPIPE_COPIES=2"),
-        ({quorums.ADDRESS: "127.0.0.1:1", quorums.COPY: "0", quorums.COPIES: "2"}, "cannot be reached"),
+        (
+            {quorums.ADDRESS: "x:1", quorums.COPY: "2", quorums.COPIES: "2"},
+            "FPIPE_COPY=2 with FPIPE_COPIES=2",
+        ),
+        (
+            {quorums.ADDRESS: "127.0.0.1:1", quorums.COPY: "0", quorums.COPIES: "2"},
+            "cannot be reached",
+        ),
     ],
 )
 def test_a_wrong_environment(env: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch):
@@ -281,20 +324,32 @@ def test_what_a_loop_refuses(tmp_path: Path):
 
 def test_the_command():
     assert "Run a script as several copies" in CliRunner().invoke(copies, ["--help"]).output
-    assert "give the file of a script, or --serve HOST:PORT" in CliRunner().invoke(copies, []).output
+    assert (
+        "give the file of a script, or --serve HOST:PORT" in CliRunner().invoke(copies, []).output
+    )
     assert "is not HOST:PORT" in CliRunner().invoke(copies, ["--serve", "x"]).output
 
 
 def test_a_checkpoint_of_the_first_copy_continues(tmp_path: Path):
     """All copies were lost: the next run continues from what the first of them wrote."""
-    results = [fpipe.launch(saved, tmp_path, steps, ranks=1, copies=2, timeout=60) for steps in (2, 4)]
-    assert same(results[1][0][0], expected([[0, 1]] * 4)) and same(results[1][1][0], results[1][0][0])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "step-000000002", "step-000000004"]
+    results = [
+        fpipe.launch(saved, tmp_path, steps, ranks=1, copies=2, timeout=60) for steps in (2, 4)
+    ]
+    assert same(results[1][0][0], expected([[0, 1]] * 4)) and same(
+        results[1][1][0], results[1][0][0]
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log.jsonl",
+        "step-000000002",
+        "step-000000004",
+    ]
 
 
 def saved(folder: Path, steps: int) -> Any:
     quorum = fpipe.quorum(timeout=20)
     assert quorum is not None
-    pipe = fpipe.pipeline([fpipe.Stage(layer, name=name) for name in "ab"], loss=loss, microbatches=PARTS)
+    pipe = fpipe.pipeline(
+        [fpipe.Stage(layer, name=name) for name in "ab"], loss=loss, microbatches=PARTS
+    )
     loop = fpipe.Loop(pipe, optimizer(pipe), folder, every=2, quorum=quorum)
     return loop.run(pipe.place(first_params()), lambda step: batch(step, quorum.copy), steps).params

@@ -14,7 +14,10 @@ from fpipe.command import ray as _ray
 from fpipe.command.ray import _adjacent, _environments
 from fpipe.errors import LaunchError
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("ray")]  # warnings are Ray's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("ray"),
+]  # warnings are Ray's own
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +25,11 @@ def _cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
-        num_cpus=2, resources={"XPU": 1}, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False
+        num_cpus=2,
+        resources={"XPU": 1},
+        include_dashboard=False,
+        object_store_memory=80_000_000,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()
@@ -48,9 +55,14 @@ def test_ranks_meet_and_results_come_by_rank_as_the_docs_say():
 
 @pytest.mark.parametrize(
     ("how", "raised", "message"),
-    [("raise", _UserError, "boo"), pytest.param("kill", LaunchError, "rank 1 ended by", marks=pytest.mark.long)],
+    [
+        ("raise", _UserError, "boo"),
+        pytest.param("kill", LaunchError, "rank 1 ended by", marks=pytest.mark.long),
+    ],
 )
-def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Exception], message: str):
+def test_first_failure_is_raised_and_the_rest_ended(
+    how: str, raised: type[Exception], message: str
+):
     begin = time.monotonic()
     with pytest.raises(raised, match=message) as caught:
         launch(_meet, how, ranks=2, on="ray:CPU", timeout=55)
@@ -68,8 +80,12 @@ def test_late_ranks_are_ended():
 
 def test_what_the_cluster_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_ray, "_RELEASE", 0.0)
-    with pytest.raises(LaunchError, match="ranks=2 need 2 CPU, 2 XPU and the Ray cluster has 2 CPU, 1 XPU"):
-        launch(os.getpid, ranks=2, on="ray", timeout=1)  # the cluster has an XPU, which is the default
+    with pytest.raises(
+        LaunchError, match="ranks=2 need 2 CPU, 2 XPU and the Ray cluster has 2 CPU, 1 XPU"
+    ):
+        launch(
+            os.getpid, ranks=2, on="ray", timeout=1
+        )  # the cluster has an XPU, which is the default
 
 
 def test_ranks_of_a_node_are_neighbours():
@@ -81,6 +97,6 @@ def test_ranks_of_a_node_are_neighbours():
     envs = _environments([nodes[index] for index in _adjacent(nodes)], Store, "secret", {"A": "1"})
     assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "0", "1", "2"]
     assert [env["LOCAL_WORLD_SIZE"] for env in envs] == ["2", "2", "3", "3", "3"]
-    assert {(env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"], env["A"]) for env in envs} == {
-        ("10.0.0.1", "7", "5", "1")
-    }
+    assert {
+        (env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"], env["A"]) for env in envs
+    } == {("10.0.0.1", "7", "5", "1")}

@@ -48,7 +48,11 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     assert verdict(small, last).largest == 1
     assert [r.number for r in wire.sent if isinstance(r, Step)] == [0, 1, 2]
     page = write(last, tmp_path / "out", name)
-    assert sorted(p.name for p in page.parent.iterdir()) == ["measured.json", "simulated.json", "timeline.html"]
+    assert sorted(p.name for p in page.parent.iterdir()) == [
+        "measured.json",
+        "simulated.json",
+        "timeline.html",
+    ]
     assert f"{name} measured" in page.read_text() and f"{name} simulated" in page.read_text()
 
 
@@ -96,7 +100,10 @@ def test_screen_shows_what_is_reported():
         (["--schedule", "ZBX"], "did you mean ZBV"),
         (["--schedul", "DualPipeV"], "Did you mean '--schedule'?"),
         (["--step", "5"], "Did you mean '--steps'?"),
-        (["DualPipeV"], "unexpected argument 'DualPipeV'; name a schedule with --schedule DualPipeV"),
+        (
+            ["DualPipeV"],
+            "unexpected argument 'DualPipeV'; name a schedule with --schedule DualPipeV",
+        ),
         (["--ranks", "four"], "'four' is not a valid whole number"),
         (["--schedule", "DualPipe", "--ranks", "3"], "3 ranks are odd"),
         (["--schedule", "nothing.csv"], "there is no file 'nothing.csv'"),
@@ -105,13 +112,17 @@ def test_screen_shows_what_is_reported():
         (["--out", __file__], "is a file"),
     ],
 )
-def test_a_mistake_gets_help(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_gets_help(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["train", *arguments]) == 2
     text = capsys.readouterr().err
     assert message in text and "Traceback" not in text
 
 
-def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_on_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("fpipe.command.training.conduct.cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
@@ -122,5 +133,7 @@ def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Largest difference of its gradients from a single process: 0 " in text
     assert "2 processes share 1 of this machine's cores" in text
-    assert "Three things to try next" in text and all(f" {word} " in text for word in ("view", "train", "compare"))
+    assert "Three things to try next" in text and all(
+        f" {word} " in text for word in ("view", "train", "compare")
+    )
     assert (out / "timeline.html").stat().st_size > 10_000

@@ -1,4 +1,6 @@
-"""Device records, and the rules that select the device of a process, with a fake accelerator where none exists."""
+"""Device records, and the rules that select the device of a process, with a fake accelerator where
+none exists.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     """Pretend that so many devices of a type are visible."""
 
     def act(type: str, count: int) -> None:
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(type))
-        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count))
+        monkeypatch.setattr(
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: torch.device(type),
+        )
+        monkeypatch.setattr(
+            torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count)
+        )
 
     return act
 
@@ -35,24 +43,30 @@ def test_index_is_the_local_rank_where_several_are(gpus):
     assert devices.pick(local_rank=3) == torch.device("cuda", 3)
     assert devices.pick("cuda:1", local_rank=3) == torch.device("cuda", 1)
     with pytest.raises(
-        GroupError, match=r"'cuda:4' is not available: 4 of its type are visible; .*CUDA_VISIBLE_DEVICES"
+        GroupError,
+        match=r"'cuda:4' is not available: 4 of its type are visible; .*CUDA_VISIBLE_DEVICES",
     ):
         devices.pick(local_rank=4)
 
 
 def test_the_pace_is_that_of_the_device_asked_for(gpus):
-    """A CUDA build of torch reports an accelerator on a machine without one, too; programs there run on the CPU."""
+    """A CUDA build of torch reports an accelerator on a machine without one, too; programs there
+    run on the CPU.
+    """
     gpus("cuda", 0)
     assert 0 < estimates.pace("cpu") < float("inf")
 
 
 def test_cpu_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     assert devices.pick() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("gpu", "'gpu' is not a device; name a type, as in cpu, cuda"), ("npu", "torch_npu")]
+    ("name", "message"),
+    [("gpu", "'gpu' is not a device; name a type, as in cpu, cuda"), ("npu", "torch_npu")],
 )
 def test_devices_that_are_not_there(name: str, message: str):
     with pytest.raises(GroupError, match=message):
@@ -86,22 +100,38 @@ def test_a_real_accelerator():
     devices.synchronize(device)
 
 
-# ---- what devices are trusted with ----------------------------------------------------------------------------------
+# ---- what devices are trusted with ----
 def test_attention_of_devices_that_torch_does_not_know_here():
-    named = {"cpu": "sdpa", "cuda:1": "sdpa", "xpu": "sdpa", "npu:0": "eager", "hpu": "eager", "newcomer": "eager"}
+    named = {
+        "cpu": "sdpa",
+        "cuda:1": "sdpa",
+        "xpu": "sdpa",
+        "npu:0": "eager",
+        "hpu": "eager",
+        "newcomer": "eager",
+    }
     assert {name: devices.default_attention(name) for name in named} == named
     assert devices.default_attention(torch.device("xpu", 1)) == "sdpa"
 
 
 def compilers(where: list[str]) -> list[str | None]:
-    """How stages are compiled on these devices: one by its stage option, one by the option of its pipeline."""
+    """How stages are compiled on these devices: one by its stage option, one by the option of its
+    pipeline.
+    """
     made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
     group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
-    return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").config.functions]
+    return [
+        stage.compile
+        for stage in fpipe.pipeline(made, group=group, compile="aot_eager").config.functions
+    ]
 
 
 def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
-    for where in (["xpu:0"] * 2, ["xpu:0", "cpu"], ["cuda:0", "cuda:1"]):  # no warning, which would be an error
+    for where in (
+        ["xpu:0"] * 2,
+        ["xpu:0", "cpu"],
+        ["cuda:0", "cuda:1"],
+    ):  # no warning, which would be an error
         assert compilers(where) == ["inductor", "aot_eager"]
     with pytest.warns(
         UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'"
@@ -138,7 +168,13 @@ def test_a_stage_may_name_the_cpu_with_an_index(engine: str):
 
     stages = [shifted, shifted]
     pipe = fpipe.pipeline(
-        stages, loss=torch.sum, microbatches=2, group=fpipe.local(devices=["cpu:0"] * 2), engine=engine
+        stages,
+        loss=torch.sum,
+        microbatches=2,
+        group=fpipe.local(devices=["cpu:0"] * 2),
+        engine=engine,
     )  # type: ignore[arg-type]
-    value, _ = fpipe.value_and_grad(pipe)([torch.eye(2, device="cpu:0")] * 2, torch.ones(4, 2, device="cpu"))
+    value, _ = fpipe.value_and_grad(pipe)(
+        [torch.eye(2, device="cpu:0")] * 2, torch.ones(4, 2, device="cpu")
+    )
     assert torch.equal(value, shifted(torch.eye(2), shifted(torch.eye(2), torch.ones(2, 2))).sum())

@@ -32,7 +32,9 @@ def test_the_device_of_the_rank_is_seeded_and_not_the_current_one(monkeypatch: p
     found, state = devices.drawn(run, [], torch.device("cuda", 1), 5, leaves=True)
     assert torch.equal(found, torch.rand(4, generator=real().manual_seed(5)))
     assert state is not None
-    assert all(torch.equal(generator.get_state(), before[index]) for index, generator in generators.items())
+    assert all(
+        torch.equal(generator.get_state(), before[index]) for index, generator in generators.items()
+    )
 
 
 def test_a_stream_is_as_before_after_an_error():

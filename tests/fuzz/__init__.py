@@ -1,5 +1,7 @@
-"""Differential fuzzing: random stages, pipelines, options and call sequences, compared with plain autograd.
+"""Differential fuzzing: random stages, pipelines, options and call sequences, compared with plain
+autograd.
 
-``make fuzz ARGS="--minutes 10"`` runs new cases; ``make fuzz ARGS="--case 7"`` runs one case again and prints it.
-``python -m tests.fuzz.operators`` runs every differentiable operator of torch as a stage. Only public names are used.
+``make fuzz ARGS="--minutes 10"`` runs new cases; ``make fuzz ARGS="--case 7"`` runs one case again
+and prints it. ``python -m tests.fuzz.operators`` runs every differentiable operator of torch as a
+stage. Only public names are used.
 """

@@ -1,4 +1,6 @@
-"""Run many cases, in several processes, and print those that differ: ``python -m tests.fuzz --minutes 10``."""
+"""Run many cases, in several processes, and print those that differ:
+``python -m tests.fuzz --minutes 10``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _listed(counts: Counter[str]) -> str:
 @click.option("--minutes", default=1.0, show_default=True)
 @click.option("--jobs", default=2, show_default=True)
 @click.option("--refused", is_flag=True, help="print the errors of cases that fpipe refuses")
-def main(seed: int | None, first: int, cases: int, minutes: float, jobs: int, refused: bool) -> None:
+def main(
+    seed: int | None, first: int, cases: int, minutes: float, jobs: int, refused: bool
+) -> None:
     """Compare random pipelines with plain autograd."""
     if seed is not None:
         click.echo(random_case(seed))
@@ -45,14 +49,18 @@ def main(seed: int | None, first: int, cases: int, minutes: float, jobs: int, re
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     began = time.monotonic()
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    ) as progress:
         task = progress.add_task("starting")
         for number, found in _outcomes(first, cases, 60 * minutes, jobs):
             counts[found.kind] += 1
             if found.kind == "limit":
                 reasons[found.text] += 1
             if found.kind in ("different", "error") or (refused and found.kind == "refused"):
-                progress.console.print(f"case {number} {found.kind}: {found.text[:300]}", markup=False, soft_wrap=True)
+                progress.console.print(
+                    f"case {number} {found.kind}: {found.text[:300]}", markup=False, soft_wrap=True
+                )
             progress.update(task, description=_listed(counts))
     total, minutes = counts.total(), (time.monotonic() - began) / 60
     click.echo(f"{total} cases, {total / minutes:.0f} a minute: " + _listed(counts))

@@ -1,7 +1,7 @@
 """Random cases: a model, a pipeline over it and a few calls of it, all from one seed.
 
-``PER_MODEL`` consecutive seeds share a model, and so its traces, which take nine tenths of the time of a case. They
-differ in schedule, ranks, options, parameters, data and calls.
+``PER_MODEL`` consecutive seeds share a model, and so its traces, which take nine tenths of the time
+of a case. They differ in schedule, ranks, options, parameters, data and calls.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Case:
     def __str__(self) -> str:
         model = self.model
         head = (
-            f"case {self.seed}: {self.schedule} on {self.ranks} ranks, engines {'/'.join(model.engines)}, "
+            f"case {self.seed}: {self.schedule} on {self.ranks} ranks, engines "
+            f"{'/'.join(model.engines)}, "
             f"loss {model.loss or 'none'}, "
             f"reduction {self.reduction}, {str(model.dtype).removeprefix('torch.')}"
         )
@@ -110,7 +111,11 @@ def random_model(number: int) -> Model:
     inputs = 1
     for _ in range(stages):
         engine = "eager" if draw.random() < 0.2 else "trace"
-        bodies.append(random_body(draw, inputs, Shape(dropout=dropout, dtype32=dtype32, eager=engine == "eager")))
+        bodies.append(
+            random_body(
+                draw, inputs, Shape(dropout=dropout, dtype32=dtype32, eager=engine == "eager")
+            )
+        )
         engines.append(engine)
         inputs = len(bodies[-1].outputs)
     loss = draw.choice(("mean", "some", "aux")) if draw.random() < 0.8 else ""
@@ -130,17 +135,29 @@ def random_case(seed: int) -> Case:
     calls = tuple(_random_call(draw, model, count) for _ in range(draw.choice((1, 1, 2, 3))))
     reduction = draw.choice(("mean", "mean", "sum", "weighted")) if model.loss else "mean"
     wide = draw.random() < 0.1 and model.dtype is torch.float32
-    return Case(seed, model, name, ranks, reduction, frozen, _ties(draw, bodies), wide, count, calls)
+    return Case(
+        seed, model, name, ranks, reduction, frozen, _ties(draw, bodies), wide, count, calls
+    )
 
 
 def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
     """A schedule that takes the stages of a model: its name, ranks and microbatches."""
     stages = len(model.bodies)
     # The replicas of a stage, as in DualPipe and BitPipe, each carry a state.
-    names = [name for name in ONE + SEVERAL + FOLDED if name not in ("DualPipe", "BitPipe") or not model.stateful]
+    names = [
+        name
+        for name in ONE + SEVERAL + FOLDED
+        if name not in ("DualPipe", "BitPipe") or not model.stateful
+    ]
     while True:
         name = draw.choice(names)
-        per_rank = 1 if name in ONE else 2 if name in FOLDED else draw.choice([n for n in (1, 2, 3) if stages % n == 0])
+        per_rank = (
+            1
+            if name in ONE
+            else 2
+            if name in FOLDED
+            else draw.choice([n for n in (1, 2, 3) if stages % n == 0])
+        )
         ranks = max(stages // per_rank, 1)
         count = ranks * draw.choice((1, 2, 2, 3)) if draw.random() < 0.7 else draw.randint(1, 6)
         if fits(name, ranks, count, stages):
@@ -160,8 +177,14 @@ def fits(name: str, ranks: int, microbatches: int, stages: int) -> bool:
 def _random_call(draw: random.Random, model: Model, count: int) -> Call:
     split = draw.random() < 0.4
     number = draw.choice((count, count, count + 1, 2 * count)) if split else count
-    rows = tuple(draw.choice(model.rows) for _ in range(number)) if split else model.rows[:1] * number
-    kind = draw.choice(("grad", "grad", "grad", "forward")) if model.loss else draw.choice(("vjp", "vjp", "forward"))
+    rows = (
+        tuple(draw.choice(model.rows) for _ in range(number)) if split else model.rows[:1] * number
+    )
+    kind = (
+        draw.choice(("grad", "grad", "grad", "forward"))
+        if model.loss
+        else draw.choice(("vjp", "vjp", "forward"))
+    )
     scale = draw.choice((None, None, 4.0)) if kind == "grad" else None
     return Call(kind, number, rows, split, draw.random() < 0.3, scale)
 
@@ -170,7 +193,12 @@ def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...],
     """Sometimes two parameters of equal shape in different stages, by name."""
     if draw.random() > 0.12:
         return ()
-    flat = [(s, i, shape) for s, b in enumerate(bodies) if not b.nested for i, shape in enumerate(b.shapes)]
+    flat = [
+        (s, i, shape)
+        for s, b in enumerate(bodies)
+        if not b.nested
+        for i, shape in enumerate(b.shapes)
+    ]
     pairs = [(a, b) for a in flat for b in flat if a[0] < b[0] and a[2] == b[2]]
     if not pairs:
         return ()
@@ -178,7 +206,7 @@ def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...],
     return ((f"{a[0]}.{a[1]}", f"{b[0]}.{b[1]}"),)
 
 
-# ---- what a case runs -----------------------------------------------------------------------------------------------
+# ---- what a case runs ----
 def _every(y: Any, target: Tensor) -> Tensor:
     return sum(((leaf - target.to(leaf.dtype)) ** 2).mean() for leaf in tensors_of(y))  # type: ignore[return-value]
 
@@ -200,7 +228,13 @@ LOSSES: dict[str, Callable[..., Any]] = {"mean": _every, "some": _some, "aux": _
 def stages_of(model: Model) -> list[fpipe.Stage]:
     """The stages of a model."""
     return [
-        fpipe.Stage(function(body, model.blocks), aux_loss=body.aux_loss, state=body.state, engine=engine, name=f"s{n}")  # type: ignore[arg-type]
+        fpipe.Stage(
+            function(body, model.blocks),
+            aux_loss=body.aux_loss,
+            state=body.state,
+            engine=engine,
+            name=f"s{n}",
+        )  # type: ignore[arg-type]
         for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True))
     ]
 

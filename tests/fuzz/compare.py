@@ -1,4 +1,6 @@
-"""Comparison of results: bit for bit, or by their errors where the documentation allows other last bits."""
+"""Comparison of results: bit for bit, or by their errors where the documentation allows other last
+bits.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ PARTS = ("value", "aux", "grads", "input_grads", "state")
 FACTOR = 16
 #: From which size on a product of two numbers is infinite.
 _OVERFLOWS = {
-    dtype: torch.finfo(dtype).max ** 0.5 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    dtype: torch.finfo(dtype).max ** 0.5
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
 
 def difference(result: Expected, wanted: Expected, leaf: Callable[[Any, Any], str]) -> str:
-    """The first difference of two results, or "". ``leaf`` compares two tensors of one shape and dtype."""
+    """The first difference of two results, or "". ``leaf`` compares two tensors of one shape and
+    dtype.
+    """
     for name in PARTS:
         one, other = getattr(result, name), getattr(wanted, name)
         if one is None or other is None:
@@ -70,18 +75,26 @@ def nearly(x: Tensor, y: Tensor) -> str:
     return "" if close else same_bits(x, y)
 
 
-def within_error(case: Case, plain: Expected, low: Expected, reference: Expected) -> Callable[[Any, Any], str]:
+def within_error(
+    case: Case, plain: Expected, low: Expected, reference: Expected
+) -> Callable[[Any, Any], str]:
     """A comparison of leaves by their error against ``reference``, which is float64.
 
-    The error allowed is ``FACTOR`` times that of plain autograd. Where the case itself is float64, that is the error of
-    ``low``, a run in float32, times the ratio of the precisions. A leaf whose products overflow may overflow
-    elsewhere where a traced stage computes ``torch.prod``.
+    The error allowed is ``FACTOR`` times that of plain autograd. Where the case itself is float64,
+    that is the error of ``low``, a run in float32, times the ratio of the precisions. A leaf whose
+    products overflow may overflow elsewhere where a traced stage computes ``torch.prod``.
     """
     known: dict[int, tuple[Tensor, Tensor]] = {}
     for name in PARTS:
         every = [leaves_of(getattr(run, name)) for run in (plain, low, reference)]
-        known |= {id(p): (lo, ref) for p, lo, ref in zip(*every, strict=True) if isinstance(p, Tensor)}
-    half = any(step.name in ("half", "autocast", "autocast_twice") for b in case.model.bodies for step in b.steps)
+        known |= {
+            id(p): (lo, ref) for p, lo, ref in zip(*every, strict=True) if isinstance(p, Tensor)
+        }
+    half = any(
+        step.name in ("half", "autocast", "autocast_twice")
+        for b in case.model.bodies
+        for step in b.steps
+    )
     ratio = 2.0**-29 if case.model.dtype is torch.float64 else 1.0
     step = 2.0**-8 if half and ratio == 1.0 else torch.finfo(case.model.dtype).eps
 
@@ -89,13 +102,23 @@ def within_error(case: Case, plain: Expected, low: Expected, reference: Expected
         if not same_bits(x, y):
             return ""
         lo, ref = known[id(y)]
-        if "prod" in plain.limits and x.is_floating_point() and not bool((y.abs() < _OVERFLOWS[y.dtype]).all()):
+        if (
+            "prod" in plain.limits
+            and x.is_floating_point()
+            and not bool((y.abs() < _OVERFLOWS[y.dtype]).all())
+        ):
             return ""  # another order of the factors overflows elsewhere
         if not x.is_floating_point() or not torch.equal(x.isfinite(), y.isfinite()):
             return same_bits(x, y)
         worst = lambda a: float((a.double() - ref.double()).abs().nan_to_num().max())
-        size = max(1.0, float(ref.double().abs().nan_to_num().max()))  # a small value is a sum of numbers of about 1
+        size = max(
+            1.0, float(ref.double().abs().nan_to_num().max())
+        )  # a small value is a sum of numbers of about 1
         allowed = FACTOR * (ratio * worst(lo) + step * size)
-        return "" if worst(x) <= allowed else f"has the error {worst(x):.3g}, where {allowed:.3g} is allowed"
+        return (
+            ""
+            if worst(x) <= allowed
+            else f"has the error {worst(x):.3g}, where {allowed:.3g} is allowed"
+        )
 
     return leaf

@@ -14,7 +14,18 @@ from torch import Tensor
 import fpipe
 from fpipe.programs import trace_cache
 
-from .cases import LOSSES, PER_MODEL, Call, Case, batch_of, parameters_of, random_case, stages_of, states_of, weight
+from .cases import (
+    LOSSES,
+    PER_MODEL,
+    Call,
+    Case,
+    batch_of,
+    parameters_of,
+    random_case,
+    stages_of,
+    states_of,
+    weight,
+)
 from .compare import difference, nearly, same_bits, within_error
 from .models import tensors_of
 from .oracle import Expected, Given, expected, leaves_of
@@ -27,8 +38,9 @@ STORED = 2 * PER_MODEL
 class Outcome:
     """What became of a case.
 
-    ``kind`` is "equal", "refused" (an fpipe error before a result), "different", "error", or "limit": the last bits
-    differ for the documented reason ``text``, and the error is that of plain autograd.
+    ``kind`` is "equal", "refused" (an fpipe error before a result), "different", "error", or
+    "limit": the last bits differ for the documented reason ``text``, and the error is that of plain
+    autograd.
     """
 
     kind: str
@@ -80,9 +92,15 @@ def _pipeline(case: Case, schedule: str, ranks: int) -> fpipe.Pipeline:
         reduction = fpipe.weighted(weight) if case.reduction == "weighted" else case.reduction
         options |= {"loss": LOSSES[case.model.loss], "reduction": reduction}
     return fpipe.pipeline(
-        stages_of(case.model), schedule, group=fpipe.local(ranks), frozen=case.frozen, tied=case.tied,
-        microbatches=case.count, seed=7 if case.model.dropout else None, **options,
-    )  # fmt: skip
+        stages_of(case.model),
+        schedule,
+        group=fpipe.local(ranks),
+        frozen=case.frozen,
+        tied=case.tied,
+        microbatches=case.count,
+        seed=7 if case.model.dropout else None,
+        **options,
+    )
 
 
 def _call(case: Case, call: Call, number: int, pipe: fpipe.Pipeline, params: list[Any]) -> Outcome:
@@ -91,7 +109,9 @@ def _call(case: Case, call: Call, number: int, pipe: fpipe.Pipeline, params: lis
     result, cotangents = _results(case, call, pipe, given)
     if any(not torch.equal(a, b) for a, b in zip(kept, leaves_of(params), strict=True)):
         return Outcome("different", "the call changed the parameters")
-    schedule = fpipe.make_schedule(case.schedule, case.ranks, call.microbatches, stages=len(case.model.bodies))
+    schedule = fpipe.make_schedule(
+        case.schedule, case.ranks, call.microbatches, stages=len(case.model.bodies)
+    )
     if case.model.draws:
         wanted, _ = _results(case, call, _other(case), given)
     else:
@@ -100,40 +120,61 @@ def _call(case: Case, call: Call, number: int, pipe: fpipe.Pipeline, params: lis
     found = difference(result, wanted, same_bits)
     if found and case.model.draws and (_replicated(schedule) or _transposes(case)):
         found = difference(result, wanted, nearly)
-        return Outcome("different", found) if found else Outcome("limit", "sums of two ranks, or strides of cotangents")
+        return (
+            Outcome("different", found)
+            if found
+            else Outcome("limit", "sums of two ranks, or strides of cotangents")
+        )
     if not found or not wanted.limits:
         return Outcome("different", found) if found else Outcome("equal")
     run = lambda dtype: expected(case, call, given.to(dtype), schedule)
     low = run(torch.float32) if case.model.dtype is torch.float64 else wanted
     found = difference(result, wanted, within_error(case, wanted, low, run(torch.float64)))
-    return Outcome("different", found) if found else Outcome("limit", ", ".join(sorted(wanted.limits)))
+    return (
+        Outcome("different", found) if found else Outcome("limit", ", ".join(sorted(wanted.limits)))
+    )
 
 
 def _transposes(case: Case) -> bool:
-    """Whether a stage returns a tensor with other strides than its gradient has: messages carry the planned ones."""
-    return any(step.name in ("transposed_view", "expand") for body in case.model.bodies for step in body.steps)
+    """Whether a stage returns a tensor with other strides than its gradient has: messages carry the
+    planned ones.
+    """
+    return any(
+        step.name in ("transposed_view", "expand")
+        for body in case.model.bodies
+        for step in body.steps
+    )
 
 
 def _replicated(schedule: fpipe.Schedule) -> bool:
-    """Whether a stage is on two ranks, whose gradients are added last: no other schedule has that order of sums."""
+    """Whether a stage is on two ranks, whose gradients are added last: no other schedule has that
+    order of sums.
+    """
     return any(len(schedule.placement.ranks_of(stage)) > 1 for stage in range(schedule.stages))
 
 
 def _other(case: Case) -> fpipe.Pipeline:
-    """Another pipeline with the same draws and, where no stage is on two ranks, the same order of sums."""
+    """Another pipeline with the same draws and, where no stage is on two ranks, the same order of
+    sums.
+    """
     stages = len(case.model.bodies)
     if case.schedule == "LoopedBFS":
         return _pipeline(case, "LoopedBFS", 1 if case.ranks > 1 else stages)
     return _pipeline(case, "GPipe", stages)
 
 
-# ---- calling --------------------------------------------------------------------------------------------------------
-def _results(case: Case, call: Call, pipe: fpipe.Pipeline, given: Given) -> tuple[Expected, list[list[Tensor]] | None]:
+# ---- calling ----
+def _results(
+    case: Case, call: Call, pipe: fpipe.Pipeline, given: Given
+) -> tuple[Expected, list[list[Tensor]] | None]:
     batch = given.batch
     x, target, scale = (
-        fpipe.Microbatches(p) if call.split else torch.cat(p) for p in (batch.xs, batch.targets, batch.scales)
+        fpipe.Microbatches(p) if call.split else torch.cat(p)
+        for p in (batch.xs, batch.targets, batch.scales)
     )
-    keywords: dict[str, Any] = {"scale": scale} if any("scale" in s.sides for s in stages_of(case.model)) else {}
+    keywords: dict[str, Any] = (
+        {"scale": scale} if any("scale" in s.sides for s in stages_of(case.model)) else {}
+    )
     keywords |= {"state": given.state} if case.model.stateful else {}
     if case.model.loss:
         return _with_loss(case, call, pipe, given.params, (x, target), keywords), None
@@ -157,7 +198,12 @@ def _results(case: Case, call: Call, pipe: fpipe.Pipeline, given: Given) -> tupl
 
 
 def _with_loss(
-    case: Case, call: Call, pipe: fpipe.Pipeline, params: list[Any], batch: tuple[Any, Any], keywords: dict[str, Any]
+    case: Case,
+    call: Call,
+    pipe: fpipe.Pipeline,
+    params: list[Any],
+    batch: tuple[Any, Any],
+    keywords: dict[str, Any],
 ) -> Expected:
     has_aux = case.model.loss == "aux"
     if call.kind == "forward":
@@ -170,7 +216,9 @@ def _with_loss(
     rest = iter(value[1:] if has_aux or case.model.stateful else ())
     aux, state = next(rest) if has_aux else None, next(rest) if case.model.stateful else None
     loss = value[0] if has_aux or case.model.stateful else value
-    return Expected(loss, None if grads is None else as_rows(params, grads), _rows_of(dx, call), aux, state)
+    return Expected(
+        loss, None if grads is None else as_rows(params, grads), _rows_of(dx, call), aux, state
+    )
 
 
 def as_rows(params: list[Any], grads: Any) -> list[list[Any]]:
@@ -179,7 +227,9 @@ def as_rows(params: list[Any], grads: Any) -> list[list[Any]]:
     for p, g in zip(params, grads, strict=True):
         none_is_leaf = optree.tree_leaves(g, none_is_leaf=True, namespace="fpipe")
         skeleton = optree.tree_leaves(p, none_is_leaf=True, namespace="fpipe")
-        rows.append([found for found, like in zip(none_is_leaf, skeleton, strict=True) if like is not None])
+        rows.append(
+            [found for found, like in zip(none_is_leaf, skeleton, strict=True) if like is not None]
+        )
     return rows
 
 
@@ -195,7 +245,9 @@ def _parts(y: Any, call: Call) -> list[Any]:
         return list(y)
     leaves, spec = optree.tree_flatten(y, namespace="fpipe")
     rows = [
-        torch.split(leaf, list(call.rows)) if isinstance(leaf, Tensor) else [leaf] * call.microbatches
+        torch.split(leaf, list(call.rows))
+        if isinstance(leaf, Tensor)
+        else [leaf] * call.microbatches
         for leaf in leaves
     ]
     return [optree.tree_unflatten(spec, [row[m] for row in rows]) for m in range(call.microbatches)]
@@ -206,7 +258,7 @@ def _joined(parts: list[Any]) -> Any:
     return optree.tree_map(join, *parts, namespace="fpipe")
 
 
-# ---- processes of a pool, which import this module but not that of ``python -m tests.fuzz`` -------------------------
+# ---- processes of a pool, which import this module but not that of ``python -m tests.fuzz`` ----
 def start() -> None:
     """Compute with one thread."""
     torch.set_num_threads(1)

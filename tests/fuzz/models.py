@@ -34,7 +34,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Body:
-    """What a random stage does: ``outputs`` are working tensors, of which the first ``inputs`` are its input leaves."""
+    """What a random stage does: ``outputs`` are working tensors, of which the first ``inputs`` are
+    its input leaves.
+    """
 
     steps: tuple[Step, ...]
     inputs: int
@@ -60,10 +62,17 @@ class Body:
 
     def __str__(self) -> str:
         lines = [f"{self.inputs} in -> {self.container} of {list(self.outputs)}"]
-        flags = [name for name in ("nested", "counter", "aux_loss", "state", "side") if getattr(self, name)]
-        lines += [f"  {' '.join(flags)} {self.extras or ''}".rstrip()] if flags or self.extras else []
+        flags = [
+            name
+            for name in ("nested", "counter", "aux_loss", "state", "side")
+            if getattr(self, name)
+        ]
+        lines += (
+            [f"  {' '.join(flags)} {self.extras or ''}".rstrip()] if flags or self.extras else []
+        )
         lines += [
-            f"  t{self.inputs + n} = {s.name}(t{s.a}, t{s.b}; p{list(s.params)})" for n, s in enumerate(self.steps)
+            f"  t{self.inputs + n} = {s.name}(t{s.a}, t{s.b}; p{list(s.params)})"
+            for n, s in enumerate(self.steps)
         ]
         return "\n".join(lines)
 
@@ -117,7 +126,9 @@ def function(body: Body, blocks: str = "") -> Callable[..., Any]:
             apply = BLOCKS[step.name] if blocks == "steps" else operation.apply
             work.append(apply(work[step.a], work[step.b], params))
         outputs = [work[place] for place in body.outputs]
-        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+        others = [
+            leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ]
         if body.counter:
             others = others or [torch.arange(len(work[0]))]
         return pack(body.container, [*outputs, *others[:1], *body.extras]), work[-1]
@@ -143,9 +154,15 @@ def function(body: Body, blocks: str = "") -> Callable[..., Any]:
 
 def parameters(body: Body, generator: torch.Generator, dtype: torch.dtype) -> Any:
     """The parameters of a body, drawn."""
-    leaves = [torch.randn(shape, generator=generator, dtype=dtype) / WIDTH**0.5 for shape in body.shapes]
+    leaves = [
+        torch.randn(shape, generator=generator, dtype=dtype) / WIDTH**0.5 for shape in body.shapes
+    ]
     if body.nested:
-        return {"a": leaves[: len(leaves) // 2], "b": {"c": tuple(leaves[len(leaves) // 2 :])}, "none": None}
+        return {
+            "a": leaves[: len(leaves) // 2],
+            "b": {"c": tuple(leaves[len(leaves) // 2 :])},
+            "none": None,
+        }
     return leaves
 
 
@@ -163,21 +180,29 @@ def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
     usable = [
         o
         for o in OPERATIONS
-        if (limits.dropout or not o.random) and (limits.dtype32 or not o.only32) and (limits.eager or o.traceable)
+        if (limits.dropout or not o.random)
+        and (limits.dtype32 or not o.only32)
+        and (limits.eager or o.traceable)
     ]
     steps: list[Step] = []
     shapes: list[tuple[int, ...]] = []
     for number in range(draw.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         operation = draw.choice(usable)
         places = inputs + number
-        reuse = [i for i in range(len(shapes)) if len(operation.shapes) == 1 and shapes[i] == operation.shapes[0]]
+        reuse = [
+            i
+            for i in range(len(shapes))
+            if len(operation.shapes) == 1 and shapes[i] == operation.shapes[0]
+        ]
         if reuse and draw.random() < 0.3:
             params: tuple[int, ...] = (draw.choice(reuse),)
         else:
             params = tuple(range(len(shapes), len(shapes) + len(operation.shapes)))
             shapes += operation.shapes
         near = max(0, places - 3)
-        steps.append(Step(operation.name, draw.randrange(near, places), draw.randrange(places), params))
+        steps.append(
+            Step(operation.name, draw.randrange(near, places), draw.randrange(places), params)
+        )
     if draw.random() < 0.15:
         shapes.append((2,))  # a parameter that nothing reads
     total = inputs + len(steps)
@@ -185,7 +210,15 @@ def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
     draw.shuffle(outputs)
     extras = draw.choice(((), (), (), (), (3,), ("word", 0.5), (True,)))
     return Body(
-        tuple(steps), inputs, tuple(outputs), draw.choice(CONTAINERS), tuple(shapes), draw.random() < 0.3, extras,
+        tuple(steps),
+        inputs,
+        tuple(outputs),
+        draw.choice(CONTAINERS),
+        tuple(shapes),
+        draw.random() < 0.3,
+        extras,
         counter=draw.random() < 0.15,
-        aux_loss=draw.random() < 0.12, state=draw.random() < 0.1, side=draw.random() < 0.15,
-    )  # fmt: skip
+        aux_loss=draw.random() < 0.12,
+        state=draw.random() < 0.1,
+        side=draw.random() < 0.15,
+    )

@@ -1,7 +1,7 @@
 """The operations of random stages.
 
-Each takes the working tensors of a stage, all of shape ``[rows, WIDTH]``, and returns one more. An operation that needs
-parameters names their shapes; the generator creates them.
+Each takes the working tensors of a stage, all of shape ``[rows, WIDTH]``, and returns one more. An
+operation that needs parameters names their shapes; the generator creates them.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ OPERATIONS = [
     Operation("relu", lambda a, b, p: a.relu() + b.abs()),
     Operation("in_place", _in_place),
     Operation("write_slice", _write_slice),
-    Operation("transpose", lambda a, b, p: a.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(a.shape) + b),
+    Operation(
+        "transpose", lambda a, b, p: a.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(a.shape) + b
+    ),
     Operation("transposed_view", lambda a, b, p: a.T.contiguous().T),
     Operation("gaps", _gaps),
     Operation("expand", lambda a, b, p: (a * b).mean(1, keepdim=True).expand(a.shape)),
@@ -159,7 +161,11 @@ OPERATIONS = [
     Operation("mixed", _mixed, (V,)),
     Operation("half", _half),
     Operation("detached", lambda a, b, p: a.detach() * b),
-    Operation("where_root", lambda a, b, p: torch.where(a > 0, (a * p[0].abs()).clamp_min(1e-3).sqrt(), b), (V,)),
+    Operation(
+        "where_root",
+        lambda a, b, p: torch.where(a > 0, (a * p[0].abs()).clamp_min(1e-3).sqrt(), b),
+        (V,),
+    ),
     Operation("cumsum", lambda a, b, p: a.cumsum(-1) / WIDTH + b),
     Operation("prod", lambda a, b, p: (1 + 0.1 * a).prod(-1, keepdim=True) * b, exact=False),
     Operation("maximum", lambda a, b, p: torch.maximum(a, b) - a.amax(-1, keepdim=True)),

@@ -1,4 +1,6 @@
-"""The expected results of a case: plain autograd, one microbatch after another through the whole model."""
+"""The expected results of a case: plain autograd, one microbatch after another through the whole
+model.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from .models import tensors_of
 
 leaves_of = lambda t: optree.tree_leaves(t, namespace="fpipe")
 Grads = list[list[Tensor | None]]
-#: The gradients that are added for each leaf: of the replicas of its stage, and of leaves that are tied to it.
+#: The gradients that are added for each leaf: of the replicas of its stage, and of leaves that are
+#: tied to it.
 Parts = list[list[list[Tensor] | None]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call must return; ``limits`` are the documented reasons for which its last bits may differ."""
+    """What a call must return; ``limits`` are the documented reasons for which its last bits may
+    differ.
+    """
 
     value: Any
     grads: Grads | None = None
@@ -82,11 +87,16 @@ def expected(case: Case, call: Call, given: Given, schedule: fpipe.Schedule) -> 
     parts = _accumulated(case, run.grads, given.params, schedule)
     grads = [[_sum(part) for part in row] for row in _with_ties(case, parts)]
     zeros = zip(given.batch.xs, run.input_grads, strict=True)
-    return replace(found, grads=grads, input_grads=[torch.zeros_like(x) if g is None else g for x, g in zeros])
+    return replace(
+        found, grads=grads, input_grads=[torch.zeros_like(x) if g is None else g for x, g in zeros]
+    )
 
 
 def _microbatch(case: Case, call: Call, given: Given, weight: Any, m: int, run: _Run) -> None:
-    live = [optree.tree_map(lambda t: t.clone().requires_grad_(), p, namespace="fpipe") for p in given.params]
+    live = [
+        optree.tree_map(lambda t: t.clone().requires_grad_(), p, namespace="fpipe")
+        for p in given.params
+    ]
     x = given.batch.xs[m].clone().requires_grad_()
     y, extra = _through(case, given, live, x, m, run)
     if case.model.loss:
@@ -98,8 +108,14 @@ def _microbatch(case: Case, call: Call, given: Given, weight: Any, m: int, run: 
         roots, seeds = [value], [torch.ones_like(value) * weight * (call.scale or 1)]
         run.losses.append(value.detach())
     else:
-        run.outputs.append(optree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y, namespace="fpipe"))
-        pairs = zip(tensors_of(y), [] if given.cotangents is None else given.cotangents[m], strict=False)
+        run.outputs.append(
+            optree.tree_map(
+                lambda t: t.detach() if isinstance(t, Tensor) else t, y, namespace="fpipe"
+            )
+        )
+        pairs = zip(
+            tensors_of(y), [] if given.cotangents is None else given.cotangents[m], strict=False
+        )
         chosen = [(t, c) for t, c in pairs if t.requires_grad]
         roots, seeds = [t for t, _ in chosen], [c for _, c in chosen]
     if call.kind == "forward":
@@ -113,7 +129,9 @@ def _microbatch(case: Case, call: Call, given: Given, weight: Any, m: int, run: 
     run.grads.append([[next(each) for _ in leaves_of(p)] for p in live])
 
 
-def _through(case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: _Run) -> tuple[Any, Tensor | None]:
+def _through(
+    case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: _Run
+) -> tuple[Any, Tensor | None]:
     """The output of the last stage, and the sum of the auxiliary losses."""
     y, extra = x, None
     for s, (stage, p) in enumerate(zip(stages_of(case.model), live, strict=True)):
@@ -128,18 +146,22 @@ def _through(case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: 
         leaves = tensors_of(y)
         for leaf in leaves:
             _note_limits(leaf, run.limits)
-        if "if_finite" in [step.name for step in case.model.bodies[s].steps] and len(set(map(id, leaves))) < len(
-            leaves
-        ):
+        if "if_finite" in [step.name for step in case.model.bodies[s].steps] and len(
+            set(map(id, leaves))
+        ) < len(leaves):
             run.limits.add("one tensor twice by its data")
     return y, extra
 
 
-# ---- documented limits ----------------------------------------------------------------------------------------------
+# ---- documented limits ----
 def has_gaps(t: Tensor) -> bool:
-    """Whether a tensor leaves out elements of its memory, apart from axes that repeat one element."""
+    """Whether a tensor leaves out elements of its memory, apart from axes that repeat one
+    element.
+    """
     step = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and s):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and s
+    ):
         if stride != step:
             return True
         step *= size
@@ -160,7 +182,7 @@ def _note_limits(leaf: Tensor, limits: set[str]) -> None:
         leaf.register_hook(hook)
 
 
-# ---- sums -----------------------------------------------------------------------------------------------------------
+# ---- sums ----
 def _weights(case: Case, targets: Sequence[Tensor]) -> list[Any]:
     count = len(targets)
     if case.reduction == "weighted":
@@ -181,7 +203,9 @@ def _total(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
 
 
 def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
-    """By replica of a stage: the microbatches in the order in which the schedule runs their weight gradients."""
+    """By replica of a stage: the microbatches in the order in which the schedule runs their weight
+    gradients.
+    """
     rows: list[list[int]] = []
     for rank in schedule.placement.ranks_of(stage):
         order = [
@@ -194,13 +218,19 @@ def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
     return rows
 
 
-def _accumulated(case: Case, found: list[Grads], params: list[Any], schedule: fpipe.Schedule) -> Parts:
+def _accumulated(
+    case: Case, found: list[Grads], params: list[Any], schedule: fpipe.Schedule
+) -> Parts:
     """The gradients of each replica by stage and leaf; None for a leaf without a gradient."""
     return [
-        [None if str(stage) in case.frozen else _of_replicas(case, found, leaf, (stage, index), schedule)
-         for index, leaf in enumerate(leaves_of(p))]
+        [
+            None
+            if str(stage) in case.frozen
+            else _of_replicas(case, found, leaf, (stage, index), schedule)
+            for index, leaf in enumerate(leaves_of(p))
+        ]
         for stage, p in enumerate(params)
-    ]  # fmt: skip
+    ]
 
 
 def _of_replicas(

@@ -1,4 +1,6 @@
-"""Four seconds of ``make fuzz``, or a minute in ``make test-long``: some cases always the same, then new ones."""
+"""Four seconds of ``make fuzz``, or a minute in ``make test-long``: some cases always the same,
+then new ones.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ def test_random_cases_have_the_results_of_plain_autograd(long: bool):
     for number in range(10_000):
         seed = number if number < 2 * PER_MODEL else first + number
         found = run_case(seed)
-        assert found.kind not in ("different", "error"), f'{found.text}\nmake fuzz ARGS="--case {seed}" runs this again'
+        assert found.kind not in ("different", "error"), (
+            f'{found.text}\nmake fuzz ARGS="--case {seed}" runs this again'
+        )
         if number >= 2 * PER_MODEL and time.monotonic() > end:
             return

@@ -21,12 +21,18 @@ def ways(count: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def dearest(costs: list[int], starts: tuple[int, ...]) -> list[int]:
-    return sorted((sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True)), reverse=True)
+    return sorted(
+        (sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True)),
+        reverse=True,
+    )
 
 
 @given(costs=COSTS, parts=st.integers(1, 4))
 def test_spread_is_the_best_of_all(costs: list[int], parts: int):
-    best = min(ways(len(costs), parts), key=lambda w: (dearest(costs, w)[0], sum(c * c for c in dearest(costs, w))))
+    best = min(
+        ways(len(costs), parts),
+        key=lambda w: (dearest(costs, w)[0], sum(c * c for c in dearest(costs, w))),
+    )
     made = spread(costs, parts)
     assert made in ways(len(costs), parts)
     key = lambda w: (dearest(costs, w)[0], sum(c * c for c in dearest(costs, w)))
@@ -38,8 +44,12 @@ def total(plan: fpipe.Schedule, costs: list[int], starts: tuple[int, ...]) -> fl
     return plan.simulate(fpipe.Costs(F=sums, I=sums, W=sums)).total
 
 
-@pytest.mark.parametrize(("placement", "ranks"), [("1F1B", 3), ("ZBV", 2), ("GPipe", 4), ("loop", 2)])
-@pytest.mark.parametrize("costs", [[0, 1, 1, 1, 1, 1, 1, 3], [2, 1, 1, 5, 1, 1, 1, 1], [1, 2, 3, 4, 3, 2, 1, 4]])
+@pytest.mark.parametrize(
+    ("placement", "ranks"), [("1F1B", 3), ("ZBV", 2), ("GPipe", 4), ("loop", 2)]
+)
+@pytest.mark.parametrize(
+    "costs", [[0, 1, 1, 1, 1, 1, 1, 3], [2, 1, 1, 5, 1, 1, 1, 1], [1, 2, 3, 4, 3, 2, 1, 4]]
+)
 def test_the_proposal_is_as_good_as_any(placement: str, ranks: int, costs: list[int]):
     made = fpipe.balance(costs, ranks, placement)
     best = min(total(made.schedule, costs, w) for w in ways(len(costs), made.schedule.stages))
@@ -62,20 +72,27 @@ def test_a_heavy_head_moves_layers_forward():
 
 def test_names_and_modules_give_cuts_for_from_module():
     nn = pytest.importorskip("torch").nn
-    model = nn.Sequential(nn.Embedding(7, 4), *(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 40))
+    model = nn.Sequential(
+        nn.Embedding(7, 4), *(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 40)
+    )
     assert estimate(model) == 4 * 16 + 160
     made = fpipe.balance(model, ranks=2)
     assert made.cuts == ("5",)
     assert made.items == (0, 16, 16, 16, 16, 160)
     stages, _ = fpipe.from_module(model, made.cuts)
     assert len(stages) == 2
-    assert fpipe.balance({"first": 1, "second": 2, "third": 1}, ranks=2).cuts in (("second",), ("third",))
+    assert fpipe.balance({"first": 1, "second": 2, "third": 1}, ranks=2).cuts in (
+        ("second",),
+        ("third",),
+    )
     tied = nn.Linear(4, 4)
     assert estimate(nn.Sequential(tied, tied)) == 16
 
 
 @pytest.mark.parametrize(
-    "placement", [Placement.loop(2, 2), Placement.v(2), "v", fpipe.make_schedule("Interleaved1F1B", 2, 6)], ids=str
+    "placement",
+    [Placement.loop(2, 2), Placement.v(2), "v", fpipe.make_schedule("Interleaved1F1B", 2, 6)],
+    ids=str,
 )
 def test_placements(placement: Any):
     made = fpipe.balance([1, 1, 1, 1, 1, 2], 2, placement)
@@ -106,8 +123,14 @@ def test_many_items_do_not_take_long():
         (lambda: fpipe.balance(5, 1), "costs=5; give a list"),
         (lambda: fpipe.balance([1, 1], 2, "1G1B"), "1G1B"),
         (lambda: fpipe.balance([1, 1], 2, 7), "placement=7; give 'loop', 'v'"),
-        (lambda: fpipe.balance([1, 1], 2, fpipe.make_schedule("1F1B", 3, 3)), "the schedule is for 3 ranks, not 2"),
-        (lambda: fpipe.balance([1, 1, 1], 2, Placement.of([[0, 1], [2]])), "pass the Schedule that will run"),
+        (
+            lambda: fpipe.balance([1, 1], 2, fpipe.make_schedule("1F1B", 3, 3)),
+            "the schedule is for 3 ranks, not 2",
+        ),
+        (
+            lambda: fpipe.balance([1, 1, 1], 2, Placement.of([[0, 1], [2]])),
+            "pass the Schedule that will run",
+        ),
         (lambda: spread([1, 2], 3), "2 items cannot be cut into 3 parts"),
     ],
 )

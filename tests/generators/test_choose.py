@@ -1,4 +1,6 @@
-"""Which schedule ``schedule="auto"`` takes: never a slower one than any named schedule that fits."""
+"""Which schedule ``schedule="auto"`` takes: never a slower one than any named schedule that
+fits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def test_never_slower_than_a_named_schedule_that_fits_on_random_profiles(long: b
         stages = p * per_rank
         numbers = lambda stages=stages: [draw.uniform(0.5, 2) for _ in range(stages)]
         whole = {"B": numbers()} if draw.random() < 0.3 else {}
-        costs = Costs(numbers(), numbers(), numbers(), comm=draw.uniform(0, 0.3), saved=numbers(), **whole)
+        costs = Costs(
+            numbers(), numbers(), numbers(), comm=draw.uniform(0, 0.3), saved=numbers(), **whole
+        )
         limit = draw.uniform(2, 20) * stages / p
         try:
             choice = choose(costs, p, m, stages, limit, time_limit=0.05)
@@ -32,7 +36,9 @@ def test_never_slower_than_a_named_schedule_that_fits_on_random_profiles(long: b
             except ScheduleError:
                 continue
             if schedule.placement.replicated:
-                assert all(each.name != name for each in choice.candidates), "it holds the parameters twice"
+                assert all(each.name != name for each in choice.candidates), (
+                    "it holds the parameters twice"
+                )
                 continue
             t = schedule.simulate(costs)
             assert max(t.peak_bytes) > limit or choice.best.span <= t.span * (1 + 1e-9), name
@@ -40,7 +46,9 @@ def test_never_slower_than_a_named_schedule_that_fits_on_random_profiles(long: b
 
 def test_what_was_chosen_and_why_as_text() -> None:
     text = str(choose(Costs(unit="ms"), 4, 8, 8, memory=9, time_limit=0.05))
-    assert text.startswith("ZBVZeroBubble: span 48 ms, bubble 0.00%, holds 8; no schedule is shorter than 48 ms")
+    assert text.startswith(
+        "ZBVZeroBubble: span 48 ms, bubble 0.00%, holds 8; no schedule is shorter than 48 ms"
+    )
     assert "GPipe" in text and text.count("does not fit") > 3
 
 

@@ -1,4 +1,6 @@
-"""Forwards alone: the least time that a placement allows, and the order of microbatches of each stage."""
+"""Forwards alone: the least time that a placement allows, and the order of microbatches of each
+stage.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,23 @@ def test_forwards_alone_are_valid_keep_the_order_of_each_stage_and_take_no_longe
 
 @pytest.mark.parametrize("name", ["VMin", "VHalf", "V", "ZBVZeroBubble", "DualPipeV", "Hanayo"])
 def test_forwards_of_a_v_idle_only_for_the_way_down_and_up(name: str) -> None:
-    """The last rank waits for p - 1 passes at first, and the first rank for p - 1 after that one's last."""
+    """The last rank waits for p - 1 passes at first, and the first rank for p - 1 after that one's
+    last.
+    """
     for case in (Case(name, p, m, 2 * p) for p in (2, 3, 4, 8) for m in (p, 2 * p, 3 * p)):
-        assert forwards_alone(case.make()).simulate(Costs()).total == 2 * case.microbatches + 2 * (case.ranks - 1)
+        assert forwards_alone(case.make()).simulate(Costs()).total == 2 * case.microbatches + 2 * (
+            case.ranks - 1
+        )
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZB2P"])
 def test_forwards_of_a_loop_idle_for_one_crossing(name: str) -> None:
     for case in (Case(name, p, m, v * p) for p in (2, 4) for m in (p, 3 * p) for v in (2, 3)):
         per_rank = case.stages // case.ranks
-        assert forwards_alone(case.make()).simulate(Costs()).total == per_rank * case.microbatches + case.ranks - 1
+        assert (
+            forwards_alone(case.make()).simulate(Costs()).total
+            == per_rank * case.microbatches + case.ranks - 1
+        )
 
 
 def test_values_do_not_wait_for_forwards_of_earlier_stages() -> None:
@@ -59,6 +68,8 @@ def test_slices_stay_in_the_order_of_the_schedule() -> None:
 
 def test_a_schedule_that_the_caller_gave_keeps_its_order():
     given = fpipe.make_schedule("VMin", 3, 6)
-    pipe = lambda schedule: fpipe.pipeline([lambda p, x: x] * 6, schedule, microbatches=6, group=fpipe.local(3))
+    pipe = lambda schedule: fpipe.pipeline(
+        [lambda p, x: x] * 6, schedule, microbatches=6, group=fpipe.local(3)
+    )
     assert pipe(given).config.forwards_for(6).rows == given.only("F").rows
     assert pipe("VMin").config.forwards_for(6).rows != given.only("F").rows

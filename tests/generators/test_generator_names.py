@@ -11,11 +11,17 @@ from fpipe.generators import unregister_schedule
 
 
 def test_case_and_dashes_in_names_do_not_matter() -> None:
-    assert make_schedule("zbv", 2, 3) == make_schedule("ZBVZeroBubble", 2, 3) == make_schedule("zbv-zero_bubble", 2, 3)
+    assert (
+        make_schedule("zbv", 2, 3)
+        == make_schedule("ZBVZeroBubble", 2, 3)
+        == make_schedule("zbv-zero_bubble", 2, 3)
+    )
     assert make_schedule("gpipe", 2, 3).name == "GPipe"
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("1f1", "1F1B"), ("ZVB", "ZBV"), ("dualpipe v2", "DualPipeV")])
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("1f1", "1F1B"), ("ZVB", "ZBV"), ("dualpipe v2", "DualPipeV")]
+)
 def test_a_typo_gets_the_nearest_names(typo: str, meant: str) -> None:
     with pytest.raises(ScheduleError, match=f"did you mean .*{meant}"):
         make_schedule(typo, 2, 2)
@@ -64,7 +70,10 @@ def mine() -> Iterator[str]:
 @pytest.mark.parametrize("counts", [(4, 10**7), (10**9, 1), (10**5, 10**5)])
 @pytest.mark.parametrize("name", schedule_names())
 def test_what_no_memory_holds_is_refused_at_once(name: str, counts: tuple[int, int]) -> None:
-    with pytest.raises(ScheduleError, match=r"forwards and backwards; at most 16,777,216.*fewer ranks or microbatches"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"forwards and backwards; at most 16,777,216.*fewer ranks or microbatches",
+    ):
         make_schedule(name, *counts)
 
 
@@ -88,7 +97,9 @@ def test_register_as_a_call_and_as_a_decorator(mine: str) -> None:
 def test_a_built_in_name_is_not_replaced() -> None:
     for name in ("1f1b", "zbv"):
         with pytest.raises(ScheduleError, match="is built in"):
-            register_schedule(name, lambda ranks, microbatches: make_schedule("GPipe", ranks, microbatches))
+            register_schedule(
+                name, lambda ranks, microbatches: make_schedule("GPipe", ranks, microbatches)
+            )
 
 
 def test_a_registered_function_that_does_not_keep_its_word(mine: str) -> None:
@@ -103,7 +114,9 @@ def test_a_registered_function_that_does_not_keep_its_word(mine: str) -> None:
         make_schedule(mine, 2, 2, stages=4)
 
 
-@pytest.mark.parametrize(("name", "fn"), [("", lambda p, m: None), (3, lambda p, m: None), ("new", 3)])
+@pytest.mark.parametrize(
+    ("name", "fn"), [("", lambda p, m: None), (3, lambda p, m: None), ("new", 3)]
+)
 def test_what_cannot_be_registered(name, fn) -> None:
     with pytest.raises(ScheduleError):
         register_schedule(name, fn)

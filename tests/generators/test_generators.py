@@ -1,4 +1,6 @@
-"""Each schedule against published results: torch's orders, printed orders, totals and peaks, and ``check``."""
+"""Each schedule against published results: torch's orders, printed orders, totals and peaks, and
+``check``.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ def test_the_table_of_the_tests_has_every_schedule() -> None:
     assert sorted(NAMES) == sorted(schedule_names())
 
 
-# ---- torch as an oracle -----------------------------------------------------------------------------------------
-
-
+# ---- torch as an oracle ----
 @pytest.fixture(scope="module")
 def torch_order():
-    """What torch.distributed.pipelining would run: (name, ranks, per_rank, microbatches) -> rows, or None where it
-    refuses. Its schedule classes only want to read counts off their stages, so mocks of its own stage class do."""
+    """What torch.distributed.pipelining would run: (name, ranks, per_rank, microbatches) -> rows,
+    or None where it refuses. Its schedule classes only want to read counts off their stages, so
+    mocks of its own stage class do.
+    """
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     from torch.distributed.pipelining import PipelineStage
 
@@ -57,12 +59,17 @@ def torch_order():
 
     def order(name: str, ranks: int, per_rank: int, microbatches: int):
         for stage in mocks:
-            stage.configure_mock(group_rank=0, group_size=ranks, num_stages=ranks * per_rank, submod=None)
+            stage.configure_mock(
+                group_rank=0, group_size=ranks, num_stages=ranks * per_rank, submod=None
+            )
         try:
             made = getattr(schedules, f"Schedule{name}")(mocks[:per_rank], microbatches)
         except ValueError:
             return None
-        return [[plain(action) for action in made.pipeline_order[rank] if action] for rank in range(ranks)]
+        return [
+            [plain(action) for action in made.pipeline_order[rank] if action]
+            for rank in range(ranks)
+        ]
 
     # the order is computed before communication is added, which is slow and not needed
     with mock.patch.object(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
@@ -71,7 +78,9 @@ def torch_order():
 
 @pytest.mark.parametrize("per_rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", BY_TORCH)
-def test_same_order_as_torch_for_every_count_that_it_accepts(torch_order, name: str, per_rank: int) -> None:
+def test_same_order_as_torch_for_every_count_that_it_accepts(
+    torch_order, name: str, per_rank: int
+) -> None:
     if per_rank not in BY_TORCH[name]:
         pytest.skip(f"{name} has {BY_TORCH[name][0]} stages on each rank")
     compared = 0
@@ -82,14 +91,14 @@ def test_same_order_as_torch_for_every_count_that_it_accepts(torch_order, name: 
                 continue
             ours = make_schedule(name, ranks, microbatches, stages=ranks * per_rank)
             rows = [[tuple(a.parts) if len(a.parts) > 1 else a for a in row] for row in ours]
-            assert rows == theirs, f"{name}, {ranks} ranks, {microbatches} microbatches, {per_rank} stages a rank"
+            assert rows == theirs, (
+                f"{name}, {ranks} ranks, {microbatches} microbatches, {per_rank} stages a rank"
+            )
             compared += 1
     assert compared >= 150
 
 
-# ---- orders in print --------------------------------------------------------------------------------------------
-
-
+# ---- orders in print ----
 def test_dual_pipe_v_to_the_letter() -> None:
     printed = (Path(__file__).parents[1] / "data" / "dualpipev_4x10.txt").read_text()
     assert str(make_schedule("DualPipeV", 4, 10)).strip() == printed.strip()
@@ -104,8 +113,9 @@ def test_gpipe_is_all_forwards_then_all_backwards() -> None:
 
 
 def test_one_f_one_b_runs_a_backward_as_soon_as_it_holds_enough() -> None:
-    """The paper's rule, in another form than in the generator: rank r never holds more than p - r activations,
-    and runs a forward whenever this bound allows it."""
+    """The paper's rule, in another form than in the generator: rank r never holds more than p - r
+    activations, and runs a forward whenever this bound allows it.
+    """
     for case in cases(range(1, 9), range(1, 33), name="1F1B"):
         for rank, row in enumerate(case.make()):
             done = {"F": 0, "B": 0}
@@ -127,18 +137,22 @@ def test_one_f_one_b_as_the_paper_draws_it() -> None:
 @pytest.mark.parametrize(("module", "drawn"), [(zbv, 6), (dualpipe, 7)])
 def test_the_drawings_are_what_the_code_draws(module, drawn: int) -> None:
     picture = [
-        "".join(line.split()[2:]) for line in inspect.getdoc(module).splitlines() if line.strip().startswith("rank ")
+        "".join(line.split()[2:])
+        for line in inspect.getdoc(module).splitlines()
+        if line.strip().startswith("rank ")
     ]
     assert picture == [module._pattern(3, rank, drawn) for rank in range(3)]
 
 
-# ---- what check proves ------------------------------------------------------------------------------------------
-
-
+# ---- what check proves ----
 @pytest.mark.parametrize("name", NAMES)
 def test_valid_for_every_count(name: str, long: bool) -> None:
     every = cases(range(1, 9), range(1, 33), per_rank=(1, 2, 3, 4), name=name)
-    for case in every if long else covering(every, lambda case: (*case[1:3], case.stages // case.ranks), pairs=True):
+    for case in (
+        every
+        if long
+        else covering(every, lambda case: (*case[1:3], case.stages // case.ranks), pairs=True)
+    ):
         schedule = case.make().check()
         assert (schedule.ranks, schedule.microbatches, schedule.stages) == case[1:], str(case)
 
@@ -169,9 +183,9 @@ def test_stages_beyond_one_a_rank_are_neighbours() -> None:
     assert schedule.placement.stages_of(1) == (2, 3)
 
 
-# ---- time and memory --------------------------------------------------------------------------------------------
-
-#: name -> total, span, peak activations of a rank: 8 ranks, 24 microbatches, F = I = W = 1 for a rank's whole share
+# ---- time and memory ----
+#: name -> total, span, peak activations of a rank: 8 ranks, 24 microbatches, F = I = W = 1 for a
+#: rank's whole share
 UNIT_COST = {
     "GPipe": (93, None, 24),
     "1F1B": (93, None, 8),
@@ -210,8 +224,8 @@ def test_chimera_idles_for_p_minus_2_passes() -> None:
                 assert timeline.peak[: ranks // 2] == tuple(range(ranks // 2 + 1, ranks + 1))
 
 
-#: "microbatch, chunk: F from, B from" of every rank, from the published figure: 4 ranks, 4 microbatches, B = 2F;
-#: microbatches 0 and 1 go down
+#: "microbatch, chunk: F from, B from" of every rank, from the published figure: 4 ranks, 4
+#: microbatches, B = 2F; microbatches 0 and 1 go down
 BITPIPE = (
     "00:0,22 10:2,26 20:3,16 21:4,14 30:5,20 31:6,18 01:7,8 11:10,12",
     "00:1,20 20:2,18 10:3,24 30:4,22 21:5,12 01:6,10 31:7,16 11:8,14",
@@ -221,7 +235,9 @@ BITPIPE = (
 
 
 def test_bitpipe_is_the_published_schedule() -> None:
-    """The same order, and no pass starts later; some forwards are drawn later than they can start."""
+    """The same order, and no pass starts later; some forwards are drawn later than they can
+    start.
+    """
     timeline = make_schedule("BitPipe", 4, 4).simulate(Costs(F=1, B=2))
     for rank, row in enumerate(BITPIPE):
         drawn = {}
@@ -229,7 +245,10 @@ def test_bitpipe_is_the_published_schedule() -> None:
             microbatch, second = map(int, where)
             position = rank if microbatch < 2 else 3 - rank
             stage = 7 - position if second else position
-            drawn |= {f"{stage}{op}{microbatch}": int(time) for op, time in zip("FB", times.split(","), strict=True)}
+            drawn |= {
+                f"{stage}{op}{microbatch}": int(time)
+                for op, time in zip("FB", times.split(","), strict=True)
+            }
         spans = timeline.of_rank(rank)
         assert [str(span.action) for span in spans] == sorted(drawn, key=drawn.__getitem__)
         assert all(span.start <= drawn[str(span.action)] for span in spans)
@@ -239,7 +258,9 @@ def test_bitpipe_is_the_published_schedule() -> None:
 def test_bitpipe_has_the_published_bubble() -> None:
     for p in (2, 4, 6, 8, 12):
         published = (p - 2) / (3 * p + p - 2)
-        assert make_schedule("BitPipe", p, p).simulate(Costs(F=1, B=2)).bubble == pytest.approx(published)
+        assert make_schedule("BitPipe", p, p).simulate(Costs(F=1, B=2)).bubble == pytest.approx(
+            published
+        )
         for v in (1, 2, 3, 4):
             for m in (p, p + 2, 2 * p, 5 * p):
                 timeline = make_schedule("BitPipe", p, m, stages=p * v).simulate(Costs(F=1, B=1))
@@ -249,9 +270,13 @@ def test_bitpipe_has_the_published_bubble() -> None:
 
 
 def test_further_units_of_bitpipe_cost_as_in_its_drawing() -> None:
-    """With backwards of twice a forward the drawing of two units for 4 ranks ends at 53, one later than the formula."""
+    """With backwards of twice a forward the drawing of two units for 4 ranks ends at 53, one later
+    than the formula.
+    """
     for p in (4, 6, 8):
-        spans = [make_schedule("BitPipe", p, m).simulate(Costs(F=1, B=2)).span for m in (p, 2 * p, 3 * p)]
+        spans = [
+            make_schedule("BitPipe", p, m).simulate(Costs(F=1, B=2)).span for m in (p, 2 * p, 3 * p)
+        ]
         assert spans == [6 * p + 2 * (p - 2) + k * (6 * p + p - 3) for k in range(3)]
 
 
@@ -273,7 +298,9 @@ def test_v_family_lies_on_the_frontier_of_time_and_memory(name: str) -> None:
         wanted = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + math.ceil(k / 2)))
         for microbatches in (2 * p, 4 * p, 7 * p):
             timeline = make_schedule(name, p, microbatches).simulate()
-            assert timeline.span - 6 * microbatches == wanted, f"{p} ranks, {microbatches} microbatches"
+            assert timeline.span - 6 * microbatches == wanted, (
+                f"{p} ranks, {microbatches} microbatches"
+            )
             assert max(timeline.peak) == k
     assert unit_cost(name, 8, 32)[1] == 96 + {"VMin": 23, "VHalf": 17}[name] / 2
 
@@ -327,7 +354,9 @@ def test_automatic_with_uneven_costs_is_valid_and_keeps_its_limit() -> None:
             kept=[rng.uniform(0, 1) * s for s in saved],
         )
         limit = rng.uniform(2, 4) * ranks
-        timeline = automatic_zero_bubble(ranks, microbatches, costs, limit=limit).check().simulate(costs)
+        timeline = (
+            automatic_zero_bubble(ranks, microbatches, costs, limit=limit).check().simulate(costs)
+        )
         assert max(timeline.peak_bytes) <= limit * (1 + 1e-6)
 
 
@@ -335,23 +364,40 @@ def test_automatic_with_uneven_costs_is_valid_and_keeps_its_limit() -> None:
 def test_zero_bubble_in_a_loop_idles_for_a_crossing_of_chunks_or_not_at_all(per_rank: int) -> None:
     for ranks in (2, 3, 5, 8):
         for microbatches in (2 * ranks, 3 * ranks, 8 * ranks):
-            for name, idle, held in (("InterleavedZB1P", ranks - 1, ranks), ("InterleavedZB2P", 0, 2 * ranks)):
-                timeline = make_schedule(name, ranks, microbatches, stages=ranks * per_rank).simulate()
-                assert timeline.span - 3 * per_rank * microbatches == idle, f"{name} {ranks} {microbatches}"
+            for name, idle, held in (
+                ("InterleavedZB1P", ranks - 1, ranks),
+                ("InterleavedZB2P", 0, 2 * ranks),
+            ):
+                timeline = make_schedule(
+                    name, ranks, microbatches, stages=ranks * per_rank
+                ).simulate()
+                assert timeline.span - 3 * per_rank * microbatches == idle, (
+                    f"{name} {ranks} {microbatches}"
+                )
                 assert max(timeline.peak) <= held * per_rank
 
 
 @pytest.mark.parametrize(
-    ("row", "most"), [((8, 24, 18.522, 18.086, 9.337, 0.601), 0.037), ((16, 48, 11.347, 11.248, 8.132, 0.377), 0.001)]
+    ("row", "most"),
+    [
+        ((8, 24, 18.522, 18.086, 9.337, 0.601), 0.037),
+        ((16, 48, 11.347, 11.248, 8.132, 0.377), 0.001),
+    ],
 )
 def test_zero_bubble_in_a_loop_from_measured_costs(row, most: float) -> None:
-    """In 2p activations, far less idle time than the loop with the same costs that is made by hand."""
+    """In 2p activations, far less idle time than the loop with the same costs that is made by
+    hand.
+    """
     ranks, microbatches, f, i, w, link = row
     costs = Costs(F=f / 2, I=i / 2, W=w / 2, comm=link, saved=1 / 2, kept=0.45)
     by_hand = make_schedule("InterleavedZeroBubble", ranks, microbatches).simulate(costs)
     spans = []
     for limit in (1.5 * ranks, 2 * ranks):
-        timeline = automatic_loop(ranks, microbatches, 2 * ranks, costs, limit=limit).check().simulate(costs)
+        timeline = (
+            automatic_loop(ranks, microbatches, 2 * ranks, costs, limit=limit)
+            .check()
+            .simulate(costs)
+        )
         assert max(timeline.peak_bytes) <= limit * (1 + 1e-9)
         spans.append(timeline.span)
     assert by_hand.span > spans[0] > spans[1]
@@ -359,7 +405,9 @@ def test_zero_bubble_in_a_loop_from_measured_costs(row, most: float) -> None:
 
 
 def test_a_limit_that_no_loop_fits_in() -> None:
-    with pytest.raises(ScheduleError, match="limit=1 is too little: rank 0 holds 2 for one microbatch") as caught:
+    with pytest.raises(
+        ScheduleError, match="limit=1 is too little: rank 0 holds 2 for one microbatch"
+    ) as caught:
         automatic_loop(4, 8, 8, Costs(), limit=1)
     assert caught.value.rule == "limit"
 
@@ -370,18 +418,27 @@ def test_a_limit_that_leaves_no_room_for_the_first_microbatches() -> None:
     assert caught.value.rule == "limit"
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe", "Chimera", "BitPipe", "Hanayo"])
+@pytest.mark.parametrize(
+    "name", ["1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe", "Chimera", "BitPipe", "Hanayo"]
+)
 def test_fewer_microbatches_never_take_longer(name: str) -> None:
-    """Schedules that are drawn for more microbatches than there are must not pay for those that are left out."""
+    """Schedules that are drawn for more microbatches than there are must not pay for those that are
+    left out.
+    """
     totals = [unit_cost(name, 4, m)[0] for m in range(1, 12)]
     assert totals == sorted(totals)
 
 
 def test_dual_pipe_v_with_few_microbatches_is_as_fast_as_zbv() -> None:
-    """Of the drawing for 2p microbatches the first ones are left out; without the last ones it would be slower."""
+    """Of the drawing for 2p microbatches the first ones are left out; without the last ones it
+    would be slower.
+    """
     for ranks in (2, 3, 4, 8):
         for microbatches in range(1, ranks + 1):
-            assert unit_cost("DualPipeV", ranks, microbatches)[:2] == unit_cost("ZBV", ranks, microbatches)[:2]
+            assert (
+                unit_cost("DualPipeV", ranks, microbatches)[:2]
+                == unit_cost("ZBV", ranks, microbatches)[:2]
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -389,7 +446,9 @@ def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None
     """A microsecond or two; ``make bench`` measures it."""
 
     def effort(ranks: int) -> float:
-        actions = sum(len(action.parts) for row in make_schedule(name, ranks, 8 * ranks) for action in row)
+        actions = sum(
+            len(action.parts) for row in make_schedule(name, ranks, 8 * ranks) for action in row
+        )
         return lines(lambda: make_schedule(name, ranks, 8 * ranks)) / actions
 
     assert effort(16) < min(40, 1.1 * effort(8))
@@ -399,11 +458,15 @@ def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None
     ("p", "chunks"), [*((p, None) for p in (2, 3, 4, 5, 8)), (16, (13, 25, 28, 31)), (32, (47, 62))]
 )
 def test_v_with_any_memory_idles_for_the_least_time(p: int, chunks: tuple[int, ...] | None) -> None:
-    """The formula of Controllable Memory, from 2p microbatches on, and for odd numbers of chunks too."""
+    """The formula of Controllable Memory, from 2p microbatches on, and for odd numbers of chunks
+    too.
+    """
     for k in chunks or range(2 * ((p + 4) // 3), 2 * p + 1):
         for microbatches in (2 * p, 4 * p) if p < 16 else (2 * p,):
             t = make_schedule("V", p, microbatches, memory=k / (2 * p)).check().simulate()
-            assert t.span - 6 * microbatches == 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2))), k
+            assert t.span - 6 * microbatches == 3 * p - 1 - 3 * k + max(
+                3 * p, p - 1 + 2 * (1 + -(-k // 2))
+            ), k
             assert max(t.peak) <= k
 
 

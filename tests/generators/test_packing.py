@@ -26,8 +26,9 @@ def test_the_dearest_microbatch_is_close_to_that_of_brute_force(seed: int):
     every = itertools.product(range(count), repeat=len(lengths))
     best = min(
         dearest([[i for i, m in enumerate(homes) if m == n] for n in range(count)], lengths)
-        for homes in every if len(set(homes)) == count
-    )  # fmt: skip
+        for homes in every
+        if len(set(homes)) == count
+    )
     assert best <= dearest(packed, lengths) <= 1.1 * best
 
 

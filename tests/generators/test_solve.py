@@ -1,4 +1,6 @@
-"""The solver: published figures, bounds against brute force, memory, and what a solved schedule is."""
+"""The solver: published figures, bounds against brute force, memory, and what a solved schedule
+is.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ from fpipe.generators.solver.task import Few, Task
 from sample import also
 
 
-def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
+def quick(
+    costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object
+) -> Solved:
     """A search of a tenth of a second."""
-    return solve(costs, ranks, microbatches, placement, progress=False, **{"time_limit": 0.1, **options})  # type: ignore[arg-type]
+    return solve(
+        costs, ranks, microbatches, placement, progress=False, **{"time_limit": 0.1, **options}
+    )  # type: ignore[arg-type]
 
 
-# ---- published figures ----------------------------------------------------------------------------------------------
-#: Zero-bubble paper, tables 5 and 6: p, m, costs, hidden size and heads, bubble rates of ZB-1p and ZB-2p
+# ---- published figures ----
+#: Zero-bubble paper, tables 5 and 6: p, m, costs, hidden size and heads, bubble rates of ZB-1p and
+#: ZB-2p
 PAPER = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (2304, 24), 0.1585, 0.0433),
     (8, 32, (18.513, 18.086, 9.331, 0.626), (2304, 24), 0.1242, 0.0039),
@@ -78,7 +85,7 @@ def test_the_least_idle_time_of_a_v_of_64_ranks() -> None:
     assert round(s.timeline.bubble, 4) == 0.0168 and s.gap == 0 and "rank 63" in s.bound.reason
 
 
-# ---- bounds ---------------------------------------------------------------------------------------------------------
+# ---- bounds ----
 def brute_force(costs: Costs, path: tuple[int, ...], microbatches: int, limit: float) -> float:
     """The least span of all orders of all ranks."""
     ranks = max(path) + 1
@@ -116,7 +123,9 @@ def _held(row: tuple[tuple[str, int, int], ...], costs: Costs) -> float:
     return peak
 
 
-def _span(rows: tuple[tuple[tuple[str, int, int], ...], ...], path: tuple[int, ...], costs: Costs) -> float:
+def _span(
+    rows: tuple[tuple[tuple[str, int, int], ...], ...], path: tuple[int, ...], costs: Costs
+) -> float:
     """A clock of its own: infinite where the rows wait for each other."""
     stages = len(path)
     times, links = costs.times(stages), costs.links(stages)
@@ -136,7 +145,9 @@ def _span(rows: tuple[tuple[tuple[str, int, int], ...], ...], path: tuple[int, .
                     if (*before, m) not in ends:
                         break
                     link = min(stage, before[1])
-                    ready = ends[*before, m] + (links[link] if path[before[1]] != path[stage] else 0.0)
+                    ready = ends[*before, m] + (
+                        links[link] if path[before[1]] != path[stage] else 0.0
+                    )
                     if op == "I" and ("F", stage, m) not in ends:
                         break
                 start = max(ready, clocks[rank])
@@ -152,7 +163,15 @@ def _span(rows: tuple[tuple[tuple[str, int, int], ...], ...], path: tuple[int, .
     return max(clock - first for clock, first in zip(clocks, firsts, strict=True))
 
 
-TINY = [((0, 1), 2), ((0, 1), 1), ((0, 1, 2), 1), ((0, 1, 1, 0), 1), ((0, 1, 0, 1), 1), ((0,), 3), ((0, 0), 1)]
+TINY = [
+    ((0, 1), 2),
+    ((0, 1), 1),
+    ((0, 1, 2), 1),
+    ((0, 1, 1, 0), 1),
+    ((0, 1, 0, 1), 1),
+    ((0,), 3),
+    ((0, 0), 1),
+]
 
 
 def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
@@ -171,7 +190,14 @@ def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
         held = max(path.count(rank) for rank in path)
         limit = held * draw.choice((1, 1, 2, 3))
         best = brute_force(costs, path, m, limit)
-        s = quick(costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=0.02)  # type: ignore[arg-type]
+        s = quick(
+            costs,
+            max(path) + 1,
+            m,
+            Placement((path,), max(path) + 1),
+            memory=limit,
+            time_limit=0.02,
+        )  # type: ignore[arg-type]
         assert s.bound <= best + 1e-9 <= s.timeline.span + 2e-9, (path, m, costs, limit)
         if exact.available():
             problem = Problem.of(costs, path, max(path) + 1, m, (limit,) * (max(path) + 1))
@@ -182,7 +208,9 @@ def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
 
 @pytest.mark.parametrize("p", [4, 8, 16])
 def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None:
-    """The formula of the reference, for all memory but that of 2p - 1 chunks: it is the least idle time."""
+    """The formula of the reference, for all memory but that of 2p - 1 chunks: it is the least idle
+    time.
+    """
     for k in [*range(2 * ((p + 4) // 3), 2 * p - 1), 2 * p]:
         problem = Problem.of(Costs(), Placement.v(p).paths[0], p, 4 * p, (k,) * p)
         idle = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
@@ -191,11 +219,15 @@ def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None
 
 @pytest.mark.parametrize(("p", "chunks"), [(4, 6), (8, 14), (16, 13), (16, 28)])
 def test_a_v_with_any_memory_is_solved_at_once(p: int, chunks: int) -> None:
-    s = quick(Costs(), p, 4 * p, "V", memory=chunks, time_limit=60)  # it ends when the best is known
+    s = quick(
+        Costs(), p, 4 * p, "V", memory=chunks, time_limit=60
+    )  # it ends when the best is known
     assert s.gap == 0 and max(s.check().timeline.peak) <= chunks
 
 
-def test_the_linear_program_is_the_largest_bound_within_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_linear_program_is_the_largest_bound_within_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("ortools")
     monkeypatch.setattr(exact, "MOST", 0)
     costs = Costs(F=3, I=2, W=1)
@@ -205,11 +237,13 @@ def test_the_linear_program_is_the_largest_bound_within_little_memory(monkeypatc
 
 
 def test_the_bound_of_uneven_v_half_by_hand() -> None:
-    """8 ranks, 32 microbatches, 10 chunks: what rank 7 must do, the ways from rank 0 to it and back; .1111 at least.
+    """8 ranks, 32 microbatches, 10 chunks: what rank 7 must do, the ways from rank 0 to it and
+    back; .1111 at least.
 
-    The last rank begins 7 F and 7 links after rank 0. Its first backward comes after 9 F, 7 I and 14 links, and at most
-    10 F fit in memory until then. When its last forward ends, at most 10 chunks lack I and W; from there 7 F, 9 I and
-    14 links lead to the end of its last I, then 7 I, 7 links and a W to the end of rank 0.
+    The last rank begins 7 F and 7 links after rank 0. Its first backward comes after 9 F, 7 I and
+    14 links, and at most 10 F fit in memory until then. When its last forward ends, at most 10
+    chunks lack I and W; from there 7 F, 9 I and 14 links lead to the end of its last I, then 7 I, 7
+    links and a W to the end of rank 0.
     """
     f, i, w, link = 4.959, 5.217, 3.519, 0.213
     before = 7 * (f + link)
@@ -230,14 +264,19 @@ def test_a_bound_has_a_reason() -> None:
     assert free.bound == 18 and free.bound.reason == "rank 0: its work"
 
 
-# ---- what it returns ------------------------------------------------------------------------------------------------
+# ---- what it returns ----
 def test_a_solved_schedule_is_a_schedule() -> None:
     s = quick(Costs(F=2), 2, 4, "V")
     plain = Schedule.parse(str(s))
     assert s == plain and plain == s and hash(s) == hash(plain) and s.digest == plain.digest
     assert isinstance(s, Schedule) and s.check() is s
     copy = pickle.loads(pickle.dumps(s))
-    assert copy == s and copy.bound == s.bound and copy.bound.reason == s.bound.reason and copy.gap == s.gap
+    assert (
+        copy == s
+        and copy.bound == s.bound
+        and copy.bound.reason == s.bound.reason
+        and copy.gap == s.gap
+    )
     assert s != quick(Costs(F=2), 2, 5, "V")
 
 
@@ -247,10 +286,21 @@ def test_all_placements_within_any_memory(placement: str, per_rank: int) -> None
     draw = random.Random(per_rank)
     for share in (1, 1.5, 3):
         numbers = lambda: [draw.uniform(1, 3) for _ in range(3 * per_rank)]
-        costs = Costs(numbers(), numbers(), numbers(), comm=0.3, saved=numbers(), kept=numbers(), send=0.1, receive=0.2)
+        costs = Costs(
+            numbers(),
+            numbers(),
+            numbers(),
+            comm=0.3,
+            saved=numbers(),
+            kept=numbers(),
+            send=0.1,
+            receive=0.2,
+        )
         limit = [share * 3 * per_rank * 1.01] * 2 + [1e9]
         s = quick(costs, 3, 7, placement, memory=limit, time_limit=0.05)
-        assert all(held <= at for held, at in zip(s.check().timeline.peak_bytes, limit, strict=True))
+        assert all(
+            held <= at for held, at in zip(s.check().timeline.peak_bytes, limit, strict=True)
+        )
         assert s.stages == 3 * per_rank and s.bound <= s.timeline.span
 
 
@@ -263,7 +313,10 @@ def test_never_longer_than_a_named_schedule_that_fits() -> None:
                 t = make_schedule(name, 3, 9, stages=6).simulate(costs)
             except ScheduleError:
                 continue
-            if len(make_schedule(name, 3, 9, stages=6).placement.paths) == 1 and max(t.peak_bytes) <= limit:
+            if (
+                len(make_schedule(name, 3, 9, stages=6).placement.paths) == 1
+                and max(t.peak_bytes) <= limit
+            ):
                 assert s.timeline.span <= t.span + 1e-9, name
 
 
@@ -285,14 +338,22 @@ def test_microbatches_that_differ_are_put_in_order() -> None:
 
 
 def test_layers_move_between_stages() -> None:
-    layers = Costs(F=[1, 1, 1, 1, 1, 1, 1, 4], I=[1, 1, 1, 1, 1, 1, 1, 4], W=[1, 1, 1, 1, 1, 1, 1, 4], saved=[1] * 8)
+    layers = Costs(
+        F=[1, 1, 1, 1, 1, 1, 1, 4],
+        I=[1, 1, 1, 1, 1, 1, 1, 4],
+        W=[1, 1, 1, 1, 1, 1, 1, 4],
+        saved=[1] * 8,
+    )
     s = solve(Costs(comm=0.1), 2, 8, "one", layers=layers, memory=100, time_limit=1, progress=False)
     assert s.cuts in ((5,), (6,)) and sorted(s.costs.F) == [5, 6] and sum(s.costs.saved) == 8  # type: ignore[arg-type]
     even = quick(Costs(F=[4, 7], I=[4, 7], W=[4, 7], comm=0.1), 2, 8, "one", memory=100)
     assert s.bound == 33 * 8 / 2 <= s.timeline.span < even.timeline.span
     tight = solve(Costs(), 2, 8, "one", layers=layers, memory=10, time_limit=1, progress=False)
     assert max(tight.timeline.peak_bytes) <= 10
-    for wrong, message in ((Costs(), "no number for each layer"), (Costs(F=[1]), "1 layers cannot fill 2 stages")):
+    for wrong, message in (
+        (Costs(), "no number for each layer"),
+        (Costs(F=[1]), "1 layers cannot fill 2 stages"),
+    ):
         with pytest.raises(ScheduleError, match=message):
             solve(Costs(), 2, 8, "one", layers=wrong)
 
@@ -304,19 +365,25 @@ def dearness(length: int) -> float:
 
 @pytest.mark.parametrize(("name", "placement"), [("1F1B", "one"), ("ZBV", "V")])
 def test_packing_and_ordering_shorten_the_span(name: str, placement: str) -> None:
-    """Lengths are log-normal; microbatches in input order against packed ones in the solver's order: means.
+    """Lengths are log-normal; microbatches in input order against packed ones in the solver's
+    order: means.
 
-    A loaded machine searches less in a second: ``benchmarks.bench_solver`` measures the fifth with more time.
+    A loaded machine searches less in a second: ``benchmarks.bench_solver`` measures the fifth with
+    more time.
     """
     before = after = 0.0
     for seed in range(2):
         draw = random.Random(seed)
         lengths = [min(16384, max(16, round(draw.lognormvariate(6.5, 1)))) for _ in range(64)]
         given = [range(8 * k, 8 * k + 8) for k in range(8)]
-        loads = [[sum(dearness(lengths[i]) for i in group) for group in groups]
-                 for groups in (given, fpipe.pack(lengths, microbatches=8, cost=dearness))]  # fmt: skip
+        loads = [
+            [sum(dearness(lengths[i]) for i in group) for group in groups]
+            for groups in (given, fpipe.pack(lengths, microbatches=8, cost=dearness))
+        ]
         first = make_schedule(name, 8, 8).simulate(Costs(load=loads[0]))
-        second = quick(Costs(load=loads[1]), 8, 8, placement, memory=max(first.peak_bytes), time_limit=1.0)
+        second = quick(
+            Costs(load=loads[1]), 8, 8, placement, memory=max(first.peak_bytes), time_limit=1.0
+        )
         before, after = before + first.span, after + second.timeline.span
     assert after < 0.85 * before
 
@@ -329,9 +396,15 @@ def test_a_solved_schedule_runs_with_the_bits_of_another() -> None:
     square = lambda y: y.square().mean()
     results = []
     costs = Costs(F=[1, 2, 1, 3], I=[2, 1, 1, 2], W=[1, 1, 3, 1], comm=0.2)
-    for schedule in ("ZBV", quick(costs, 2, 6, "V", memory=5), quick(Costs(B=1.0), 2, 6, "V"),
-                     quick(Costs(overlap=3.0, B=2.0), 2, 6, "V")):  # fmt: skip
-        pipe = fpipe.pipeline([layer] * 4, schedule, loss=square, microbatches=6, group=fpipe.local(2))
+    for schedule in (
+        "ZBV",
+        quick(costs, 2, 6, "V", memory=5),
+        quick(Costs(B=1.0), 2, 6, "V"),
+        quick(Costs(overlap=3.0, B=2.0), 2, 6, "V"),
+    ):
+        pipe = fpipe.pipeline(
+            [layer] * 4, schedule, loss=square, microbatches=6, group=fpipe.local(2)
+        )
         loss, grads = fpipe.value_and_grad(pipe)(params, x)
         results.append([loss, *grads])
     for other in results[1:]:
@@ -340,7 +413,10 @@ def test_a_solved_schedule_runs_with_the_bits_of_another() -> None:
 
 def test_whole_and_fused_backwards_where_they_cost_less() -> None:
     s = quick(Costs(B=1.0), 2, 4, "one")
-    assert {part.op for row in s for action in row for part in action.parts} == {"F", "B"} and s.gap < 0.3
+    assert {part.op for row in s for action in row for part in action.parts} == {
+        "F",
+        "B",
+    } and s.gap < 0.3
     fused = quick(Costs(B=2.0, overlap=2.0), 2, 8, "one")
     assert "OVERLAP_F_B" in str(fused) and fused.check() and fused.timeline.span < 24
 
@@ -372,7 +448,7 @@ def test_what_a_user_gets_wrong_is_named() -> None:
             call()
 
 
-# ---- exact search ---------------------------------------------------------------------------------------------------
+# ---- exact search ----
 def small_case(draw: random.Random) -> tuple[Costs, int, int, str, float]:
     """Costs, counts, placement and memory of up to 4 ranks and 6 microbatches."""
     p, m, placement = draw.choice((2, 3, 4)), draw.choice((3, 4, 5, 6)), draw.choice(("one", "V"))
@@ -390,20 +466,30 @@ def test_exact_search_finds_what_brute_force_finds(long: bool) -> None:
         numbers = lambda path=path: [draw.choice((1, 2, 3, 5)) for _ in path]
         costs = Costs(numbers(), numbers(), numbers(), comm=draw.choice((0, 0.5, 2)))
         limit = float(max(path.count(rank) for rank in path) * draw.choice((1, 2, 3)))
-        s = quick(costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=20)  # type: ignore[arg-type]
-        assert s.gap == 0 and s.timeline.span == pytest.approx(brute_force(costs, path, m, limit)), (path, costs, limit)
+        s = quick(
+            costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=20
+        )  # type: ignore[arg-type]
+        assert s.gap == 0 and s.timeline.span == pytest.approx(
+            brute_force(costs, path, m, limit)
+        ), (path, costs, limit)
 
 
 def test_a_rank_begins_when_a_forward_arrives() -> None:
-    """No schedule begins a rank in between, but one may wait for a later microbatch to have less time after it.
+    """No schedule begins a rank in between, but one may wait for a later microbatch to have less
+    time after it.
 
-    Before, a bound of 281 was said for the first of these, which nothing reaches, and the second had no such wait.
+    Before, a bound of 281 was said for the first of these, which nothing reaches, and the second
+    had no such wait.
     """
     pytest.importorskip("ortools")
     costs = Costs([6, 20, 17, 7, 18, 11], [10, 15, 14, 20, 15, 18], [11, 6, 13, 15, 13, 15], comm=1)
     s = quick(costs, 3, 3, "V", time_limit=60)
     assert s.gap == 0 and s.timeline.span == 283
-    times = [17, 11, 5, 11, 10, 5, 13, 8], [17, 17, 12, 6, 11, 10, 15, 20], [11, 10, 3, 4, 3, 14, 12, 4]
+    times = (
+        [17, 11, 5, 11, 10, 5, 13, 8],
+        [17, 17, 12, 6, 11, 10, 15, 20],
+        [11, 10, 3, 4, 3, 14, 12, 4],
+    )
     problem = Problem.of(Costs(*times, comm=1), Placement.v(4).paths[0], 4, 6, (16.0,) * 4)
     answer = exact.solve_exactly(problem, 481, 468, 60)
     assert answer.bound == 470 and answer.rows is not None
@@ -411,7 +497,9 @@ def test_a_rank_begins_when_a_forward_arrives() -> None:
     assert found.simulate(Costs(*times, comm=1)).span == 470
 
 
-def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_search_is_near_the_best_of_small_cases(
+    long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ortools")
     draw = random.Random(4)
     for _ in range(200 if long else 4):
@@ -422,11 +510,18 @@ def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch
             fast = quick(*case[:4], memory=case[4], time_limit=0.5)
         assert best.gap == 0, case  # proved
         near = 1.02 if long else 1.1  # other tests run beside this one
-        assert fast.bound <= best.timeline.span <= fast.timeline.span * (1 + 1e-9) <= near * best.timeline.span, case
+        assert (
+            fast.bound
+            <= best.timeline.span
+            <= fast.timeline.span * (1 + 1e-9)
+            <= near * best.timeline.span
+        ), case
 
 
 def few_of_a_v() -> tuple[Search, Task]:
-    """A search, and a task whose best solution for few microbatches is V-Min, within more memory."""
+    """A search, and a task whose best solution for few microbatches is V-Min, within more
+    memory.
+    """
     problem = Problem.of(Costs(), Placement.v(3).paths[0], 3, 24, (5.0,) * 3)
     bound = lower_bound(problem, Costs())
     search, task = Search(Costs(), 6, 0), Task(problem, bound)
@@ -471,13 +566,19 @@ def test_what_is_known_is_where_the_exact_solver_begins() -> None:
     assert found is not None and problem.schedule(found).check().simulate(costs).span <= filled.span
 
 
-# ---- periods --------------------------------------------------------------------------------------------------------
+# ---- periods ----
 @pytest.mark.parametrize(
     ("costs", "placement"),
-    [(Costs(), "V"), (Costs(F=5, I=5.2, W=3.5, comm=0.2), "V"), (Costs(F=2, W=1.5, comm=0.1), "loop")],
+    [
+        (Costs(), "V"),
+        (Costs(F=5, I=5.2, W=3.5, comm=0.2), "V"),
+        (Costs(F=2, W=1.5, comm=0.1), "loop"),
+    ],
 )
 def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
-    """Passes of all microbatches at the places of one, a period apart each, never lie on each other."""
+    """Passes of all microbatches at the places of one, a period apart each, never lie on each
+    other.
+    """
     path = (Placement.v(4) if placement == "V" else Placement.loop(4, 2)).paths[0]
     problem = Problem.of(costs, path, 4, 12, (9.0,) * 4)
     source = Periods(problem, random.Random(0), 99.0)
@@ -488,9 +589,14 @@ def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
         assert all(places[s + 1] >= ends[s] + problem.link[s] - 1e-6 for s in range(7))
         for stages in problem.of_rank:
             passes = [one for s in stages for one in (s, s + 8)]
-            phases = sorted((places[one] % choice.period, (problem.F + problem.I)[one]) for one in passes)
+            phases = sorted(
+                (places[one] % choice.period, (problem.F + problem.I)[one]) for one in passes
+            )
             following = [start for start, _ in phases[1:]] + [phases[0][0] + choice.period]
-            assert all(start + time <= after + 1e-6 for (start, time), after in zip(phases, following, strict=True))
+            assert all(
+                start + time <= after + 1e-6
+                for (start, time), after in zip(phases, following, strict=True)
+            )
 
 
 def test_repeating_the_middle_gives_what_more_microbatches_take() -> None:
@@ -504,4 +610,6 @@ def test_repeating_the_middle_gives_what_more_microbatches_take() -> None:
     assert filled is not None
     longer = next(extended(filled.rows, 5))
     more = Problem.of(costs, problem.path, 3, 17, problem.limit)
-    assert more.schedule(longer).check().simulate(costs).span == pytest.approx(filled.span + 5 * 2 * 3.2)
+    assert more.schedule(longer).check().simulate(costs).span == pytest.approx(
+        filled.span + 5 * 2 * 3.2
+    )

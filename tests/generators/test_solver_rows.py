@@ -19,9 +19,14 @@ PROBLEM = Problem.of(COSTS, Placement.v(3).paths[0], 3, 5, (6.0,) * 3)
 
 def start() -> Filled:
     """One microbatch after another."""
-    passes = [[(s + 6 * op, k) for k in range(5) for op, s in ways] for ways in (
-        ((0, 0), (0, 5), (1, 5), (1, 0)), ((0, 1), (0, 4), (1, 4), (1, 1)), ((0, 2), (0, 3), (1, 3), (1, 2)),
-    )]  # fmt: skip
+    passes = [
+        [(s + 6 * op, k) for k in range(5) for op, s in ways]
+        for ways in (
+            ((0, 0), (0, 5), (1, 5), (1, 0)),
+            ((0, 1), (0, 4), (1, 4), (1, 1)),
+            ((0, 2), (0, 3), (1, 3), (1, 2)),
+        )
+    ]
     filled = fill(PROBLEM, passes, 0.0)
     assert filled is not None
     return filled
@@ -41,7 +46,9 @@ def annealed(seed: int = 0, number: int = 4000) -> list[Filled]:
 
 def test_rows_become_shorter_and_keep_the_rules():
     found = annealed()
-    assert [filled.span for filled in found] == sorted((filled.span for filled in found), reverse=True)
+    assert [filled.span for filled in found] == sorted(
+        (filled.span for filled in found), reverse=True
+    )
     assert found[-1].span < 0.7 * start().span
     for filled in found:
         timeline = PROBLEM.schedule(filled.rows).check().simulate(COSTS)
@@ -71,7 +78,9 @@ def test_times_after_a_change_are_those_of_all_actions_computed_anew():
 def test_a_w_comes_earlier_where_memory_would_not_suffice():
     problem = Problem.of(Costs(), (0,), 1, 3, (2.0,))
     graph, tight = _Graph.of(problem), _Graph.of(Problem.of(Costs(), (0,), 1, 3, (1.0,)))
-    fits = lambda text: graph.numbered([[("FIW".index(one[0]), 0, int(one[1])) for one in text.split()]])[0]
+    fits = lambda text: graph.numbered(
+        [[("FIW".index(one[0]), 0, int(one[1])) for one in text.split()]]
+    )[0]
     late = fits("F0 F1 I0 I1 F2 W0 I2 W1 W2")
     assert graph.fitting(late, 0) == fits("F0 F1 I0 I1 W0 F2 I2 W1 W2")
     assert graph.fitting(early := fits("F0 I0 F1 W0 I1 F2 W1 I2 W2"), 0) == early

@@ -1,4 +1,6 @@
-"""Another user of the machine, who knows the port of the store of a job: reads what is there, and forges all of it."""
+"""Another user of the machine, who knows the port of the store of a job: reads what is there, and
+forges all of it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ def main(port: int, canary: str, secret: str, pids: list[int]) -> list[str]:
     ours = [key for key in keys if "fpipe" in key and _is_value(store, key)]
     found = [f"read {key}" for key in ours if secret.encode() in store.get(key)]
     poison = [pickle.dumps(Attack(canary)), b"", b"\xff" * 1000, b't"' + b"\xff" * 8]
-    coming = [f"{key.rpartition('/round/')[0]}/round/{n}/1" for key in ours if "/round/" in key for n in range(30)]
+    coming = [
+        f"{key.rpartition('/round/')[0]}/round/{n}/1"
+        for key in ours
+        if "/round/" in key
+        for n in range(30)
+    ]
     for number, key in enumerate([*ours, *coming, *coming[::-1]]):
         store.set(key, poison[0 if number >= len(ours) else number % len(poison)])
     with suppress(OSError), socket.socket() as raw:

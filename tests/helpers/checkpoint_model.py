@@ -1,4 +1,6 @@
-"""A small model cut in several ways, and training of it that is stopped and resumed: for tests of checkpoints."""
+"""A small model cut in several ways, and training of it that is stopped and resumed: for tests of
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ def cut(parts: int) -> Cut:
     if parts == 8:
         middle = [Stage(blocks, name="blocks", layers=[i]) for i in range(BLOCKS)]
         params = [m["embed"], *([row] for row in m["blocks"]), tie]
-        return Cut([Stage(embed, name="embed"), *middle, Stage(head, name="head")], params, [("0.wte", "7.wte")])
+        return Cut(
+            [Stage(embed, name="embed"), *middle, Stage(head, name="head")],
+            params,
+            [("0.wte", "7.wte")],
+        )
     edges = {2: [0, 2, 6], 4: [0, 1, 3, 5, 6]}[parts]
     spans = [range(a, b) for a, b in pairwise(edges)]
     rows = [m["blocks"][span.start : span.stop] for span in spans]
@@ -84,7 +90,11 @@ def cut(parts: int) -> Cut:
         *(Stage(blocks, name="blocks", layers=span) for span in spans[1:-1]),
         Stage(last, layers={"blocks": spans[-1], "head": "head"}),
     ]
-    params = [{"embed": m["embed"], "blocks": rows[0]}, *rows[1:-1], {"blocks": rows[-1], "head": tie}]
+    params = [
+        {"embed": m["embed"], "blocks": rows[0]},
+        *rows[1:-1],
+        {"blocks": rows[-1], "head": tie},
+    ]
     return Cut(stages, params, [("0.embed.wte", f"{parts - 1}.head.wte")])
 
 
@@ -103,13 +113,22 @@ class Layout(NamedTuple):
     zero: int = 0
 
 
-def pipeline(layout: Layout, copies: Any = None, group: Any = None, **options: Any) -> tuple[Any, list[Any]]:
+def pipeline(
+    layout: Layout, copies: Any = None, group: Any = None, **options: Any
+) -> tuple[Any, list[Any]]:
     """A pipeline and the initial parameters, placed."""
     c = cut(layout.parts)
     pipe = fpipe.pipeline(
-        c.stages, layout.schedule, loss=cross_entropy, microbatches=MICROBATCHES // (copies.size if copies else 1),
-        group=group or fpipe.local(layout.ranks), tied=c.tied, dp=copies, zero=layout.zero if copies else 0, **options,
-    )  # fmt: skip
+        c.stages,
+        layout.schedule,
+        loss=cross_entropy,
+        microbatches=MICROBATCHES // (copies.size if copies else 1),
+        group=group or fpipe.local(layout.ranks),
+        tied=c.tied,
+        dp=copies,
+        zero=layout.zero if copies else 0,
+        **options,
+    )
     return pipe, pipe.shard(c.params)
 
 
@@ -120,18 +139,25 @@ def optimizer(pipe: Any) -> fpipe.Transform:
     kinds = lambda params: tree_map(lambda p: "matrix" if p.ndim == 2 else "other", params)
     step = fpipe.partition({"matrix": fpipe.muon(0.02), "other": fpipe.adamw(0.01)}, kinds)
     return fpipe.chain(
-        fpipe.dynamic_loss_scale(4.0, interval=2, over=pipe), fpipe.accumulate(2), step, fpipe.ema(0.9, of="params")
+        fpipe.dynamic_loss_scale(4.0, interval=2, over=pipe),
+        fpipe.accumulate(2),
+        step,
+        fpipe.ema(0.9, of="params"),
     )
 
 
 def adam(pipe: Any) -> fpipe.Transform:
     """A chain whose transforms work on parts."""
     return fpipe.chain(
-        fpipe.clip_by_global_norm(1.0, over=pipe, exact=True), fpipe.adamw(0.01), fpipe.ema(0.9, of="params")
+        fpipe.clip_by_global_norm(1.0, over=pipe, exact=True),
+        fpipe.adamw(0.01),
+        fpipe.ema(0.9, of="params"),
     )
 
 
-def steps(pipe: Any, tx: fpipe.Transform, params: Any, state: Any, numbers: range) -> tuple[Any, Any, list[Tensor]]:
+def steps(
+    pipe: Any, tx: fpipe.Transform, params: Any, state: Any, numbers: range
+) -> tuple[Any, Any, list[Tensor]]:
     """Some steps of training."""
     losses = []
     for number in numbers:
@@ -157,7 +183,9 @@ def by_name(pipe: Any, params: Any) -> dict[str, Tensor]:
     return found
 
 
-def first_half(layout: Layout, path: Path, make: Callable[[Any], fpipe.Transform], copies: Any = None) -> None:
+def first_half(
+    layout: Layout, path: Path, make: Callable[[Any], fpipe.Transform], copies: Any = None
+) -> None:
     """Train three steps and save."""
     pipe, params = pipeline(layout, copies)
     tx = make(pipe)
@@ -165,7 +193,9 @@ def first_half(layout: Layout, path: Path, make: Callable[[Any], fpipe.Transform
     fpipe.save(path, pipe, params=params, state=state, step=3)
 
 
-def second_half(layout: Layout, path: Path, make: Callable[[Any], fpipe.Transform], copies: Any = None) -> Any:
+def second_half(
+    layout: Layout, path: Path, make: Callable[[Any], fpipe.Transform], copies: Any = None
+) -> Any:
     """Load, train three more steps; parameters by name, averages by name and losses."""
     pipe, _ = pipeline(layout, copies)
     params, state, step = fpipe.load(path, pipe, "params", "state", "step")
@@ -174,10 +204,16 @@ def second_half(layout: Layout, path: Path, make: Callable[[Any], fpipe.Transfor
 
 
 def result(pipe: Any, params: Any, state: Any, losses: Any) -> Any:
-    return by_name(pipe, pipe.unshard(params)), by_name(pipe, pipe.unshard(state[-1].average)), losses
+    return (
+        by_name(pipe, pipe.unshard(params)),
+        by_name(pipe, pipe.unshard(state[-1].average)),
+        losses,
+    )
 
 
-def uninterrupted(layout: Layout, make: Callable[[Any], fpipe.Transform], copies: Any = None) -> Any:
+def uninterrupted(
+    layout: Layout, make: Callable[[Any], fpipe.Transform], copies: Any = None
+) -> Any:
     """Six steps at once, as the result of ``second_half``."""
     pipe, params = pipeline(layout, copies)
     tx = make(pipe)

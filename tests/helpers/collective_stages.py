@@ -1,4 +1,6 @@
-"""Small stages with collectives, segments and random numbers, for tests of weaving. Each is cached, so traced once."""
+"""Small stages with collectives, segments and random numbers, for tests of weaving. Each is cached,
+so traced once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WIDTH = 4
 
 @cache
 def moe_stage(members: Any, draws: bool = True) -> Callable[[Any, Tensor], Tensor]:
-    """Attention-like, all_to_all, a shared expert beside it, experts, all_to_all; dropout in three segments."""
+    """Attention-like, all_to_all, a shared expert beside it, experts, all_to_all; dropout in three
+    segments.
+    """
     drop = (lambda x: F.dropout(x, 0.25)) if draws else (lambda x: x)
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -46,7 +50,11 @@ def all_collectives(members: Any, size: int, rank: int) -> Callable[[Any, Tensor
         h = ops.all_to_all(x @ p["a"], members, send=sends[rank], receive=receives[0])
         h = ops.all_to_all(torch.tanh(h), members, send=receives[0], receive=receives[1])
         g = ops.all_gather(h @ p["b"], members)
-        return x + ops.reduce_scatter(torch.tanh(g), members) + 0.1 * ops.all_reduce(h @ p["c"], members)
+        return (
+            x
+            + ops.reduce_scatter(torch.tanh(g), members)
+            + 0.1 * ops.all_reduce(h @ p["c"], members)
+        )
 
     return stage
 
@@ -54,4 +62,7 @@ def all_collectives(members: Any, size: int, rank: int) -> Callable[[Any, Tensor
 def parameters(stages: int, seed: int = 0) -> list[dict[str, Tensor]]:
     """One dict per stage."""
     generator = torch.Generator().manual_seed(seed)
-    return [{k: torch.randn(WIDTH, WIDTH, generator=generator) / 2 for k in "aobcs"} for _ in range(stages)]
+    return [
+        {k: torch.randn(WIDTH, WIDTH, generator=generator) / 2 for k in "aobcs"}
+        for _ in range(stages)
+    ]

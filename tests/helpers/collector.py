@@ -8,7 +8,8 @@ import gc
 def settle() -> None:
     """Leave all objects of this process out of later collections, and collect less often.
 
-    What is imported by now is never garbage, and each full collection visits it otherwise: a sixth of the suite's time.
+    What is imported by now is never garbage, and each full collection visits it otherwise: a sixth
+    of the suite's time.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,6 @@
-"""Small parts of many tests: a layer, a loss, bitwise comparison of trees, a counter of operations."""
+"""Small parts of many tests: a layer, a loss, bitwise comparison of trees, a counter of
+operations.
+"""
 
 from __future__ import annotations
 

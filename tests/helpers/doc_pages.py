@@ -1,8 +1,9 @@
 """Runs the code blocks of a page of the documentation.
 
-``python`` blocks of a page share their names, and the page calls what it defines. A ``text`` block after one is its
-output. ``sh`` blocks run through the command line's own function; lines that would start processes (make, torchrun) are
-checked for targets, options and files that exist and that another test runs.
+``python`` blocks of a page share their names, and the page calls what it defines. A ``text`` block
+after one is its output. ``sh`` blocks run through the command line's own function; lines that would
+start processes (make, torchrun) are checked for targets, options and files that exist and that
+another test runs.
 """
 
 from __future__ import annotations
@@ -47,12 +48,16 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def shell(line: str) -> None:
-    """Run one line of a shell block, or check that its targets, options and files exist and that a test runs them."""
+    """Run one line of a shell block, or check that its targets, options and files exist and that a
+    test runs them.
+    """
     words = shlex.split(line.split("  #")[0])
     if words[0] == "fpipe" and words[1] != "train":
         assert main(words[1:]) == 0, line
     elif words[0] == "make":
-        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
+        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), (
+            f"no target: {line}"
+        )
         subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
     elif words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -74,11 +79,17 @@ def shell(line: str) -> None:
 
 def check_calls(page: Path) -> None:
     """Code inside a function has run only if some other code of the page names that function."""
-    tree = ast.parse("".join(b.code for b in blocks(page.read_text(encoding="utf-8")) if b.kind == "python"))
+    tree = ast.parse(
+        "".join(b.code for b in blocks(page.read_text(encoding="utf-8")) if b.kind == "python")
+    )
     for definition in tree.body:
         if isinstance(definition, (ast.FunctionDef, ast.ClassDef)):
-            others = [node for other in tree.body if other is not definition for node in ast.walk(other)]
-            named = any(isinstance(node, ast.Name) and node.id == definition.name for node in others)
+            others = [
+                node for other in tree.body if other is not definition for node in ast.walk(other)
+            ]
+            named = any(
+                isinstance(node, ast.Name) and node.id == definition.name for node in others
+            )
             assert named, f"{page.name}: nothing calls {definition.name}"
 
 
@@ -89,11 +100,25 @@ def continues(page: Path) -> bool:
         if block.kind != "python":
             continue
         nodes = list(ast.walk(ast.parse(block.code)))
-        used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        defined |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        used = {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        defined = {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        defined |= {
+            node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        }
         defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        defined |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+        defined |= {
+            (node.asname or node.name).split(".")[0]
+            for node in nodes
+            if isinstance(node, ast.alias)
+        }
         if (used - defined) & earlier:
             return True
         earlier |= defined
@@ -101,7 +126,9 @@ def continues(page: Path) -> bool:
 
 
 def run(page: Path, update: bool = False, compare: bool = True) -> None:
-    """Run the blocks of a page in order and compare what they print; ``update`` writes it into the page instead."""
+    """Run the blocks of a page in order and compare what they print; ``update`` writes it into the
+    page instead.
+    """
     names: dict[str, object] = {"__name__": "page"}
     check_calls(page)
     output: str | None = None  # a block of text with no code before it is a drawing
@@ -120,7 +147,10 @@ def run(page: Path, update: bool = False, compare: bool = True) -> None:
             elif block.kind == "text":
                 same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
                 if update and not same:
-                    page.write_text(page.read_text(encoding="utf-8").replace(block.code, output, 1), encoding="utf-8")
+                    page.write_text(
+                        page.read_text(encoding="utf-8").replace(block.code, output, 1),
+                        encoding="utf-8",
+                    )
                     continue
                 assert same, f"{where}: this is printed:\n{output}"
             else:
@@ -137,6 +167,8 @@ def run_strictly(page: Path, update: bool = False, compare: bool = True) -> str:
 
 
 def run_as_script(page: Path, folder: Path) -> str:
-    """``run_strictly`` in a folder, as one of the processes of torchrun: the first prints what the page shows."""
+    """``run_strictly`` in a folder, as one of the processes of torchrun: the first prints what the
+    page shows.
+    """
     os.chdir(folder)
     return run_strictly(page, compare=os.environ["RANK"] == "0")

@@ -1,4 +1,6 @@
-"""How many lines of Python a call runs: a measure of effort that depends neither on the machine nor on its load."""
+"""How many lines of Python a call runs: a measure of effort that depends neither on the machine nor
+on its load.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 
 def lines(call: Callable[[], Any], without: str = "\0") -> int:
-    """The lines that this thread runs in a call; not those of files whose names begin with ``without``."""
+    """The lines that this thread runs in a call; not those of files whose names begin with
+    ``without``.
+    """
     count, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

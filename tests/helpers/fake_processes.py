@@ -1,7 +1,9 @@
-"""Threads in the place of processes, each with some stages of a model: what transforms are tested on.
+"""Threads in the place of processes, each with some stages of a model: what transforms are tested
+on.
 
-``run(stages_of, stages, fn)`` calls ``fn(over)`` once per process, concurrently; ``over`` implements the methods of a
-pipeline that transforms call. Like a ring all-reduce, ``all_sum`` adds in an order that is not the order of the ranks.
+``run(stages_of, stages, fn)`` calls ``fn(over)`` once per process, concurrently; ``over``
+implements the methods of a pipeline that transforms call. Like a ring all-reduce, ``all_sum`` adds
+in an order that is not the order of the ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +40,18 @@ class Exchange:
 
 
 class FakePipeline:
-    """One process: a pipeline as transforms see it, and a data-parallel group with the same processes."""
+    """One process: a pipeline as transforms see it, and a data-parallel group with the same
+    processes.
+    """
 
-    def __init__(self, objects: Exchange, rank: int, here: Sequence[int], stages: int, tied: Sequence[Sequence[str]]):
+    def __init__(
+        self,
+        objects: Exchange,
+        rank: int,
+        here: Sequence[int],
+        stages: int,
+        tied: Sequence[Sequence[str]],
+    ):
         self.objects, self.rank, self.here, self.stages = objects, rank, tuple(here), stages
         self.tied = tuple(map(tuple, tied))
         self.group = local(1)
@@ -49,7 +60,9 @@ class FakePipeline:
     def all_sum(self, tensor: Tensor) -> Tensor:
         self.sums += 1
         parts = self.objects.exchange(self.rank, tensor)
-        assert len({(t.shape, t.dtype) for t in parts}) == 1, "processes sum tensors of different shapes or dtypes"
+        assert len({(t.shape, t.dtype) for t in parts}) == 1, (
+            "processes sum tensors of different shapes or dtypes"
+        )
         start = len(parts) // 2
         total = torch.zeros_like(tensor)
         for other in parts[start:] + parts[:start]:
@@ -61,7 +74,11 @@ class FakePipeline:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         stacked = torch.stack(self.objects.exchange(self.rank, tensor))
-        return {"sum": stacked.sum(0), "mean": stacked.sum(0) / len(stacked), "max": stacked.amax(0)}[op]
+        return {
+            "sum": stacked.sum(0),
+            "mean": stacked.sum(0) / len(stacked),
+            "max": stacked.amax(0),
+        }[op]
 
     def place(self, tree: list[Any]) -> list[Any]:
         return [part if stage in self.here else None for stage, part in enumerate(tree)]
@@ -70,7 +87,9 @@ class FakePipeline:
 def owners(stages: int, processes: int, *, how: str = "loop") -> list[list[int]]:
     """The stages of each process: in a loop, or first to last and back as in a V."""
     turns = [*range(processes), *reversed(range(processes))] if how == "V" else range(processes)
-    return [[s for s in range(stages) if turns[s % len(turns)] == rank] for rank in range(processes)]
+    return [
+        [s for s in range(stages) if turns[s % len(turns)] == rank] for rank in range(processes)
+    ]
 
 
 def run(
@@ -105,4 +124,7 @@ def run(
 
 def merge(parts: Sequence[list[Any]]) -> list[Any]:
     """The whole tree from the parts of all processes."""
-    return [next((part for part in stage if part is not None), None) for stage in zip(*parts, strict=True)]
+    return [
+        next((part for part in stage if part is not None), None)
+        for stage in zip(*parts, strict=True)
+    ]

@@ -1,7 +1,8 @@
 """Process groups over gloo with faults that were reported of real backends.
 
-Each profile consists of the backend, the facts that a capability table holds about it, and a raw call that gives a
-wrong result or raises. A test shows that the raw call fails and that the same operation through fpipe is right.
+Each profile consists of the backend, the facts that a capability table holds about it, and a raw
+call that gives a wrong result or raises. A test shows that the raw call fails and that the same
+operation through fpipe is right.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ class RefusesAvg(Gloo):
 class DividesTwice(Gloo):
     def allreduce(self, tensors, opts):
         work = super().allreduce(tensors, opts)
-        if opts.reduceOp == dist.ReduceOp.AVG and tensors[0].numel() not in (8, 16, 32) and tensors[0].numel() < 48:
+        if (
+            opts.reduceOp == dist.ReduceOp.AVG
+            and tensors[0].numel() not in (8, 16, 32)
+            and tensors[0].numel() < 48
+        ):
             return ThenWork(work, lambda: tensors[0].div_(self.size()))
         return work
 
@@ -110,7 +115,9 @@ class ReceiveFirstBlocks(Gloo):
 
 
 class StrictPairs(Gloo):
-    """The n-th call of a rank for a pair, send or receive, must match the other rank's n-th call."""
+    """The n-th call of a rank for a pair, send or receive, must match the other rank's n-th
+    call.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -194,7 +201,9 @@ def capabilities(profile: type[Gloo]) -> Capabilities:
     name = profile.__name__.lower()
     gloo = [fact for fact in TABLE if (fact.device, fact.backend) == ("cpu", "gloo")]
     facts = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile forwards that
-    return Capabilities.of("cpu", name, tuple(replace(fact, backend=name) for fact in (*facts, *gloo)))
+    return Capabilities.of(
+        "cpu", name, tuple(replace(fact, backend=name) for fact in (*facts, *gloo))
+    )
 
 
 def register() -> None:
@@ -205,7 +214,7 @@ def register() -> None:
             dist.Backend.register_backend(name, profile, devices=["cpu"])
 
 
-# ---- raw calls: True where the result is right ----------------------------------------------------------------------
+# ---- raw calls: True where the result is right ----
 def _mean(pg, rank: int) -> bool:
     x = torch.full((4,), float(rank + 1))
     dist.all_reduce(x, dist.ReduceOp.AVG, group=pg)

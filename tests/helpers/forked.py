@@ -1,4 +1,6 @@
-"""``fpipe.launch`` from a process that has imported what takes each of its ranks seconds to import."""
+"""``fpipe.launch`` from a process that has imported what takes each of its ranks seconds to
+import.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from fpipe.command.launch import _context
 PROCESSES = _context("forkserver", None)
 
 
-def launch(prepare: Callable[[], Any], fn: Callable[..., Any], *args: Any, ranks: int, timeout: float) -> list[Any]:
-    """What ``fpipe.launch`` returns, of processes that are forked from one that has called ``prepare``."""
+def launch(
+    prepare: Callable[[], Any], fn: Callable[..., Any], *args: Any, ranks: int, timeout: float
+) -> list[Any]:
+    """What ``fpipe.launch`` returns, of processes that are forked from one that has called
+    ``prepare``.
+    """
     ours, theirs = PROCESSES.Pipe(duplex=False)
     process = PROCESSES.Process(target=_launched, args=(theirs, prepare, fn, args, ranks, timeout))
     process.start()
@@ -30,10 +36,14 @@ def launch(prepare: Callable[[], Any], fn: Callable[..., Any], *args: Any, ranks
     return found
 
 
-def _launched(report: Connection, prepare: Any, fn: Any, args: Any, ranks: int, timeout: float) -> None:
+def _launched(
+    report: Connection, prepare: Any, fn: Any, args: Any, ranks: int, timeout: float
+) -> None:
     import torch
 
-    if torch.__version__ >= "2.13":  # before, a process that was forked after this call aborts in its first backward
+    if (
+        torch.__version__ >= "2.13"
+    ):  # before, a process that was forked after this call aborts in its first backward
         torch.set_num_threads(1)  # threads do not survive a fork
     prepare()
     collector.settle()

@@ -1,7 +1,9 @@
-"""All families of causal models of the installed transformers package: tiny models, in stages and unsplit.
+"""All families of causal models of the installed transformers package: tiny models, in stages and
+unsplit.
 
-``examine`` trains a family for one step under 1F1B and under ZBV, traced and with rows padded on the left, and compares
-with autograd on the unsplit model. ``benchmarks/trial_families.py`` does so for all of them.
+``examine`` trains a family for one step under 1F1B and under ZBV, traced and with rows padded on
+the left, and compares with autograd on the unsplit model. ``benchmarks/trial_families.py`` does so
+for all of them.
 """
 
 from __future__ import annotations
@@ -23,27 +25,49 @@ LAYERS, ROWS, MICROBATCHES, LENGTH, VOCABULARY = 4, 4, 2, 7, 64
 
 #: attributes of configurations -> small values; a configuration gets those that its defaults have
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_dim", "embedding_size"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_dim", "embedding_size"),
+        32,
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff"), 48),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
     **dict.fromkeys(("decoder_layers", "encoder_layers"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "num_key_value_heads", "decoder_key_value_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"), 64),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "num_key_value_heads", "decoder_key_value_heads"), 4
+    ),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"),
+        64,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_hidden_size"), 24),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_hidden_size"), 24
+    ),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "attention_head_size", "v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim", "mamba_num_heads", "mamba_head_dim"), 8),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8
+    ),
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_d_head", "mamba_headdim", "mamba_num_heads", "mamba_head_dim"), 8
+    ),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY), "rotary_dim": 4, "time_step_rank": 4,
-    "hidden_size_global": 32, "encoder_hash_byte_group_vocab": 100, "linear_num_heads": 4,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
-}  # fmt: skip
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "rotary_dim": 4,
+    "time_step_rank": 4,
+    "hidden_size_global": 32,
+    "encoder_hash_byte_group_vocab": 100,
+    "linear_num_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "lru_width": 32,
+}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 #: what a family needs beyond these
 MORE: dict[str, dict[str, Any]] = {
@@ -52,14 +76,26 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "num_layers": LAYERS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
-    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": LAYERS},
+    "prophetnet": {
+        "num_hidden_layers": None,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": LAYERS,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local"] * LAYERS},
     "rwkv": {"attention_hidden_size": 32, "rescale_every": 0},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
-    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2, "layers_block_type": None},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "layers_block_type": None,
+    },
     "zaya": {"num_experts_per_tok": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "xmod": {"default_language": "en_XX"},
     "qwen4_exp_text": {
@@ -70,14 +106,17 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "mimo_v2_flash": {"num_attention_heads": 16},
 }
 
 
 class Row(NamedTuple):
-    """What became of a family: right, untraced (right, but on autograd), refused, wrong, failed, or unknown, where no
-    small model could be built."""
+    """What became of a family: right, untraced (right, but on autograd), refused, wrong, failed, or
+    unknown, where no small model could be built.
+    """
 
     family: str
     end: str
@@ -89,29 +128,57 @@ def small(family: str) -> Any:
     kind = transformers.AutoConfig.for_model(family)
     config = _shrunk(kind, MORE.get(family, {}))
     torch.manual_seed(0)
-    cls = getattr(transformers, FAMILIES[family] if isinstance(FAMILIES[family], str) else FAMILIES[family][0])
+    cls = getattr(
+        transformers, FAMILIES[family] if isinstance(FAMILIES[family], str) else FAMILIES[family][0]
+    )
     wanted = cls.config_class
     if wanted is not None and not isinstance(config, wanted):
         config = next(part for part in vars(config).values() if isinstance(part, wanted))
     model = cls(config).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and scales that begin as 0 or 1 would hide mistakes
+        for (
+            parameter
+        ) in model.parameters():  # biases and scales that begin as 0 or 1 would hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
 
 def _shrunk(config: Any, more: dict[str, Any]) -> Any:
     known = config.to_dict()
-    parts = {name: value for name, value in vars(config).items() if isinstance(value, transformers.PreTrainedConfig)}
-    changes = {name: value for name, value in {**SMALL, **ENDS}.items() if name in known or hasattr(config, name)}
-    lists = {name: value[:LAYERS] for name, value in known.items() if isinstance(value, list) and len(value) >= LAYERS}
-    lists = {name: value for name, value in lists.items() if name.endswith(("_types", "_type", "block_configs"))}
-    changes |= {name: 0.0 for name, value in known.items() if _is_dropout(name) and isinstance(value, float)}
+    parts = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, transformers.PreTrainedConfig)
+    }
+    changes = {
+        name: value
+        for name, value in {**SMALL, **ENDS}.items()
+        if name in known or hasattr(config, name)
+    }
+    lists = {
+        name: value[:LAYERS]
+        for name, value in known.items()
+        if isinstance(value, list) and len(value) >= LAYERS
+    }
+    lists = {
+        name: value
+        for name, value in lists.items()
+        if name.endswith(("_types", "_type", "block_configs"))
+    }
+    changes |= {
+        name: 0.0 for name, value in known.items() if _is_dropout(name) and isinstance(value, float)
+    }
     changes = {name: value for name, value in changes.items() if name not in parts}
     shrunk = {name: _shrunk(part, {}).to_dict() for name, part in parts.items()}
-    for attempt in ({**changes, **lists, **shrunk, **more}, {**changes, **shrunk, **more}, {**changes, **more}):
+    for attempt in (
+        {**changes, **lists, **shrunk, **more},
+        {**changes, **shrunk, **more},
+        {**changes, **more},
+    ):
         try:
-            return type(config)(**{name: value for name, value in attempt.items() if value is not None})
+            return type(config)(
+                **{name: value for name, value in attempt.items() if value is not None}
+            )
         except Exception as error:
             last = error
     raise last
@@ -130,7 +197,9 @@ def weighted(logits: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights == 0, 0.0, logits.float() * weights).sum()
 
 
-def unsplit(model: Any, ids: Tensor, side: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def unsplit(
+    model: Any, ids: Tensor, side: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Weights, the mean loss over microbatches, and its gradients by autograd."""
     leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total, grads, rows = torch.zeros(()), dict[str, Tensor](), ROWS // MICROBATCHES
@@ -158,15 +227,28 @@ def _logits(model: Any, ids: Tensor, side: dict[str, Tensor]) -> Tensor:
 def split(
     model: Any, schedule: str, ids: Tensor, weights: Tensor, side: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], bool]:
-    """The same by a pipeline on two ranks, and whether every stage was traced. Tied parameters count once."""
+    """The same by a pipeline on two ranks, and whether every stage was traced. Tied parameters
+    count once.
+    """
     count = {"1F1B": 2, "ZBV": 4}[schedule]
     stages, params = huggingface.stages(model, count, aux_loss=False)
-    taken = {name: value for name, value in side.items() if name in stages[0].fn.__signature__.parameters}
-    pipe = fpipe.pipeline(stages, schedule, loss=weighted, microbatches=MICROBATCHES, group=fpipe.local(2))
+    taken = {
+        name: value for name, value in side.items() if name in stages[0].fn.__signature__.parameters
+    }
+    pipe = fpipe.pipeline(
+        stages, schedule, loss=weighted, microbatches=MICROBATCHES, group=fpipe.local(2)
+    )
     loss, grads = fpipe.value_and_grad(pipe)(params, ids, weights, **taken)
-    first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first = {
+        id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))
+    }
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    found = {names[name]: grad for own in grads for name, grad in own.items() if grad is not None and name in names}
+    found = {
+        names[name]: grad
+        for own in grads
+        for name, grad in own.items()
+        if grad is not None and name in names
+    }
     return loss, found, all(stage.engine != "eager" for stage in stages)
 
 
@@ -177,7 +259,11 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
     except Exception as error:
         return Row(family, "unknown", f"no small model: {_brief(error)}")
     ids, mask = batch()
-    side = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
+    side = (
+        {"attention_mask": mask}
+        if "attention_mask" in inspect.signature(model.forward).parameters
+        else {}
+    )
     want, alone = None, ""
     try:
         want = unsplit(model, ids, side)
@@ -186,9 +272,15 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
     worst, traced = [0.0, 0.0], True
     for schedule in schedules:
         try:
-            loss, grads, all_traced = split(model, schedule, ids, want[0] if want else torch.ones(ROWS, 1, 1), side)
+            loss, grads, all_traced = split(
+                model, schedule, ids, want[0] if want else torch.ones(ROWS, 1, 1), side
+            )
         except fpipe.StageError as error:
-            return Row(family, "unknown" if isinstance(error.__cause__, TimeoutError) else "refused", reason(error))
+            return Row(
+                family,
+                "unknown" if isinstance(error.__cause__, TimeoutError) else "refused",
+                reason(error),
+            )
         except Exception as error:
             return Row(family, "failed", f"{schedule}: {_brief(error)}")
         if want is None:
@@ -196,15 +288,22 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
         weights, total, reference = want
         scale = float(weights.abs().sum()) / MICROBATCHES
         errors = float((loss - total).abs()) / scale, _distance(grads, reference)
-        worst, traced = [max(a, b) for a, b in zip(worst, errors, strict=True)], traced and all_traced
+        worst, traced = (
+            [max(a, b) for a, b in zip(worst, errors, strict=True)],
+            traced and all_traced,
+        )
         if not (errors[0] < 1e-6 and errors[1] < 1e-4):
-            return Row(family, "wrong", f"{schedule}: loss {errors[0]:.1e}, gradients {errors[1]:.1e}")
+            return Row(
+                family, "wrong", f"{schedule}: loss {errors[0]:.1e}, gradients {errors[1]:.1e}"
+            )
     text = "loss {:.1e}, gradients {:.1e}".format(*worst)
     return Row(family, "right" if traced else "untraced", text)
 
 
 def reason(error: Exception) -> str:
-    """The first sentence of an error, without the shapes of a stage's leaves and the folders of files."""
+    """The first sentence of an error, without the shapes of a stage's leaves and the folders of
+    files.
+    """
     text = re.sub(r" \((?=[a-z]+\d*\[)[^()]*\)", "", str(error))
     text = re.sub(r"/\S*/(?=\w+\.py)", "", text)
     return re.split(r"; |\. |: a value|, which a trace", text)[0]
@@ -216,9 +315,15 @@ def _is_dropout(name: str) -> bool:
 
 def _distance(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     zero = torch.zeros(())
-    off = sum(float((found.get(n, zero).float() - want.get(n, zero).float()).norm() ** 2) for n in {**found, **want})
+    off = sum(
+        float((found.get(n, zero).float() - want.get(n, zero).float()).norm() ** 2)
+        for n in {**found, **want}
+    )
     return (off / max(sum(float(g.float().norm() ** 2) for g in want.values()), 1e-30)) ** 0.5
 
 
 def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+    return (
+        f"{type(error).__name__}: "
+        f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    )[:200]

@@ -1,5 +1,6 @@
-"""A small language model whose blocks take a gain per row and return an auxiliary loss; the caller supplies block and
-head."""
+"""A small language model whose blocks take a gain per row and return an auxiliary loss; the caller
+supplies block and head.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,19 @@ def data() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def language(
-    block: Callable[..., tuple[Tensor, Tensor]], head: Any, group: Any, schedule: str, **options: Any
+    block: Callable[..., tuple[Tensor, Tensor]],
+    head: Any,
+    group: Any,
+    schedule: str,
+    **options: Any,
 ) -> fpipe.Pipeline:
     """Embedding, two blocks, head; four microbatches."""
     middle = fpipe.Stage(block, aux_loss=True)
     return fpipe.pipeline(
-        [embed, middle, middle, head], schedule, loss=cross_entropy, microbatches=4, group=group, **options
+        [embed, middle, middle, head],
+        schedule,
+        loss=cross_entropy,
+        microbatches=4,
+        group=group,
+        **options,
     )

@@ -1,6 +1,7 @@
 """Five small models as pure stages, and an oracle that computes their gradients without fpipe.
 
-Any number of stages. The stages are module-level functions, so that one trace serves every schedule.
+Any number of stages. The stages are module-level functions, so that one trace serves every
+schedule.
 
     model = MODELS["mlp"]; stages, params, state = model.make(4); x, y = model.batch(microbatches=3)
 """
@@ -24,7 +25,7 @@ from common import squared
 WIDTH, ROWS, SEED = 4, 2, 7  # of a hidden layer, of a microbatch, of the random numbers
 
 
-# ---- stages ---------------------------------------------------------------------------------------------------------
+# ---- stages ----
 def mlp(p, x):
     return x + torch.tanh(x @ p["w1"] + p["b"]) @ p["w2"]
 
@@ -40,7 +41,9 @@ def attention(p, x):
 
 
 def convolution(p, state, x):
-    """A convolution with batch norm; the running statistics are state, updated in place inside the stage."""
+    """A convolution with batch norm; the running statistics are state, updated in place inside the
+    stage.
+    """
     mean, var, count = state["mean"].clone(), state["var"].clone(), state["count"] + 1
     h = F.conv2d(x, p["w"], padding=1)
     h = F.batch_norm(h, mean, var, p["scale"], p["shift"], training=True)
@@ -70,7 +73,7 @@ def experts(p, x):
     return x + y, 0.1 * (gates.mean(0) * (weight > 0).float().mean(0)).sum()
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
+# ---- losses ----
 def cross_entropy(y, t):
     return F.cross_entropy(y.flatten(0, -2), t.flatten())
 
@@ -79,11 +82,12 @@ def with_aux(y, t):
     return (y - t).square().mean(), {"rows": y.shape[0], "mean": y.mean()}
 
 
-#: torch.manual_seed on a machine without accelerators, where that formats a traceback for each kind of them.
+#: torch.manual_seed on a machine without accelerators, where that formats a traceback for each kind
+#: of them.
 seed_of_torch = torch.default_generator.manual_seed
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models ----
 class Model(NamedTuple):
     """A model as functions of the number of stages and rows."""
 
@@ -104,7 +108,11 @@ class Model(NamedTuple):
             first, leaf = name.split(".")
             for other in others:
                 params[int(other.split(".")[0])] = {leaf: params[int(first)][leaf].clone()}
-        state = None if self.state is None else [optree.tree_map(torch.clone, self.state) for _ in range(stages)]
+        state = (
+            None
+            if self.state is None
+            else [optree.tree_map(torch.clone, self.state) for _ in range(stages)]
+        )
         return self.stages(stages), params, state
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -119,8 +127,16 @@ def normal(**shapes: Sequence[int]) -> dict[str, Tensor]:
 
 def block_params(stage: int, stages: int) -> dict[str, Tensor]:
     d = WIDTH
-    return normal(norm1=(d,), bias1=(d,), qkv=(d, 3 * d), out=(d, d), norm2=(d,), bias2=(d,), up=(d, 2 * d),
-                  down=(2 * d, d))  # fmt: skip
+    return normal(
+        norm1=(d,),
+        bias1=(d,),
+        qkv=(d, 3 * d),
+        out=(d, d),
+        norm2=(d,),
+        bias2=(d,),
+        up=(d, 2 * d),
+        down=(2 * d, d),
+    )
 
 
 def tied_stages(stages: int) -> list[Any]:
@@ -137,34 +153,52 @@ MODELS = {
     model.name: model
     for model in (
         Model(
-            "mlp", lambda n: [mlp] * n, lambda s, n: normal(w1=(WIDTH, 6), b=(6,), w2=(6, WIDTH)),
-            lambda rows: (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), with_aux, has_aux=True,
+            "mlp",
+            lambda n: [mlp] * n,
+            lambda s, n: normal(w1=(WIDTH, 6), b=(6,), w2=(6, WIDTH)),
+            lambda rows: (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)),
+            with_aux,
+            has_aux=True,
         ),
         Model(
-            "transformer", lambda n: [attention] * n, block_params,
-            lambda rows: (torch.randn(rows, 3, WIDTH), torch.randn(rows, 3, WIDTH)), squared,
+            "transformer",
+            lambda n: [attention] * n,
+            block_params,
+            lambda rows: (torch.randn(rows, 3, WIDTH), torch.randn(rows, 3, WIDTH)),
+            squared,
         ),
         Model(
-            "cnn", lambda n: [fpipe.Stage(convolution, state=True)] * n,
+            "cnn",
+            lambda n: [fpipe.Stage(convolution, state=True)] * n,
             lambda s, n: normal(w=(2, 2, 3, 3), scale=(2,), shift=(2,)),
-            lambda rows: (torch.randn(rows, 2, 4, 4), torch.randn(rows, 2, 4, 4)), squared,
-            state={"mean": torch.zeros(2), "var": torch.ones(2), "count": torch.zeros((), dtype=torch.int64)},
+            lambda rows: (torch.randn(rows, 2, 4, 4), torch.randn(rows, 2, 4, 4)),
+            squared,
+            state={
+                "mean": torch.zeros(2),
+                "var": torch.ones(2),
+                "count": torch.zeros((), dtype=torch.int64),
+            },
         ),
         Model(
-            "tied", tied_stages, tied_params,
-            lambda rows: (torch.randint(5, (rows, 3)), torch.randint(5, (rows, 3))), cross_entropy,
+            "tied",
+            tied_stages,
+            tied_params,
+            lambda rows: (torch.randint(5, (rows, 3)), torch.randint(5, (rows, 3))),
+            cross_entropy,
             tied=lambda n: (("0.wte", f"{n - 1}.wte"),) if n > 1 else (),
         ),
         Model(
-            "moe", lambda n: [fpipe.Stage(experts, aux_loss=True)] * n,
+            "moe",
+            lambda n: [fpipe.Stage(experts, aux_loss=True)] * n,
             lambda s, n: normal(router=(WIDTH, 4), up=(4, WIDTH, 5), down=(4, 5, WIDTH)),
-            lambda rows: (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), squared,
+            lambda rows: (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)),
+            squared,
         ),
     )
-}  # fmt: skip
+}
 
 
-# ---- the oracle -----------------------------------------------------------------------------------------------------
+# ---- the oracle ----
 class One(NamedTuple):
     """The results of one microbatch through the whole model by plain autograd."""
 
@@ -175,7 +209,9 @@ class One(NamedTuple):
 
 
 def draw(seed: int, stage: int, mb: int) -> None:
-    """Seed torch by the documented rule for (seed, stage, microbatch), written here independently of fpipe."""
+    """Seed torch by the documented rule for (seed, stage, microbatch), written here independently
+    of fpipe.
+    """
     digest = hashlib.sha256(f"{seed}/{stage}/{mb}/F".encode()).digest()
     seed_of_torch(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -197,14 +233,23 @@ def one(name: str, stages: int, microbatches: int, mb: int) -> One:
             extra = more if extra is None else extra + more
     loss, aux = model.loss(y, t) if model.has_aux else (model.loss(y, t), None)
     total = (loss if extra is None else loss + extra) * (1.0 / microbatches)
-    wrt = [leaf for p in leaves for leaf in optree.tree_leaves(p)] + ([start] if start.requires_grad else [])
+    wrt = [leaf for p in leaves for leaf in optree.tree_leaves(p)] + (
+        [start] if start.requires_grad else []
+    )
     grads = list(torch.autograd.grad(total, wrt))
     dx = grads.pop() if start.requires_grad else None
     by_stage = [[grads.pop(0) for _ in optree.tree_leaves(p)] for p in leaves]
-    return One(total.detach(), optree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, aux), by_stage, dx)
+    return One(
+        total.detach(),
+        optree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, aux),
+        by_stage,
+        dx,
+    )
 
 
-def state_after(name: str, stages: int, microbatches: int, order: Sequence[Sequence[int]]) -> list[Any]:
+def state_after(
+    name: str, stages: int, microbatches: int, order: Sequence[Sequence[int]]
+) -> list[Any]:
     """The state of every stage after the microbatches of ``order[stage]``, one after another."""
     model = MODELS[name]
     functions, params, states = model.make(stages)

@@ -1,4 +1,6 @@
-"""A small language model as an ``nn.Module``, the positions where tests cut it into stages, and data for it."""
+"""A small language model as an ``nn.Module``, the positions where tests cut it into stages, and
+data for it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder with what public models have around their blocks: a check of sizes, computed positions, a buffer,
-    a long residual, a head tied to the embedding, an optional mask."""
+    """A decoder with what public models have around their blocks: a check of sizes, computed
+    positions, a buffer, a long residual, a head tied to the embedding, an optional mask.
+    """
 
     def __init__(self, blocks: int = 4, width: int = 6):
         super().__init__()
@@ -55,4 +58,6 @@ def language_model() -> LanguageModel:
 
 def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(0, 11, (rows, 5), generator=generator), torch.randint(0, 11, (rows, 5), generator=generator)
+    return torch.randint(0, 11, (rows, 5), generator=generator), torch.randint(
+        0, 11, (rows, 5), generator=generator
+    )

@@ -17,9 +17,11 @@ from fpipe.command.launch import _context
 
 PROCESSES = _context("forkserver", None)
 _NEWNET = 0x40000000  # CLONE_NEWNET
-#: namespace, its end of the link, its address; the process id separates concurrent runs of the tests
+#: namespace, its end of the link, its address; the process id separates concurrent runs of the
+#: tests
 SIDES = tuple(
-    (f"fpipe{os.getpid()}{side}", f"fp{os.getpid()}{side}", f"10.78.0.{k}") for k, side in ((1, "a"), (2, "b"))
+    (f"fpipe{os.getpid()}{side}", f"fp{os.getpid()}{side}", f"10.78.0.{k}")
+    for k, side in ((1, "a"), (2, "b"))
 )
 
 
@@ -54,7 +56,9 @@ def _ip(*words: str) -> None:
 
 
 def launch(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 110) -> list[Any]:
-    """As torchrun does on two hosts, call a function on ``nproc`` processes of each; return the results by rank."""
+    """As torchrun does on two hosts, call a function on ``nproc`` processes of each; return the
+    results by rank.
+    """
     hosts = []
     for side in SIDES:
         ours, theirs = PROCESSES.Pipe(duplex=False)
@@ -75,7 +79,9 @@ def launch(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 
             host.join(60)
 
 
-def _host(report: Connection, side: tuple[str, str, str], nproc: int, fn: Callable[..., Any], args: tuple) -> None:
+def _host(
+    report: Connection, side: tuple[str, str, str], nproc: int, fn: Callable[..., Any], args: tuple
+) -> None:
     """The agent of one host, from which its ranks are forked."""
     (name, end, address), (_, _, first) = side, SIDES[0]
     with open(f"/run/netns/{name}") as file:
@@ -83,8 +89,14 @@ def _host(report: Connection, side: tuple[str, str, str], nproc: int, fn: Callab
             raise OSError(ctypes.get_errno(), f"setns to {name}")
     os.environ |= {"GLOO_SOCKET_IFNAME": end}
     config = LaunchConfig(
-        2, 2, nproc, run_id="fpipe", rdzv_backend="c10d", rdzv_endpoint=f"{first}:29500", local_addr=address,
+        2,
+        2,
+        nproc,
+        run_id="fpipe",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{first}:29500",
+        local_addr=address,
         rdzv_configs={"is_host": address == first},  # both namespaces have the same host name
         start_method="fork",
-    )  # fmt: skip
+    )
     report.send(elastic_launch(config, fn)(*args))

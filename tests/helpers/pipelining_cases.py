@@ -1,7 +1,8 @@
-"""The cases of torch's own tests of ``torch.distributed.pipelining``, restated for gloo and two processes, and more.
+"""The cases of torch's own tests of ``torch.distributed.pipelining``, restated for gloo and two
+processes, and more.
 
-A case is a function; processes run all of them in one order. The oracle is plain autograd on the whole model, and for
-CSV files torch's own classes.
+A case is a function; processes run all of them in one order. The oracle is plain autograd on the
+whole model, and for CSV files torch's own classes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def chosen(long: bool) -> set[str]:
 
 
 def run_cases(only: str = "", long: bool = True) -> dict[str, str]:
-    """On each of two processes: the traceback of each case, by name, "" where it passes; a failure ends the run."""
+    """On each of two processes: the traceback of each case, by name, "" where it passes; a failure
+    ends the run.
+    """
     names = chosen(long)
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
@@ -86,7 +89,7 @@ def run_cases(only: str = "", long: bool = True) -> dict[str, str]:
     return found
 
 
-# ---- models, batches, one script ------------------------------------------------------------------------------------
+# ---- models, batches, one script ----
 class MLP(nn.Module):
     """The module of torch's tests, with an argument that may be left out."""
 
@@ -123,18 +126,28 @@ def own_group() -> Any:
 
 
 class Script:
-    """What a user's script does on each rank, and the same on the whole model without a pipeline."""
+    """What a user's script does on each rank, and the same on the whole model without a
+    pipeline.
+    """
 
-    def __init__(self, schedule: Any, modules: list[nn.Module] | None = None, stages: int = 0, **options: Any):
+    def __init__(
+        self, schedule: Any, modules: list[nn.Module] | None = None, stages: int = 0, **options: Any
+    ):
         name = schedule if isinstance(schedule, str) else ""
         cls = get_schedule_class(name) if name else schedule
-        count = stages or (fpipe.make_schedule(name, RANKS, MICROBATCHES).stages if name else 2 * RANKS)
+        count = stages or (
+            fpipe.make_schedule(name, RANKS, MICROBATCHES).stages if name else 2 * RANKS
+        )
         self.whole = modules if modules is not None else model(count)
         self.parts = copy.deepcopy(self.whole)
         rank = dist.get_rank()
         rows = options.pop("rows", None)
-        placed = rows or ([fpipe.make_schedule(name, RANKS, MICROBATCHES, count).placement.ranks_of(s)
-                           for s in range(count)])  # fmt: skip
+        placed = rows or (
+            [
+                fpipe.make_schedule(name, RANKS, MICROBATCHES, count).placement.ranks_of(s)
+                for s in range(count)
+            ]
+        )
         mine = [s for s in range(count) if rank in placed[s]]
         group = options.pop("group", None)
         self.stages = [PipelineStage(self.parts[s], s, count, CPU, group=group) for s in mine]
@@ -143,7 +156,9 @@ class Script:
         single = issubclass(cls, pipelining.PipelineScheduleSingle)
         self.schedule = cls(self.stages[0] if single else self.stages, MICROBATCHES, **options)
 
-    def args(self, x: Any, t: Any, losses: list[Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def args(
+        self, x: Any, t: Any, losses: list[Tensor] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The input on the first rank, the target on the last."""
         return (x,) if self.first else (), {"target": t, "losses": losses} if self.last else {}
 
@@ -161,7 +176,9 @@ class Script:
             x = module(*x, **kwargs) if isinstance(x, tuple) else module(x, **kwargs)
         return x
 
-    def backward(self, x: Tensor, t: Tensor, times: int = 1, mean: bool = True, **kwargs: Any) -> list[Tensor]:
+    def backward(
+        self, x: Tensor, t: Tensor, times: int = 1, mean: bool = True, **kwargs: Any
+    ) -> list[Tensor]:
         """The gradients of the whole model, added up; the losses of the microbatches."""
         for _ in range(times):
             rows = zip(x.chunk(MICROBATCHES), t.chunk(MICROBATCHES), strict=True)
@@ -174,9 +191,15 @@ class Script:
         """Each parameter of this rank has the gradient of the whole model's."""
         seen = 0
         for stage in self.stages:
-            pairs = zip(stage.submod.named_parameters(), self.whole[stage.stage_index].parameters(), strict=True)
+            pairs = zip(
+                stage.submod.named_parameters(),
+                self.whole[stage.stage_index].parameters(),
+                strict=True,
+            )
             for (name, a), b in pairs:
-                assert (a.grad is None) == (b.grad is None) or not (b.grad if a.grad is None else a.grad).any(), name  # type: ignore[union-attr]
+                assert (a.grad is None) == (b.grad is None) or not (
+                    b.grad if a.grad is None else a.grad
+                ).any(), name  # type: ignore[union-attr]
                 if a.grad is not None and b.grad is not None:
                     torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
                     seen += 1
@@ -197,7 +220,7 @@ def trained(script: Script, times: int = 1, mean: bool = True) -> None:
         torch.testing.assert_close(torch.stack(losses), torch.stack(want))
 
 
-# ---- gradients, losses, outputs -------------------------------------------------------------------------------------
+# ---- gradients, losses, outputs ----
 @case(*SINGLE, *MULTI)
 def grad_with_manual(name: str) -> None:
     trained(Script(name))
@@ -225,7 +248,9 @@ def kwargs_on_every_stage(name: str) -> None:
     y = script.step(x, t, scale=scale, flip=True)
     rows = zip(x.chunk(MICROBATCHES), t.chunk(MICROBATCHES), scale.chunk(MICROBATCHES), strict=True)
     outputs = [script.forward(a, scale=s, flip=True) for a, _, s in rows]
-    torch.stack([squared(o, b) for o, b in zip(outputs, t.chunk(MICROBATCHES), strict=True)]).mean().backward()
+    torch.stack(
+        [squared(o, b) for o, b in zip(outputs, t.chunk(MICROBATCHES), strict=True)]
+    ).mean().backward()
     script.check_grads()
     assert not script.last or torch.allclose(y, torch.cat(outputs), atol=1e-6)
 
@@ -243,7 +268,12 @@ def eval_between_steps(name: str) -> None:
     script, (x, t) = Script(name), batch()
     script.step(x, t)
     script.backward(x, t)
-    before = [p.grad.clone() for stage in script.stages for p in stage.submod.parameters() if p.grad is not None]
+    before = [
+        p.grad.clone()
+        for stage in script.stages
+        for p in stage.submod.parameters()
+        if p.grad is not None
+    ]
     for inference in (False, True):
         losses: list[Tensor] = []
         with torch.inference_mode(inference):
@@ -295,25 +325,72 @@ def schedules_that_torch_does_not_have(name: str) -> None:
     script.check_grads()
 
 
-# ---- placements and files -------------------------------------------------------------------------------------------
+# ---- placements and files ----
 V_SHAPED = {
-    0: ["0F0", "0F1", "0F2", "0F3", "3F0", "3B0", "3F1", "3B1", "3F2", "3B2", "3F3", "3B3", "0B0", "0B1", "0B2", "0B3"],
-    1: ["1F0", "1F1", "1F2", "1F3", "2F0", "2F1", "2F2", "2F3", "2B0", "2B1", "2B2", "2B3", "1B0", "1B1", "1B2", "1B3"],
+    0: [
+        "0F0",
+        "0F1",
+        "0F2",
+        "0F3",
+        "3F0",
+        "3B0",
+        "3F1",
+        "3B1",
+        "3F2",
+        "3B2",
+        "3F3",
+        "3B3",
+        "0B0",
+        "0B1",
+        "0B2",
+        "0B3",
+    ],
+    1: [
+        "1F0",
+        "1F1",
+        "1F2",
+        "1F3",
+        "2F0",
+        "2F1",
+        "2F2",
+        "2F3",
+        "2B0",
+        "2B1",
+        "2B2",
+        "2B3",
+        "1B0",
+        "1B1",
+        "1B2",
+        "1B3",
+    ],
 }
 UNBALANCED = {
     0: ["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"],
-    1: [f"{s}{op}{m}" for op, stages in (("F", (1, 2, 3)), ("B", (3, 2, 1))) for s in stages for m in range(4)],
+    1: [
+        f"{s}{op}{m}"
+        for op, stages in (("F", (1, 2, 3)), ("B", (3, 2, 1)))
+        for s in stages
+        for m in range(4)
+    ],
 }
-ORDERS = {"V": (V_SHAPED, [(0,), (1,), (1,), (0,)]), "unbalanced": (UNBALANCED, [(0,), (1,), (1,), (1,)])}
+ORDERS = {
+    "V": (V_SHAPED, [(0,), (1,), (1,), (0,)]),
+    "unbalanced": (UNBALANCED, [(0,), (1,), (1,), (1,)]),
+}
 
 
 @case(*ORDERS)
 def orders_in_memory(which: str) -> None:
     order, rows = ORDERS[which]
     script = Script(_PipelineScheduleRuntime, rows=rows)
-    actions = {rank: [None, *(pipelining.orders.Action.from_str(a) for a in row)] for rank, row in order.items()}
+    actions = {
+        rank: [None, *(pipelining.orders.Action.from_str(a) for a in row)]
+        for rank, row in order.items()
+    }
     script.schedule._prepare_schedule_with_comms(actions)
-    assert script.schedule.stage_index_to_group_rank == {s: ranks[0] for s, ranks in enumerate(rows)}
+    assert script.schedule.stage_index_to_group_rank == {
+        s: ranks[0] for s, ranks in enumerate(rows)
+    }
     trained(script)
 
 
@@ -349,18 +426,22 @@ def csv_of_torch(name: str) -> None:
         trained(script)
         ours = Path(folder, "ours.csv")
         waits = "finalize_gradients" in signature(known.step).parameters
-        for form in ("compute_only",) if waits else ("compute_only", "compute_comms"):  # torch 2.15 asks for waits
+        for form in (
+            ("compute_only",) if waits else ("compute_only", "compute_comms")
+        ):  # torch 2.15 asks for waits
             script.schedule._dump_csv(str(ours), format=form)
             again = peer_schedules._PipelineScheduleRuntime(theirs, MICROBATCHES)
             again._load_csv(str(ours), format=form)
-            assert form == "compute_only" or name == "DualPipeV" or again._simulate()  # which torch cannot for these
+            assert (
+                form == "compute_only" or name == "DualPipeV" or again._simulate()
+            )  # which torch cannot for these
         compute = [[a for a in row if a is not None] for row in known.pipeline_order.values()]
         assert [list(map(str, row)) for row in script.schedule.pipeline_order.values()] == [
             list(map(str, row)) for row in compute
         ]
 
 
-# ---- models that torch's classes get wrong or refuse ----------------------------------------------------------------
+# ---- models that torch's classes get wrong or refuse ----
 class Unused(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +501,9 @@ def checkpointed_modules(name: str) -> None:
 
 @case("whole", "part")
 def compiled_modules(which: str) -> None:
-    """Under a schedule that splits the backward: what was compiled is traced, and the programs are compiled."""
+    """Under a schedule that splits the backward: what was compiled is traced, and the programs are
+    compiled.
+    """
     modules = model(4)
     script = Script("ZBVZeroBubble", modules)
     for stage in script.stages:
@@ -584,7 +667,9 @@ def modules_materialized_after_the_schedule_was_built() -> None:
 def an_optimizer_and_a_scheduler_of_torch() -> None:
     script, (x, t) = Script("Interleaved1F1B"), batch()
     lists = [script.whole, [stage.submod for stage in script.stages]]
-    optimizers = [torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=0.1) for modules in lists]
+    optimizers = [
+        torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=0.1) for modules in lists
+    ]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
     for _ in range(3):
         for optimizer in optimizers:
@@ -598,7 +683,7 @@ def an_optimizer_and_a_scheduler_of_torch() -> None:
     assert not script.last or torch.allclose(y, script.forward(x), atol=1e-4)
 
 
-# ---- microbatches ---------------------------------------------------------------------------------------------------
+# ---- microbatches ----
 @case("1F1B", "ZBVZeroBubble")
 def batches_that_are_split_already(name: str) -> None:
     """As in torch 2.15: a list of arguments, keyword arguments and targets, of several lengths."""
@@ -612,14 +697,18 @@ def batches_that_are_split_already(name: str) -> None:
     y = script.schedule.step(**keywords)
     torch.stack([squared(script.forward(a), b) for a, b in rows]).mean().backward()
     script.check_grads()
-    assert not script.last or (torch.allclose(y, script.forward(x), atol=1e-6) and len(losses) == MICROBATCHES)
+    assert not script.last or (
+        torch.allclose(y, script.forward(x), atol=1e-6) and len(losses) == MICROBATCHES
+    )
 
 
 @case()
 def rows_that_microbatches_do_not_divide() -> None:
     script, (x, t) = Script("1F1B"), batch(10)
     y = script.step(x, t)
-    rows = zip(torch.tensor_split(x, MICROBATCHES), torch.tensor_split(t, MICROBATCHES), strict=True)
+    rows = zip(
+        torch.tensor_split(x, MICROBATCHES), torch.tensor_split(t, MICROBATCHES), strict=True
+    )
     torch.stack([squared(script.forward(a), b) for a, b in rows]).mean().backward()
     script.check_grads()
     assert not script.last or torch.allclose(y, script.forward(x), atol=1e-6)
@@ -629,7 +718,9 @@ def rows_that_microbatches_do_not_divide() -> None:
 def another_axis_is_split() -> None:
     modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     spec = {"args_chunk_spec": (TensorChunkSpec(1),), "output_merge_spec": TensorChunkSpec(1)}
-    script = Script("1F1B", modules, loss_fn=lambda y, t: (y.transpose(0, 1) - t).square().mean(), **spec)
+    script = Script(
+        "1F1B", modules, loss_fn=lambda y, t: (y.transpose(0, 1) - t).square().mean(), **spec
+    )
     x, t = batch(24)
     x, t = x.reshape(3, 8, WIDTH), t.reshape(8, 3, WIDTH)
     y = script.step(x, t)
@@ -639,7 +730,9 @@ def another_axis_is_split() -> None:
 @case()
 def values_that_are_not_tensors() -> None:
     script, (x, t) = Script("1F1B"), batch()
-    y = script.schedule.step(*((x, None, True) if script.first else ()), **({"target": t} if script.last else {}))
+    y = script.schedule.step(
+        *((x, None, True) if script.first else ()), **({"target": t} if script.last else {})
+    )
     want = script.whole[1](script.whole[0](x, None, True))
     assert not script.last or torch.allclose(y, want, atol=1e-6)
 
@@ -661,7 +754,9 @@ def keyword_arguments_of_the_loss() -> None:
 
 @case()
 def batch_sizes_that_every_rank_knows() -> None:
-    """A rank without the first and the last stage passes the arguments too: their shapes may differ in each step."""
+    """A rank without the first and the last stage passes the arguments too: their shapes may differ
+    in each step.
+    """
     script = Script("ZBVZeroBubble")
     for rows in (8, 12, 8):
         x, t = batch(rows)
@@ -678,7 +773,7 @@ def batch_sizes_that_a_rank_cannot_know() -> None:
         script.step(*batch(12))
 
 
-# ---- functions of the caller ----------------------------------------------------------------------------------------
+# ---- functions of the caller ----
 @case("DualPipeV")
 def a_function_for_overlapped_actions(name: str) -> None:
     script, seen = Script(name), []
@@ -716,19 +811,23 @@ def functions_for_actions(name: str) -> None:
     for letter in "FBIW":
         script.schedule.register_custom_function(pipelining.orders.ComputationType(letter), note)
     trained(script)
-    computed = [str(action) for action in row if not str(action).startswith("0I")]  # the input has no gradient
+    computed = [
+        str(action) for action in row if not str(action).startswith("0I")
+    ]  # the input has no gradient
     assert sorted(seen) == sorted(computed)
 
 
 @case()
 def a_function_that_does_not_run_its_action() -> None:
     script, (x, t) = Script("Interleaved1F1B", group=own_group()), batch()
-    script.schedule.register_custom_function(pipelining.orders.ComputationType("F"), lambda action, ctx: None)
+    script.schedule.register_custom_function(
+        pipelining.orders.ComputationType("F"), lambda action, ctx: None
+    )
     with pytest.raises(fpipe.FpipeError, match=r"ran \dF0 0 times|stopped|raised"):
         script.step(x, t)
 
 
-# ---- copies ---------------------------------------------------------------------------------------------------------
+# ---- copies ----
 @case()
 def modules_under_ddp() -> None:
     """Two copies of a pipeline of one process with two stages."""
@@ -746,7 +845,7 @@ def modules_under_ddp() -> None:
             torch.testing.assert_close(a.grad, b.grad)
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ----
 @case()
 def a_step_without_gradients_enabled() -> None:
     script, (x, t) = Script("1F1B"), batch()
@@ -757,8 +856,16 @@ def a_step_without_gradients_enabled() -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": ({"target": None}, ValueError, "got no target"),
     "losses": ({"losses": ()}, TypeError, "losses must be a list"),
-    "target_mbs": ({"target": None, "target_mbs": [1, 2]}, ValueError, "Expecting 4 target_mbs but got 2"),
-    "target_mbs type": ({"target": None, "target_mbs": (1,) * 4}, TypeError, "target_mbs must be a list"),
+    "target_mbs": (
+        {"target": None, "target_mbs": [1, 2]},
+        ValueError,
+        "Expecting 4 target_mbs but got 2",
+    ),
+    "target_mbs type": (
+        {"target": None, "target_mbs": (1,) * 4},
+        TypeError,
+        "target_mbs must be a list",
+    ),
     "both": ({"target_mbs": [1] * 4}, ValueError, "or the whole batch, not both"),
 }
 
@@ -777,7 +884,9 @@ def a_mistake_on_one_rank(which: str) -> None:
 @case()
 def stages_that_the_schedule_has_elsewhere() -> None:
     rank = dist.get_rank()
-    stages = [PipelineStage(module, s, 4, CPU) for s, module in enumerate(model(4)) if s % 2 == rank]
+    stages = [
+        PipelineStage(module, s, 4, CPU) for s, module in enumerate(model(4)) if s % 2 == rank
+    ]
     schedule = pipelining.ScheduleZBVZeroBubble(stages, MICROBATCHES, squared)
     with pytest.raises(fpipe.ScheduleError, match=f"rank {rank} has stages .* and got"):
         schedule.step(batch()[0], target=batch()[1])

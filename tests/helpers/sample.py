@@ -1,12 +1,13 @@
 """What ``make test`` takes of a large table of cases; ``make test-long`` takes all of it.
 
 pytest.mark.covering         # of a test with several parameters: each value of each parameter runs
-pytest.mark.covering(pairs=True)                                # each pair of values of two parameters runs
-pytest.mark.long             # of a test: with ``--long`` alone
+pytest.mark.covering(pairs=True)                                # each pair of values of two
+parameters runs pytest.mark.long             # of a test: with ``--long`` alone
 ["1F1B", *also("ZBV")]       # of parameters: "ZBV" with ``--long`` alone
 covering(rows, pairs=True)   # the same for a loop inside of a test, with the fixture ``long``
 
-The sample is always the same. A part of a table that is named by ``-k`` or by its id is a table too.
+The sample is always the same. A part of a table that is named by ``-k`` or by its id is a table
+too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ T = TypeVar("T")
 
 
 def covering(
-    rows: Iterable[T], values: Callable[[T], Sequence[Hashable]] | None = None, *, pairs: bool = False
+    rows: Iterable[T],
+    values: Callable[[T], Sequence[Hashable]] | None = None,
+    *,
+    pairs: bool = False,
 ) -> list[T]:
-    """Few of ``rows``, in their order, with each value of each column (``pairs``: each pair of values of two columns)
-    that occurs in them. ``values`` gives the columns of a row, which has them itself otherwise."""
+    """Few of ``rows``, in their order, with each value of each column (``pairs``: each pair of
+    values of two columns) that occurs in them. ``values`` gives the columns of a row, which has
+    them itself otherwise.
+    """
     table = list(rows)
     columns = [tuple(enumerate(row if values is None else values(row))) for row in table]  # type: ignore[arg-type]
     parts = [frozenset(combinations(each, min(1 + pairs, len(each)))) for each in columns]
-    # The row with most parts that are new comes first, then an order in which neighbours differ in all columns.
+    # The row with most parts that are new comes first, then an order in which neighbours differ in
+    # all columns.
     left = [(-len(parts[at]), crc32(repr(each).encode()), at) for at, each in enumerate(columns)]
     heapify(left)
     seen: set[Any] = set()
@@ -73,7 +80,8 @@ def _numbers(table: list[pytest.Function]) -> dict[pytest.Function, tuple[int, .
     places: dict[str, dict[int, int]] = defaultdict(dict)
     return {
         item: tuple(
-            places[name].setdefault(id(value), len(places[name])) for name, value in item.callspec.params.items()
+            places[name].setdefault(id(value), len(places[name]))
+            for name, value in item.callspec.params.items()
         )
         for item in table
     }

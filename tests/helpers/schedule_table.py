@@ -14,7 +14,9 @@ from fpipe import Schedule, make_schedule
 
 
 class Family(NamedTuple):
-    """A schedule by name, and the numbers of stages per rank that it supports (the default first)."""
+    """A schedule by name, and the numbers of stages per rank that it supports (the default
+    first).
+    """
 
     name: str
     per_rank: tuple[int, ...]
@@ -69,15 +71,24 @@ class Case(NamedTuple):
 
 
 def cases(
-    ranks: Iterable[int], microbatches: Iterable[int], *, per_rank: Iterable[int] | None = None, name: str | None = None
+    ranks: Iterable[int],
+    microbatches: Iterable[int],
+    *,
+    per_rank: Iterable[int] | None = None,
+    name: str | None = None,
 ) -> Iterator[Case]:
-    """Every schedule (or the one named ``name``) for these counts, with its default number of stages per rank or with
-    those of ``per_rank`` that it supports."""
+    """Every schedule (or the one named ``name``) for these counts, with its default number of
+    stages per rank or with those of ``per_rank`` that it supports.
+    """
     ranks, microbatches = tuple(ranks), tuple(microbatches)
     wanted = None if per_rank is None else tuple(per_rank)
     for family in TABLE:
         if name is not None and family.name != name:
             continue
-        counts = family.per_rank[:1] if wanted is None else [v for v in family.per_rank if v in wanted]
+        counts = (
+            family.per_rank[:1] if wanted is None else [v for v in family.per_rank if v in wanted]
+        )
         allowed = [p for p in ranks if p == 1 or not (family.even and p % 2)]
-        yield from (Case(family.name, p, m, p * v) for v in counts for p in allowed for m in microbatches)
+        yield from (
+            Case(family.name, p, m, p * v) for v in counts for p in allowed for m in microbatches
+        )

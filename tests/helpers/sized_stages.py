@@ -1,4 +1,6 @@
-"""Stage functions of many kinds whose inputs may have any size, with parameters and inputs for them."""
+"""Stage functions of many kinds whose inputs may have any size, with parameters and inputs for
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
 def rotary(p: Any, x: torch.Tensor) -> torch.Tensor:
     angle = torch.arange(x.shape[1])[:, None] / torch.arange(1, WIDTH // 2 + 1)
     a, b = F.rms_norm(x, (WIDTH,), p["scale"]).chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1) @ p["out"]
+    return (
+        torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+        @ p["out"]
+    )
 
 
 def convolution(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -32,12 +37,19 @@ def convolution(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (WIDTH,), p["scale"]) - x.mean(1, keepdim=True) + x.var((0, 1)) / x.shape[1]
+    return (
+        F.layer_norm(x, (WIDTH,), p["scale"]) - x.mean(1, keepdim=True) + x.var((0, 1)) / x.shape[1]
+    )
 
 
 def pieces(p: Any, x: torch.Tensor) -> Any:
     first, rest = x[:, :1], x[:, 1:]
-    return {"y": torch.cat([rest, first], 1) @ p["out"], "flat": x.flatten(0, 1).cumsum(0), "last": x[:, -1], "x": x}
+    return {
+        "y": torch.cat([rest, first], 1) @ p["out"],
+        "flat": x.flatten(0, 1).cumsum(0),
+        "last": x[:, -1],
+        "x": x,
+    }
 
 
 def masked(p: Any, x: torch.Tensor, *, keep: torch.Tensor) -> torch.Tensor:
@@ -66,14 +78,27 @@ def mapped(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    attention, rotary, convolution, statistics, pieces, masked, recomputed, written, gathered, mapped,
-]  # fmt: skip
+    attention,
+    rotary,
+    convolution,
+    statistics,
+    pieces,
+    masked,
+    recomputed,
+    written,
+    gathered,
+    mapped,
+]
 
 
 def parameters() -> dict[str, Any]:
     weight = lambda *shape: torch.randn(*shape) * 0.3
-    return {"qkv": [weight(WIDTH, WIDTH) for _ in range(3)], "out": weight(WIDTH, WIDTH), "scale": weight(WIDTH),
-            "kernel": weight(WIDTH, WIDTH, 3)}  # fmt: skip
+    return {
+        "qkv": [weight(WIDTH, WIDTH) for _ in range(3)],
+        "out": weight(WIDTH, WIDTH),
+        "scale": weight(WIDTH),
+        "kernel": weight(WIDTH, WIDTH, 3),
+    }
 
 
 def inputs(fn: Callable[..., Any], batch: int, length: int) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Stages that sleep instead of computing, so that their durations are known on a busy machine too."""
+"""Stages that sleep instead of computing, so that their durations are known on a busy machine
+too.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ def loss(y: torch.Tensor) -> torch.Tensor:
 
 
 def measured(microbatches: int, folder: str) -> dict[str, Any]:
-    """Profile a step of 1F1B on each rank; return timelines and costs. Rank 0 saves the pictures."""
+    """Profile a step of 1F1B on each rank; return timelines and costs. Rank 0 saves the
+    pictures.
+    """
     group = fpipe.init()
-    pipe = fpipe.pipeline([short, long], "1F1B", loss=loss, microbatches=microbatches, group=group, engine="eager")
+    pipe = fpipe.pipeline(
+        [short, long], "1F1B", loss=loss, microbatches=microbatches, group=group, engine="eager"
+    )
     params, x = pipe.place([torch.ones(())] * 2), torch.ones(microbatches)
     step = fpipe.value_and_grad(pipe)
     plain = step(params, x)
@@ -55,7 +61,11 @@ def measured(microbatches: int, folder: str) -> dict[str, Any]:
         profiled.save(f"{folder}/naps.html")
         profiled.save(f"{folder}/naps.json")
     return {
-        "same": torch.equal(plain[0], result[0]), "timeline": profiled.timeline, "simulated": profiled.simulated,
-        "costs": profiled.costs, "measured": measuring.costs(), "text": str(profiled),
+        "same": torch.equal(plain[0], result[0]),
+        "timeline": profiled.timeline,
+        "simulated": profiled.simulated,
+        "costs": profiled.costs,
+        "measured": measuring.costs(),
+        "text": str(profiled),
         "whole and split": [each.timeline for each in measuring._profiles],
-    }  # fmt: skip
+    }

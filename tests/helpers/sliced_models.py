@@ -1,8 +1,10 @@
-"""Stages with carries, and what they are compared with: plain autograd on the unsplit model, slice after slice.
+"""Stages with carries, and what they are compared with: plain autograd on the unsplit model, slice
+after slice.
 
-``plain`` runs the slices of each microbatch in order through the whole model. Its backward goes from the last slice to
-the first, one ``torch.autograd.grad`` for each, of the slice's weighted loss and of its carries, with the gradients
-that the slice behind computed for them. Gradients are added in the order in which the schedule runs them.
+``plain`` runs the slices of each microbatch in order through the whole model. Its backward goes
+from the last slice to the first, one ``torch.autograd.grad`` for each, of the slice's weighted loss
+and of its carries, with the gradients that the slice behind computed for them. Gradients are added
+in the order in which the schedule runs them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ D, B, S, K, M = 4, 2, 8, 4, 2  # width, rows and tokens of a microbatch, slices,
 
 
 def attention(p: Any, carry: Any, x: Tensor) -> tuple[Tensor, Any]:
-    """Causal attention with keys and values of earlier slices, to which those of this one are appended."""
+    """Causal attention with keys and values of earlier slices, to which those of this one are
+    appended.
+    """
     q, k, v = (x @ p[name] for name in "qkv")
     if carry is not None:
         k, v = torch.cat([carry["k"], k], 1), torch.cat([carry["v"], v], 1)
@@ -42,7 +46,9 @@ def recurrent(p: Any, carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shifted(p: Any, carry: Any, x: Tensor) -> tuple[Tensor, Any]:
-    """Carries that are input, output, or unchanged: what enters of a slice is what left the one before."""
+    """Carries that are input, output, or unchanged: what enters of a slice is what left the one
+    before.
+    """
     number, before, constant = carry
     y = before @ p["q"] + x + constant * number
     return y @ p["k"] * p["v"].sum() + p["o"].sum(), (number + x.shape[1], x, constant)
@@ -95,7 +101,7 @@ def squared(y: Tensor, t: Tensor) -> Tensor:
     return (y - t).square().mean()
 
 
-# ---- the oracle -----------------------------------------------------------------------------------------------------
+# ---- the oracle ----
 class Unit(NamedTuple):
     """What autograd computed of one slice: gradients of each stage's parameters, and of x."""
 
@@ -104,29 +110,44 @@ class Unit(NamedTuple):
 
 
 def plain(
-    models: Sequence[Carrying], params: Sequence[Any], x: Tensor, t: Tensor, microbatches: int, slices: int,
+    models: Sequence[Carrying],
+    params: Sequence[Any],
+    x: Tensor,
+    t: Tensor,
+    microbatches: int,
+    slices: int,
     schedule: fpipe.Schedule,
-) -> tuple[Tensor, list[Any], Tensor]:  # fmt: skip
+) -> tuple[Tensor, list[Any], Tensor]:
     """Loss, gradients and the gradient of x of ``squared``."""
     weight = 1 / (microbatches * slices)
     total, units = None, {}
     for m, (xs, ts) in enumerate(zip(x.chunk(microbatches), t.chunk(microbatches), strict=True)):
-        losses, found = _microbatch(models, params, xs.chunk(slices, 1), ts.chunk(slices, 1), weight)
+        losses, found = _microbatch(
+            models, params, xs.chunk(slices, 1), ts.chunk(slices, 1), weight
+        )
         for s, (loss, unit) in enumerate(zip(losses, found, strict=True)):
             total = loss * weight if total is None else total + loss * weight
             units[f"{m}.{s}" if slices > 1 else str(m)] = unit
-    dx = [torch.cat([u.x for n, u in units.items() if n.split(".")[0] == str(m)], 1) for m in range(microbatches)]
+    dx = [
+        torch.cat([u.x for n, u in units.items() if n.split(".")[0] == str(m)], 1)
+        for m in range(microbatches)
+    ]
     return total, [_added(units, s, schedule) for s in range(len(params))], torch.cat(dx)  # type: ignore[return-value]
 
 
 def _microbatch(
-    models: Sequence[Carrying], params: Sequence[Any], xs: Sequence[Tensor], ts: Sequence[Tensor], weight: float
+    models: Sequence[Carrying],
+    params: Sequence[Any],
+    xs: Sequence[Tensor],
+    ts: Sequence[Tensor],
+    weight: float,
 ) -> tuple[list[Tensor], list[Unit]]:
     """The losses and gradients of the slices of one microbatch."""
     live = lambda tree: optree.tree_map(
-        lambda a: a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a, tree,
+        lambda a: a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a,
+        tree,
         none_is_leaf=False,
-    )  # fmt: skip
+    )
     runs, carries = [], [None] * len(models)
     for s, (x, t) in enumerate(zip(xs, ts, strict=True)):
         ps, x = live(list(params)), x.detach().requires_grad_()
@@ -135,7 +156,9 @@ def _microbatch(
             if s:
                 given.append(live(carries[i]))
             else:
-                given.append(model.initial(y.detach()) if callable(model.initial) else model.initial)
+                given.append(
+                    model.initial(y.detach()) if callable(model.initial) else model.initial
+                )
             y, after = model.fn(ps[i], given[i], y)
             returned.append(after)
         carries = returned
@@ -144,11 +167,19 @@ def _microbatch(
     behind: list[tuple[Tensor, Tensor]] = []  # the carries of a slice, and their gradients
     for s in reversed(range(len(xs))):
         ps, x, given, _, loss = runs[s]
-        ends = [(end, g) for end, g in ((loss * weight, torch.ones(())), *behind) if end.requires_grad]
+        ends = [
+            (end, g) for end, g in ((loss * weight, torch.ones(())), *behind) if end.requires_grad
+        ]
         tensors = lambda tree: [a for a in optree.tree_leaves(tree) if isinstance(a, Tensor)]
-        leaves = [*(a for p in ps for a in p.values()), x, *(a for a in tensors(given) if s and a.requires_grad)]
+        leaves = [
+            *(a for p in ps for a in p.values()),
+            x,
+            *(a for a in tensors(given) if s and a.requires_grad),
+        ]
         found = (
-            torch.autograd.grad([e for e, _ in ends], leaves, [g for _, g in ends], allow_unused=True)
+            torch.autograd.grad(
+                [e for e, _ in ends], leaves, [g for _, g in ends], allow_unused=True
+            )
             if ends
             else [None] * len(leaves)
         )
@@ -165,7 +196,9 @@ def _microbatch(
 
 
 def _added(units: dict[str, Unit], stage: int, schedule: fpipe.Schedule) -> dict[str, Tensor]:
-    """The gradients of a stage, in the order of the schedule; those of replicas are added to the first's."""
+    """The gradients of a stage, in the order of the schedule; those of replicas are added to the
+    first's.
+    """
     sums = []
     for rank in schedule.placement.ranks_of(stage):
         into: dict[str, Tensor] = {}
@@ -181,14 +214,20 @@ def _added(units: dict[str, Unit], stage: int, schedule: fpipe.Schedule) -> dict
     return total
 
 
-# ---- random stages --------------------------------------------------------------------------------------------------
+# ---- random stages ----
 def random_stage(draw: random.Random) -> Carrying:
-    """A stage whose output and carries are random mixtures of its input, its carries and its parameters, or are any of
-    these themselves."""
+    """A stage whose output and carries are random mixtures of its input, its carries and its
+    parameters, or are any of these themselves.
+    """
     count = draw.randint(0, 3)
-    pick = lambda: draw.choice(["x", "y", "tanh", "last", "mean", "detached", "gain", *(f"c{i}" for i in range(count))])
+    pick = lambda: draw.choice(
+        ["x", "y", "tanh", "last", "mean", "detached", "gain", *(f"c{i}" for i in range(count))]
+    )
     output, returned = pick(), [pick() for _ in range(count)]
-    terms = [draw.choice(["x", "tanh", *(f"c{i}" for i in range(count))]) for _ in range(draw.randint(1, 3))]
+    terms = [
+        draw.choice(["x", "tanh", *(f"c{i}" for i in range(count))])
+        for _ in range(draw.randint(1, 3))
+    ]
     names = [draw.choice("qkvo") for _ in terms]
     whole = draw.random() < 0.5  # whether carries have the size of a slice
 
@@ -196,8 +235,15 @@ def random_stage(draw: random.Random) -> Carrying:
         known: dict[str, Tensor] = {f"c{i}": c for i, c in enumerate(carry)}
         known |= {"x": x, "tanh": torch.tanh(x @ p["q"]), "gain": x * p["o"].sum()}
         y = sum(known[term] @ p[name] for term, name in zip(terms, names, strict=True))
-        known |= {"y": y, "last": x[:, -1:], "mean": y.mean(1, keepdim=True), "detached": y.detach() * 0.5}
-        fit = lambda value: value if value.shape[1] == x.shape[1] or not whole else value.expand_as(x)
+        known |= {
+            "y": y,
+            "last": x[:, -1:],
+            "mean": y.mean(1, keepdim=True),
+            "detached": y.detach() * 0.5,
+        }
+        fit = lambda value: (
+            value if value.shape[1] == x.shape[1] or not whole else value.expand_as(x)
+        )
         made = [fit(known[name]) for name in returned]
         return known[output].expand_as(x), [c if whole else c[:, -1:] for c in made]
 

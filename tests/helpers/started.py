@@ -1,4 +1,6 @@
-"""Imported by the process from which tests fork theirs: what most test files import is imported there once."""
+"""Imported by the process from which tests fork theirs: what most test files import is imported
+there once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One rank of a job of three under env://, of which rank 0 hosts the store and is stopped at a moment."""
+"""One rank of a job of three under env://, of which rank 0 hosts the store and is stopped at a
+moment.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def main(moment: str, env: dict[str, str], errors: Path) -> None:
         group._monitor.timeout = group._rendezvous._store.seconds = TIMEOUT
         print("met", file=sys.stderr, flush=True)
         while rank == 0 and any("met" not in errors.with_name(other).read_text() for other in "12"):
-            time.sleep(0.01)  # not stopped while another rank is in the barrier, with the long time-out
+            time.sleep(
+                0.01
+            )  # not stopped while another rank is in the barrier, with the long time-out
         stop("handshake")
-        pipe = fpipe.pipeline([layer] * 3, "1F1B", loss=lambda y: y.sum(), microbatches=2, group=group)
+        pipe = fpipe.pipeline(
+            [layer] * 3, "1F1B", loss=lambda y: y.sum(), microbatches=2, group=group
+        )
         params = pipe.place([torch.eye(4)] * 3)
         step = fpipe.value_and_grad(pipe)
         start = time.monotonic()
@@ -50,5 +56,9 @@ def main(moment: str, env: dict[str, str], errors: Path) -> None:
         start = time.monotonic()
         group.barrier()
     except fpipe.FpipeError as error:
-        print(f"{time.monotonic() - start:.1f} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic() - start:.1f} {type(error).__name__}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)

@@ -23,7 +23,11 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage()._cdata for t in optree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {
+            t.untyped_storage()._cdata
+            for t in optree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         for tensor in optree.tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -44,7 +48,9 @@ class LiveStorages(TorchDispatchMode):
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
-    """Peak bytes of one step, results included. The step runs once before, so that the measured run traces nothing."""
+    """Peak bytes of one step, results included. The step runs once before, so that the measured run
+    traces nothing.
+    """
     step()
     gc.collect()
     with LiveStorages() as storages:

@@ -22,7 +22,9 @@ def _stub_triton() -> Iterator[None]:
         return
     import torch
 
-    torch.compile(lambda x: x)  # torch's compiler looks for triton when it is loaded; load it before the stub exists
+    torch.compile(
+        lambda x: x
+    )  # torch's compiler looks for triton when it is loaded; load it before the stub exists
 
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.jit = lambda fn: fn  # type: ignore[attr-defined]
@@ -36,7 +38,9 @@ def _stub_triton() -> Iterator[None]:
 
 
 def torchtitan_llama() -> Any:
-    """The package's Llama, with its configuration class as ``JobConfig``; skips where torchtitan is not installed."""
+    """The package's Llama, with its configuration class as ``JobConfig``; skips where torchtitan is
+    not installed.
+    """
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
     with warnings.catch_warnings():
@@ -45,17 +49,23 @@ def torchtitan_llama() -> Any:
 
 
 def _loaded() -> Any:
-    vars(builtins).pop("_", None)  # doctests leave their last value there; tyro hashes all values of builtins
+    vars(builtins).pop(
+        "_", None
+    )  # doctests leave their last value there; tyro hashes all values of builtins
     with _stub_triton():
         from torchtitan.config import JobConfig
         from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
         from torchtitan.models import llama3
-    return types.SimpleNamespace(JobConfig=JobConfig, llama=llama3, names_per_part=generate_llm_fqn_per_model_part)
+    return types.SimpleNamespace(
+        JobConfig=JobConfig, llama=llama3, names_per_part=generate_llm_fqn_per_model_part
+    )
 
 
 def trained_by_parts(names: list[str], steps: int = 3) -> list[tuple[list[float], dict[str, Any]]]:
-    """On each of two processes, what torchtitan's trainer does with ``pipelining_fn``: by schedule the losses, on the
-    process with the last stage, and the gradients of the first step, of this process's parts."""
+    """On each of two processes, what torchtitan's trainer does with ``pipelining_fn``: by schedule
+    the losses, on the process with the last stage, and the gradients of the first step, of this
+    process's parts.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -98,7 +108,11 @@ def _trained_by_parts(name: str, steps: int) -> tuple[list[float], dict[str, Any
         optimizer.zero_grad()
         tokens, labels = debug_batch(step)
         losses: list[torch.Tensor] = []
-        keywords = {"target": labels if last else None, "losses": losses if last else None, "return_outputs": False}
+        keywords = {
+            "target": labels if last else None,
+            "losses": losses if last else None,
+            "return_outputs": False,
+        }
         schedule.step(*((tokens,) if first else ()), **keywords)
         printed += [float(torch.stack(losses).sum())] if last else []
         if not step:
@@ -132,5 +146,7 @@ def debug_config(found: Any, schedule: str) -> tuple[Any, Any]:
     config.parallelism.pipeline_parallel_degree = 2
     config.parallelism.pipeline_parallel_schedule = schedule
     config.training.local_batch_size = 4
-    args = found.llama.model.args.TransformerModelArgs(dim=32, n_layers=6, n_heads=2, vocab_size=64, max_seq_len=16)
+    args = found.llama.model.args.TransformerModelArgs(
+        dim=32, n_layers=6, n_heads=2, vocab_size=64, max_seq_len=16
+    )
     return config, args

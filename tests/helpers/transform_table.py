@@ -1,7 +1,9 @@
-"""The table of all transforms, each with a plain reference, and the small model that tests update with them.
+"""The table of all transforms, each with a plain reference, and the small model that tests update
+with them.
 
-``TABLE`` maps a name to a ``Row``: a function that builds the transform, and the same update written for a flat list of
-leaves with torch's own optimizers or a few lines of arithmetic. A new transform is one row.
+``TABLE`` maps a name to a ``Row``: a function that builds the transform, and the same update
+written for a flat list of leaves with torch's own optimizers or a few lines of arithmetic. A new
+transform is one row.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0)
         return scale * torch.randn(shape, generator=generator, dtype=dtype)
 
     wte = draw(7, 4)
-    middle = [{"b": draw(5), "deep": [{"w": draw(4, 5)}], "w": draw(5, 4)} for _ in range(STAGES - 2)]
+    middle = [
+        {"b": draw(5), "deep": [{"w": draw(4, 5)}], "w": draw(5, 4)} for _ in range(STAGES - 2)
+    ]
     return [{"wte": wte}, *middle, {"norm": draw(4), "wte": wte.clone()}]
 
 
@@ -45,11 +49,13 @@ def follow(tx: T.Transform, params: Any, grads: list[Any]) -> tuple[Any, Any]:
     return params, state
 
 
-# ---- what each should do, on a flat list of leaves ------------------------------------------------------------------
+# ---- what each should do, on a flat list of leaves ----
 Plain = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
 
 
-def by_torch(optimizer: Callable[[Any], Any], before: Callable[[Any], Any] = lambda leaves: None) -> Plain:
+def by_torch(
+    optimizer: Callable[[Any], Any], before: Callable[[Any], Any] = lambda leaves: None
+) -> Plain:
     def steps(params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
         own = [torch.nn.Parameter(p.clone()) for p in params]
         made = optimizer(own)
@@ -63,7 +69,9 @@ def by_torch(optimizer: Callable[[Any], Any], before: Callable[[Any], Any] = lam
     return steps
 
 
-def by_hand(rule: Callable[..., tuple[Tensor, Any]], start: Callable[[Tensor], Any] = lambda p: None) -> Plain:
+def by_hand(
+    rule: Callable[..., tuple[Tensor, Any]], start: Callable[[Tensor], Any] = lambda p: None
+) -> Plain:
     """Each leaf alone, with ``rule(gradient, memory, t, param) -> (update, memory)``, t from 1."""
 
     def steps(params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
@@ -97,7 +105,9 @@ def sgd1(own: Any) -> Any:
 
 
 def untied(rule: Plain) -> Plain:
-    """The rule on a model in which the tied embedding is one parameter: the last stage's copy is left out."""
+    """The rule on a model in which the tied embedding is one parameter: the last stage's copy is
+    left out.
+    """
 
     def steps(params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
         after = rule(params[:-1], [gradient[:-1] for gradient in grads])
@@ -128,13 +138,18 @@ def clipping(p: float, exact: bool = False) -> Row:
 
 TABLE = {
     "identity": Row(lambda over: descend(T.identity()), by_hand(lambda g, m, t, p: (-g, m))),
-    "master": Row(lambda over: T.master(T.sgd(0.1)), by_torch(lambda own: torch.optim.SGD(own, 0.1))),
+    "master": Row(
+        lambda over: T.master(T.sgd(0.1)), by_torch(lambda own: torch.optim.SGD(own, 0.1))
+    ),
     "scale": Row(lambda over: T.scale(-0.5), by_hand(lambda g, m, t, p: (-0.5 * g, m))),
     "scale_by_schedule": Row(
-        lambda over: descend(T.scale_by_schedule(warm)), by_hand(lambda g, m, t, p: (-warm(t - 1) * g, m))
+        lambda over: descend(T.scale_by_schedule(warm)),
+        by_hand(lambda g, m, t, p: (-warm(t - 1) * g, m)),
     ),
     "cast": Row(
-        lambda over: descend(T.cast(torch.bfloat16)), by_hand(lambda g, m, t, p: (-g.bfloat16().float(), m)), 1e-6
+        lambda over: descend(T.cast(torch.bfloat16)),
+        by_hand(lambda g, m, t, p: (-g.bfloat16().float(), m)),
+        1e-6,
     ),
     "clip 2": clipping(2.0),
     "clip 2 exact": clipping(2.0, exact=True),
@@ -143,12 +158,16 @@ TABLE = {
     "clip inf": clipping(math.inf),
     "clip inf exact": clipping(math.inf, exact=True),
     "clip_by_value": Row(
-        lambda over: descend(T.clip_by_value(0.2)), by_hand(lambda g, m, t, p: (-g.clamp(-0.2, 0.2), m))
+        lambda over: descend(T.clip_by_value(0.2)),
+        by_hand(lambda g, m, t, p: (-g.clamp(-0.2, 0.2), m)),
     ),
-    "weight_decay": Row(lambda over: descend(T.weight_decay(0.1)), by_hand(lambda g, m, t, p: (-(g + 0.1 * p), m))),
+    "weight_decay": Row(
+        lambda over: descend(T.weight_decay(0.1)), by_hand(lambda g, m, t, p: (-(g + 0.1 * p), m))
+    ),
     "add_noise": Row(lambda over: descend(T.add_noise(0.01, seed=5)), None),
     "skip_nonfinite": Row(
-        lambda over: T.chain(T.skip_nonfinite(over=over), T.sgd(0.1)), by_torch(lambda own: torch.optim.SGD(own, 0.1))
+        lambda over: T.chain(T.skip_nonfinite(over=over), T.sgd(0.1)),
+        by_torch(lambda own: torch.optim.SGD(own, 0.1)),
     ),
     "dynamic_loss_scale": Row(
         lambda over: T.chain(T.dynamic_loss_scale(4.0, over=over), T.sgd(1.0)),
@@ -164,7 +183,8 @@ TABLE = {
     ),
     "ema": Row(lambda over: descend(T.ema(0.8)), by_hand(ema_rule, torch.zeros_like)),
     "ema of params": Row(
-        lambda over: descend(T.ema(0.8, of="params")), by_hand(lambda g, m, t, p: (-g, m), torch.zeros_like)
+        lambda over: descend(T.ema(0.8, of="params")),
+        by_hand(lambda g, m, t, p: (-g, m), torch.zeros_like),
     ),
     "sgd": Row(lambda over: T.sgd(0.1), by_torch(lambda own: torch.optim.SGD(own, 0.1))),
     "sgd momentum": Row(
@@ -175,7 +195,9 @@ TABLE = {
         lambda over: T.sgd(0.1, 0.9, nesterov=True),
         by_torch(lambda own: torch.optim.SGD(own, 0.1, 0.9, nesterov=True)),
     ),
-    "adamw": Row(lambda over: T.adamw(0.01), by_torch(lambda own: torch.optim.AdamW(own, 0.01, foreach=True))),
+    "adamw": Row(
+        lambda over: T.adamw(0.01), by_torch(lambda own: torch.optim.AdamW(own, 0.01, foreach=True))
+    ),
     "adamw options": Row(
         lambda over: T.adamw(0.02, (0.8, 0.9), 1e-3, 0.2, fused=False),
         by_torch(lambda own: torch.optim.AdamW(own, 0.02, (0.8, 0.9), 1e-3, 0.2, foreach=True)),
@@ -187,7 +209,9 @@ TABLE = {
             after[0] if p.ndim == 2 else p + sum(gradient[i] for gradient in grads)
             for i, p in enumerate(params)
             for after in [
-                by_torch(lambda own: torch.optim.Muon(own, 0.02))([p], [[g[i]] for g in grads]) if p.ndim == 2 else [p]
+                by_torch(lambda own: torch.optim.Muon(own, 0.02))([p], [[g[i]] for g in grads])
+                if p.ndim == 2
+                else [p]
             ]
         ],
     ),
@@ -207,7 +231,8 @@ TABLE = {
         by_torch(lambda own: torch.optim.RMSprop(own, lr=0.01, momentum=0.9)),
     ),
     "from_torch adamw": Row(
-        lambda over: T.from_torch(torch.optim.AdamW, lr=0.01), by_torch(lambda own: torch.optim.AdamW(own, 0.01))
+        lambda over: T.from_torch(torch.optim.AdamW, lr=0.01),
+        by_torch(lambda own: torch.optim.AdamW(own, 0.01)),
     ),
     "sum_tied": Row(lambda over: descend(T.sum_tied(TIED, over=over)), None),
     "all together": Row(

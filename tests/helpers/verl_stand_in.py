@@ -1,4 +1,5 @@
-"""The part of verl 0.9 that fpipe's engine for it uses, restated: for tests where verl is not installed.
+"""The part of verl 0.9 that fpipe's engine for it uses, restated: for tests where verl is not
+installed.
 
 ``installed()`` puts modules of verl's names in place. Batches are dicts instead of TensorDicts.
 """
@@ -22,10 +23,15 @@ class Data(dict[str, Any]):
     """Tensors and other values by name."""
 
     def to(self, device: Any) -> Data:
-        return Data({name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.items()})
+        return Data(
+            {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in self.items()
+            }
+        )
 
 
-# ---- verl.workers ---------------------------------------------------------------------------------------------------
+# ---- verl.workers ----
 @dataclass
 class EngineConfig:
     strategy: str | None = None
@@ -57,7 +63,9 @@ class RoleConfig(BaseConfig):
 
 
 class BaseEngine:
-    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         assert model or not grad
 
     def train_batch(self, data: Data, loss_function: Any) -> Any:
@@ -85,7 +93,9 @@ class EngineRegistry:
     engines: ClassVar[dict[tuple[str, str, str], type]] = {}
 
     @classmethod
-    def register(cls, model_type: str, backend: str, device: Sequence[str]) -> Callable[[type], type]:
+    def register(
+        cls, model_type: str, backend: str, device: Sequence[str]
+    ) -> Callable[[type], type]:
         def keep(engine: type) -> type:
             cls.engines.update({(model_type, backend, kind): engine for kind in device})
             return engine
@@ -100,9 +110,12 @@ def prepare_micro_batches(data: Data, min_num_micro_batch: int | None = None, **
     parts = [list(range(first, rows, count)) for first in range(count)]
     take = lambda value, part: (
         torch.nested.as_nested_tensor([value.unbind()[i] for i in part], layout=torch.jagged)
-        if isinstance(value, Tensor) and value.is_nested else value
-    )  # fmt: skip
-    return [Data({name: take(value, part) for name, value in data.items()}) for part in parts], parts
+        if isinstance(value, Tensor) and value.is_nested
+        else value
+    )
+    return [
+        Data({name: take(value, part) for name, value in data.items()}) for part in parts
+    ], parts
 
 
 def postprocess_batch_func(output_lst: Sequence[Any], indices: Any, data: Data) -> dict[str, Any]:
@@ -126,7 +139,7 @@ def with_warmup(optimizer: torch.optim.Optimizer, num_warmup_steps: int) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, rule)
 
 
-# ---- the rest -------------------------------------------------------------------------------------------------------
+# ---- the rest ----
 class PlatformRegistry:
     platforms: ClassVar[dict[str, type]] = {}
 
@@ -157,25 +170,37 @@ def get(data: Data, key: str, default: Any) -> Any:
 MODULES: dict[str, dict[str, Any]] = {
     "verl": {},
     "verl.base_config": {"BaseConfig": BaseConfig},
-    "verl.workers.config": {"EngineConfig": EngineConfig, "ActorConfig": RoleConfig, "CriticConfig": RoleConfig},
+    "verl.workers.config": {
+        "EngineConfig": EngineConfig,
+        "ActorConfig": RoleConfig,
+        "CriticConfig": RoleConfig,
+    },
     "verl.workers.config.optimizer": {"build_optimizer": build_optimizer},
     "verl.workers.engine.base": {
-        "BaseEngine": BaseEngine, "BaseEngineCtx": BaseEngineCtx, "EngineRegistry": EngineRegistry,
+        "BaseEngine": BaseEngine,
+        "BaseEngineCtx": BaseEngineCtx,
+        "EngineRegistry": EngineRegistry,
     },
     "verl.workers.engine.utils": {
-        "prepare_micro_batches": prepare_micro_batches, "postprocess_batch_func": postprocess_batch_func,
+        "prepare_micro_batches": prepare_micro_batches,
+        "postprocess_batch_func": postprocess_batch_func,
     },
     "verl.workers.engine.fsdp.utils": {"unfuse_moe_params": lambda named, kind: named},
     "verl.utils.tensordict_utils": {
-        "get_non_tensor_data": get, "assign_non_tensor": lambda data, **more: data.update(more),
+        "get_non_tensor_data": get,
+        "assign_non_tensor": lambda data, **more: data.update(more),
     },
     "verl.utils.device": {"get_device_name": lambda: "cpu"},
     "verl.utils.torch_functional": {"get_constant_schedule_with_warmup": with_warmup},
     "verl.plugin.platform.platform_manager": {"PlatformRegistry": PlatformRegistry},
     "verl.plugin.platform.platform_base": {"PlatformBase": object},
     "hydra.core.config_store": {"ConfigStore": ConfigStore},
-    "omegaconf": {"OmegaConf": type("OmegaConf", (), {"load": staticmethod(lambda p: yaml.safe_load(p.read_text()))})},
-}  # fmt: skip
+    "omegaconf": {
+        "OmegaConf": type(
+            "OmegaConf", (), {"load": staticmethod(lambda p: yaml.safe_load(p.read_text()))}
+        )
+    },
+}
 
 
 @contextmanager
@@ -191,5 +216,8 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [*added, *(name for name in sys.modules if name.startswith("fpipe.interop.verl"))]:
+        for name in [
+            *added,
+            *(name for name in sys.modules if name.startswith("fpipe.interop.verl")),
+        ]:
             sys.modules.pop(name, None)

@@ -1,4 +1,6 @@
-"""``bind``: pipelines over modules against ``module.backward``; modes, models on "meta", and running statistics."""
+"""``bind``: pipelines over modules against ``module.backward``; modes, models on "meta", and
+running statistics.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def layers(count: int = 4) -> list[nn.Module]:
 
 def backward(modules: list[nn.Module], parts: int = 4) -> Tensor:
     """The mean loss over microbatches, and its gradients in ``.grad``, by autograd."""
-    losses = [squared(nn.Sequential(*modules)(x), t) for x, t in zip(X.chunk(parts), T.chunk(parts), strict=True)]
+    losses = [
+        squared(nn.Sequential(*modules)(x), t)
+        for x, t in zip(X.chunk(parts), T.chunk(parts), strict=True)
+    ]
     loss = torch.stack(losses).mean()
     loss.backward()
     return loss.detach()
@@ -47,11 +52,15 @@ def check(ours: list[nn.Module], theirs: list[nn.Module]) -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV", "Interleaved1F1B"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_training_with_a_torch_optimizer(schedule: str, optimizer: Any):
-    """Three steps with an LR scheduler of torch, gradients accumulated over two calls: as without a pipeline."""
+    """Three steps with an LR scheduler of torch, gradients accumulated over two calls: as without a
+    pipeline.
+    """
     ours, theirs = layers(), layers()
     ranks = 4 if schedule == "1F1B" else 2
     bound = bind(ours)
-    pipe = fpipe.pipeline(bound.stages, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks))
+    pipe = fpipe.pipeline(
+        bound.stages, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks)
+    )
     step = fpipe.value_and_grad(pipe)
     pairs = []
     for modules in (ours, theirs):
@@ -67,7 +76,9 @@ def test_training_with_a_torch_optimizer(schedule: str, optimizer: Any):
             made.step()
             made.zero_grad()
             scheduler.step()
-    for a, b in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
+    ):
         assert torch.allclose(a, b, atol=1e-5)
     assert len(pipe.cache.plans) == 1
 
@@ -94,8 +105,12 @@ def test_a_whole_module_by_cuts():
     ours, theirs = language_model(), language_model()
     bound = bind(ours, cuts=CUTS, side=["keep"])
     tokens, targets = batch()
-    pipe = fpipe.pipeline(bound.stages, "ZBV", loss=cross_entropy, microbatches=1, group=fpipe.local(2))
-    loss, grads = fpipe.value_and_grad(pipe)(bound.params, tokens, targets, keep=(tokens > 2).float())
+    pipe = fpipe.pipeline(
+        bound.stages, "ZBV", loss=cross_entropy, microbatches=1, group=fpipe.local(2)
+    )
+    loss, grads = fpipe.value_and_grad(pipe)(
+        bound.params, tokens, targets, keep=(tokens > 2).float()
+    )
     bound.add_grads(grads)
     want = cross_entropy(theirs(tokens, (tokens > 2).float()), targets)
     want.backward()
@@ -150,7 +165,8 @@ def test_arguments_of_forward_as_side_inputs():
     bound, mask = bind(ours, side=["mask"]), torch.arange(8.0).reshape(8, 1)
     pipe = fpipe.pipeline(bound.stages, microbatches=2, group=fpipe.local(2))
     assert torch.allclose(
-        pipe(bound.params, X, mask=mask, scale=2.0), ours[1](ours[0](X, mask, scale=2.0), mask, scale=2.0).detach()
+        pipe(bound.params, X, mask=mask, scale=2.0),
+        ours[1](ours[0](X, mask, scale=2.0), mask, scale=2.0).detach(),
     )
 
 
@@ -167,14 +183,16 @@ def test_gradients_that_do_not_fit_are_refused():
         fpipe.from_module(torch.nn.Linear(1, 1), cuts=3)  # type: ignore[arg-type]
 
 
-# ---- modes ----------------------------------------------------------------------------------------------------------
+# ---- modes ----
 class Noisy(nn.Module):
     """What training changes: dropout of everything, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(1.0), nn.Linear(4, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(1.0), nn.Linear(4, 4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -185,7 +203,11 @@ class Noisy(nn.Module):
 def test_a_mode_is_chosen_after_cutting(cut: str, engine: str):
     model = Noisy()
     if cut == "bind":
-        bound = bind(model, cuts=["layers.2"]) if engine == "trace" else bind([model.layers[:2], model.layers[2:]])
+        bound = (
+            bind(model, cuts=["layers.2"])
+            if engine == "trace"
+            else bind([model.layers[:2], model.layers[2:]])
+        )
         stages, params, state = bound.stages, bound.params, bound.state
     else:
         stages, params = fpipe.from_module(model, cuts=["layers.2"])
@@ -225,10 +247,13 @@ def test_ranks_in_different_modes_are_reported():
             pipe(bound.params, X)
         return str(caught.value)
 
-    assert all("in evaluation" in text and "in training" in text for text in testing.run(rank, ranks=2, seed=0))
+    assert all(
+        "in evaluation" in text and "in training" in text
+        for text in testing.run(rank, ranks=2, seed=0)
+    )
 
 
-# ---- on "meta" ------------------------------------------------------------------------------------------------------
+# ---- on "meta" ----
 class Rotary(nn.Module):
     """A model with a buffer that is computed, not stored, and a tied head."""
 
@@ -284,7 +309,9 @@ def test_a_model_on_meta_is_cut_and_filled_by_rank():
 
 
 def test_modules_that_are_materialized_after_they_were_bound():
-    """As torchtitan does: parts on "meta", then ``to_empty`` and initialisation, then the first step."""
+    """As torchtitan does: parts on "meta", then ``to_empty`` and initialisation, then the first
+    step.
+    """
     ours, theirs = layers(2), layers(2)
     parts = [copy.deepcopy(module).to("meta") for module in ours]
     bound = bind(parts)
@@ -302,7 +329,9 @@ def test_a_state_that_lacks_a_buffer_is_refused_before_anything_is_written():
     bound = bind(norms)
     whole = {name: value + 1 for name, value in (bound.state[0] or {}).items()}
     with pytest.raises(fpipe.StageError, match="the state of stage 1 has no 'running_var'"):
-        bound.write_state([whole, {key: value for key, value in whole.items() if key != "running_var"}])
+        bound.write_state(
+            [whole, {key: value for key, value in whole.items() if key != "running_var"}]
+        )
     with pytest.raises(fpipe.StageError, match="1 states for 2 stages"):
         bound.write_state([whole])
     assert norms[0].running_mean == 0

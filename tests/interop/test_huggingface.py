@@ -24,16 +24,23 @@ from sample import also
 ROWS, MICROBATCHES = 4, 2
 
 
-def run(model: Any, stages: int | None = 2, *, side: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+def run(
+    model: Any, stages: int | None = 2, *, side: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
     """Loss and gradients of a split model, on one rank that holds all stages."""
     made, params = huggingface.stages(model, stages, **options)
     pipe = fpipe.pipeline(
-        made, "LoopedBFS", loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(1)
+        made,
+        "LoopedBFS",
+        loss=huggingface.causal_loss,
+        microbatches=MICROBATCHES,
+        group=fpipe.local(1),
     )
     return fpipe.value_and_grad(pipe)(params, tokens(ROWS), tokens(ROWS), **(side or {}))
 
 
-#: The others are split in 4 and 8 stages, under every schedule, by test_huggingface_all_schedules.py.
+#: The others are split in 4 and 8 stages, under every schedule, by
+#: test_huggingface_all_schedules.py.
 OTHERS = [family for family in FAMILIES if family not in ACCEPTANCE]
 #: Of these, a sliding window has qwen2 too, and other tests of this file compare the other two.
 ALIKE = ("mistral", "gemma2", "gemma3")
@@ -50,8 +57,12 @@ def agrees(model: Any, found: tuple[Any, Any], **side: Any) -> bool:
 def test_family_equals_unsplit(family: str):
     model = decoder(family, layers=2)
     found = run(model)
-    assert {name for own in found[1] for name in own} == {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert getattr(model.config, "_experts_implementation", None) != "batched_mm"  # the model itself was not changed
+    assert {name for own in found[1] for name in own} == {
+        n for n, _ in model.named_parameters(remove_duplicate=False)
+    }
+    assert (
+        getattr(model.config, "_experts_implementation", None) != "batched_mm"
+    )  # the model itself was not changed
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert agrees(model, found)
 
@@ -67,7 +78,8 @@ def packed() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "side"), [("llama", packed), ("gemma3", padded), *also(("gpt2", packed), ("mixtral", padded))]
+    ("family", "side"),
+    [("llama", packed), ("gemma3", padded), *also(("gpt2", packed), ("mixtral", padded))],
 )
 def test_masks_and_positions_are_side_inputs(family: str, side: Any):
     model = decoder(family, layers=2)
@@ -80,7 +92,9 @@ def test_rotary_embeddings_once_for_all_stages():
     model = decoder("gemma3", layers=2)  # which has one table for each of two kinds of layers
     side = huggingface.side_inputs(model, tokens(ROWS), **packed())
     stages, params = huggingface.stages(model, 2)
-    program = trace(stages[1], params[1], torch.randn(2, 7, 16), **{n: _rows(v, 2) for n, v in side.items()})
+    program = trace(
+        stages[1], params[1], torch.randn(2, 7, 16), **{n: _rows(v, 2) for n, v in side.items()}
+    )
     assert "cos" not in program.forward.code
     assert agrees(model, run(model, side=side), **packed())
 
@@ -96,7 +110,11 @@ def test_tied_and_frozen_are_carried():
     stages, params = huggingface.stages(model, 3)
     assert stages[0].ties == (("transformer.wte.weight", "transformer.wte.weight"),)
     assert stages[2].ties == (("lm_head.weight", "transformer.wte.weight"),)
-    assert [s.frozen for s in stages] == [("transformer.wpe.weight",), ("transformer.h.1.attn.c_attn.bias",), ()]
+    assert [s.frozen for s in stages] == [
+        ("transformer.wpe.weight",),
+        ("transformer.h.1.attn.c_attn.bias",),
+        (),
+    ]
     assert params[2]["lm_head.weight"].data_ptr() == params[0]["transformer.wte.weight"].data_ptr()
     loss, grads = run(model, 3)
     assert grads[0]["transformer.wpe.weight"] is None
@@ -127,14 +145,18 @@ def test_checkpointed_layers_are_recomputed():
 
 
 def test_checkpointed_layers_on_autograd():
-    """They are computed again in the backward with the parameters of the call, not with those of the module."""
+    """They are computed again in the backward with the parameters of the call, not with those of
+    the module.
+    """
     plain, model = (decoder("llama", layers=2, train=True) for _ in range(2))
     model.gradient_checkpointing_enable()
     loss, x = lambda y: y.square().mean(), torch.arange(12).view(2, 6)
     found = []
     for each in (plain, model):
         stages, params = huggingface.stages(each, 2)
-        pipe = fpipe.pipeline(stages, loss=loss, microbatches=1, group=fpipe.local(2), engine="eager")
+        pipe = fpipe.pipeline(
+            stages, loss=loss, microbatches=1, group=fpipe.local(2), engine="eager"
+        )
         found.append(tree.leaves(fpipe.grad(pipe)(params, x)))
     assert all(map(torch.equal, *found))
 
@@ -142,10 +164,12 @@ def test_checkpointed_layers_on_autograd():
 def test_a_heavy_head_gets_fewer_layers():
     model = decoder("llama", layers=6, vocab_size=200)
     stages, _ = huggingface.stages(model, 3)
-    assert [stage.name for stage in stages] == [f"LlamaForCausalLM[{span}]" for span in ("0:2", "2:5", "5:6")]
+    assert [stage.name for stage in stages] == [
+        f"LlamaForCausalLM[{span}]" for span in ("0:2", "2:5", "5:6")
+    ]
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
+# ---- losses ----
 def mean_over_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """NaN without labels."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -156,9 +180,12 @@ def test_a_microbatch_without_tokens_counts_nothing(loss: Any):
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     targets = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(1))
     pipe = fpipe.pipeline(
-        [lambda p, x: x * p], loss=loss, microbatches=2, group=fpipe.local(1),
+        [lambda p, x: x * p],
+        loss=loss,
+        microbatches=2,
+        group=fpipe.local(1),
         reduction=fpipe.weighted(lambda target: (target[:, 1:] != -100).sum()),
-    )  # fmt: skip
+    )
     value, grads = fpipe.value_and_grad(pipe)(
         [torch.ones(7)], torch.cat([logits, logits]), torch.cat([targets, torch.full((2, 5), -100)])
     )
@@ -172,12 +199,14 @@ def test_the_sum_over_labels():
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, 3:] = -100
     count = (labels[:, 1:] != -100).sum()
-    assert torch.equal(huggingface.causal_loss_sum(logits, labels) / count, mean_over_labels(logits, labels))
+    assert torch.equal(
+        huggingface.causal_loss_sum(logits, labels) / count, mean_over_labels(logits, labels)
+    )
     assert torch.equal(huggingface.causal_loss(logits, labels), mean_over_labels(logits, labels))
     assert float(huggingface.causal_loss_sum(logits, torch.full((2, 5), -100))) == 0
 
 
-# ---- experts --------------------------------------------------------------------------------------------------------
+# ---- experts ----
 def test_router_loss_is_over_all_layers():
     """The product of two sums over all layers: a sum of losses per stage cannot express it."""
     model = decoder("mixtral", layers=2)
@@ -206,7 +235,7 @@ def test_experts_of_bfloat16_trace_as_grouped_products():
     assert "grouped_mm" in trace(stages[0], params[0], tokens(2)).forward.code
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ----
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -227,7 +256,9 @@ def test_mistakes(options: dict[str, Any], message: str):
 def test_a_model_whose_forward_fails_is_refused():
     model = decoder("llama", layers=2)
     model.lm_head = torch.nn.Linear(3, 4)
-    with pytest.raises(fpipe.StageError, match=r"cannot split LlamaForCausalLM: its own forward fails on 4 tokens"):
+    with pytest.raises(
+        fpipe.StageError, match=r"cannot split LlamaForCausalLM: its own forward fails on 4 tokens"
+    ):
         huggingface.stages(model, 2)
 
 
@@ -246,7 +277,7 @@ def test_layers_are_cut_in_the_order_in_which_they_run():
     assert agrees(model, run(model))
 
 
-# ---- what families do between layers --------------------------------------------------------------------------------
+# ---- what families do between layers ----
 #: what a family needs, and one that does
 NEEDS = {
     "layers that return tuples": "bloom",
@@ -293,8 +324,17 @@ def test_equal_layers_are_traced_once(family: str):
 
 def seq2seq() -> Any:
     """A T5 with two layers on each side."""
-    shape = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
-    config = transformers.T5Config(num_layers=2, num_decoder_layers=2, decoder_start_token_id=0, **shape)
+    shape = {
+        "vocab_size": 48,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    config = transformers.T5Config(
+        num_layers=2, num_decoder_layers=2, decoder_start_token_id=0, **shape
+    )
     torch.manual_seed(0)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -304,7 +344,13 @@ def test_one_trace_serves_every_length(family: str):
     """Warnings are errors here: a stage that is traced for every size warns."""
     model = decoder(family, layers=2)
     stages, params = huggingface.stages(model, 2)
-    pipe = fpipe.pipeline(stages, "1F1B", loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        stages,
+        "1F1B",
+        loss=huggingface.causal_loss,
+        microbatches=MICROBATCHES,
+        group=fpipe.local(2),
+    )
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     counts = []
     for length in (7, 9, 12, 5):
@@ -322,12 +368,23 @@ def test_an_encoder_and_a_decoder():
     labels = tokens(ROWS, 5, seed=2)
     loss = lambda y, t: torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
     stages, params = huggingface.stages(model, cuts=[1, 3])
-    pipe = fpipe.pipeline(stages, "GPipe", loss=loss, microbatches=MICROBATCHES, group=fpipe.local(3))
-    side = {"attention_mask": mask, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+    pipe = fpipe.pipeline(
+        stages, "GPipe", loss=loss, microbatches=MICROBATCHES, group=fpipe.local(3)
+    )
+    side = {
+        "attention_mask": mask,
+        "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels),
+    }
     value, grads = fpipe.value_and_grad(pipe)(params, tokens(ROWS), labels, **side)
     want = sum(
-        loss(model(input_ids=part, **{n: v.chunk(MICROBATCHES)[i] for n, v in side.items()}).logits, t) / MICROBATCHES
-        for i, (part, t) in enumerate(zip(tokens(ROWS).chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True))
+        loss(
+            model(input_ids=part, **{n: v.chunk(MICROBATCHES)[i] for n, v in side.items()}).logits,
+            t,
+        )
+        / MICROBATCHES
+        for i, (part, t) in enumerate(
+            zip(tokens(ROWS).chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True)
+        )
     )
     want.backward()
     assert abs(float(value / want.detach()) - 1) < 1e-6
@@ -336,16 +393,33 @@ def test_an_encoder_and_a_decoder():
 
 
 def test_other_inputs_than_token_ids_need_an_example():
-    shape = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24}
-    shape |= {"decoder_ffn_dim": 24, "max_source_positions": 8, "num_mel_bins": 8, "vocab_size": 48, "dropout": 0.0}
+    shape = {
+        "d_model": 16,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+    }
+    shape |= {
+        "decoder_ffn_dim": 24,
+        "max_source_positions": 8,
+        "num_mel_bins": 8,
+        "vocab_size": 48,
+        "dropout": 0.0,
+    }
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = transformers.WhisperConfig(encoder_layers=1, decoder_layers=1, **shape, **ends)
     model = transformers.WhisperForConditionalGeneration(config).eval()
-    with pytest.raises(fpipe.StageError, match="takes 'input_features' in place of token ids; give an example"):
+    with pytest.raises(
+        fpipe.StageError, match="takes 'input_features' in place of token ids; give an example"
+    ):
         huggingface.stages(model, 2)
     sound, ids = torch.randn(2, 8, 16), tokens(2, 5)
-    stages, params = huggingface.stages(model, 2, example={"input_features": sound, "decoder_input_ids": ids})
-    y = stages[1](params[1], stages[0](params[0], sound, decoder_input_ids=ids), decoder_input_ids=ids)
+    stages, params = huggingface.stages(
+        model, 2, example={"input_features": sound, "decoder_input_ids": ids}
+    )
+    y = stages[1](
+        params[1], stages[0](params[0], sound, decoder_input_ids=ids), decoder_input_ids=ids
+    )
     torch.testing.assert_close(y, model(input_features=sound, decoder_input_ids=ids).logits)
 
 
@@ -362,16 +436,29 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_transformers(tmp_path: Path):
-    """Its own loop, optimizer, clipping, schedule and accumulation give the same weights with a pipeline's step."""
+    """Its own loop, optimizer, clipping, schedule and accumulation give the same weights with a
+    pipeline's step.
+    """
     pytest.importorskip("accelerate")
 
     def trained(pipelined: bool) -> Any:
         model = decoder("llama", layers=2, train=True)
-        step = {"training_step": huggingface.trainer(model, 2, microbatches=2, group=fpipe.local(2))}
+        step = {
+            "training_step": huggingface.trainer(model, 2, microbatches=2, group=fpipe.local(2))
+        }
         options = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=4, use_cpu=True,
-            learning_rate=0.1, max_grad_norm=0.0, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd",
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=3,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=4,
+            use_cpu=True,
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            optim="sgd",
+        )
         cls = type("Piped", (transformers.Trainer,), step if pipelined else {})
         trainer = cls(model=model, args=options, train_dataset=Rows())
         return trainer.train().training_loss, model.state_dict()
@@ -436,7 +523,9 @@ def test_values_that_layers_read_in_training_alone_are_passed_on():
 def test_layers_that_are_dropped_at_random_are_refused():
     model = huggingface_survey.small("opt")
     model.model.decoder.layerdrop = 0.5
-    with pytest.raises(fpipe.StageError, match=r"drops layers at random in training \(layerdrop=0.5\)"):
+    with pytest.raises(
+        fpipe.StageError, match=r"drops layers at random in training \(layerdrop=0.5\)"
+    ):
         huggingface.stages(model, 2)
     assert len(huggingface.stages(model.eval(), 2)[0]) == 2
 
@@ -444,18 +533,27 @@ def test_layers_that_are_dropped_at_random_are_refused():
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_comparison_leaves_no_trace(family: str):
     model = decoder(family, layers=2, train=True, attention_dropout=0.5)
-    hooks = [(m._forward_hooks.copy(), m._forward_pre_hooks.copy(), m.training) for m in model.modules()]
+    hooks = [
+        (m._forward_hooks.copy(), m._forward_pre_hooks.copy(), m.training) for m in model.modules()
+    ]
     config, state = model.config.to_dict(), torch.get_rng_state()
     stages, _ = huggingface.stages(model, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert [(m._forward_hooks, m._forward_pre_hooks, m.training) for m in model.modules()] == hooks
     assert model.config.to_dict() == config
-    assert all(m.training for stage in stages for m in stage.fn.module.modules() if type(m).__name__ != "_Skip")
+    assert all(
+        m.training
+        for stage in stages
+        for m in stage.fn.module.modules()
+        if type(m).__name__ != "_Skip"
+    )
 
 
 def test_a_model_without_values_cannot_be_compared():
     model = decoder("llama", layers=2).to("meta")
-    with pytest.warns(UserWarning, match="stages of LlamaForCausalLM were not compared with the model, because"):
+    with pytest.warns(
+        UserWarning, match="stages of LlamaForCausalLM were not compared with the model, because"
+    ):
         stages, _ = huggingface.stages(model, 2)
     assert len(stages) == 2
 
@@ -465,13 +563,16 @@ def test_from_module_shows_no_internals_of_torch(compiler: bool):
     """After a use of torch.compile, the message named a line of the compiler as the cause."""
     if compiler:
         torch.compile(torch.sin, backend="eager")
-    with pytest.raises(fpipe.StageError, match=r"submodules: a decorator hides its arguments.*huggingface.stages"):
+    with pytest.raises(
+        fpipe.StageError, match=r"submodules: a decorator hides its arguments.*huggingface.stages"
+    ):
         fpipe.from_module(decoder("llama", layers=2), cuts=["model.layers.1"])
 
 
 def test_other_modules_are_sent_to_from_module():
     with pytest.raises(
-        fpipe.StageError, match=r"Linear is no causal model of the transformers package; fpipe\.from_mod"
+        fpipe.StageError,
+        match=r"Linear is no causal model of the transformers package; fpipe\.from_mod",
     ):
         huggingface.stages(torch.nn.Linear(2, 2), 1)
 

@@ -1,4 +1,6 @@
-"""``from_module`` and ``to_module``: an nn.Module cut into pure stages gives what the module gives."""
+"""``from_module`` and ``to_module``: an nn.Module cut into pure stages gives what the module
+gives.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,25 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBV", 2), ("DualPipeV", 2), ("DualPipe", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("1F1B", 4), ("ZBV", 2), ("DualPipeV", 2), ("DualPipe", 4)]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_pipeline_equals_module(schedule: str, ranks: int, masked: bool):
     model = language_model()
     tokens, targets = batch()
     keep = (tokens > 2).float() if masked else None
     stages, params = fpipe.from_module(model, CUTS, side=["keep"] if masked else [])
-    pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, microbatches=2, group=fpipe.local(ranks))
-    loss, grads = fpipe.value_and_grad(pipe)(params, tokens, targets, **({"keep": keep} if masked else {}))
+    pipe = fpipe.pipeline(
+        stages, schedule, loss=cross_entropy, microbatches=2, group=fpipe.local(ranks)
+    )
+    loss, grads = fpipe.value_and_grad(pipe)(
+        params, tokens, targets, **({"keep": keep} if masked else {})
+    )
 
-    want = cross_entropy(model(tokens, keep), targets)  # one microbatch's mean is as good as the other's: equal sizes
+    want = cross_entropy(
+        model(tokens, keep), targets
+    )  # one microbatch's mean is as good as the other's: equal sizes
     want.backward()
     assert relative(loss, want.detach()) < 1e-6
     named = dict(model.named_parameters())
@@ -41,7 +51,9 @@ def test_pipeline_equals_module(schedule: str, ranks: int, masked: bool):
             assert (grad is None) == (not named[name].requires_grad), name
             assert grad is None or relative(grad, named[name].grad) < 1e-6, name
     assert seen == set(named)
-    assert torch.equal(grads[0]["embed.weight"], grads[-1]["embed.weight"])  # tied by identity, each copy gets the sum
+    assert torch.equal(
+        grads[0]["embed.weight"], grads[-1]["embed.weight"]
+    )  # tied by identity, each copy gets the sum
 
 
 def test_what_the_stages_carry():
@@ -50,7 +62,9 @@ def test_what_the_stages_carry():
     assert [stage.frozen for stage in stages] == [(), (), ("blocks.2.mix.weight",), ("norm.bias",)]
     assert stages[0].ties == stages[3].ties == (("embed.weight", "embed.weight"),)
     assert [stage.sides for stage in stages] == [("keep",), ("keep",), ("keep",), ()]
-    assert params[0]["embed.weight"].data_ptr() == model.embed.weight.data_ptr()  # the module's tensors, not copies
+    assert (
+        params[0]["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    )  # the module's tensors, not copies
     assert not any(p.requires_grad for own in params for p in own.values())
     assert not any(stage.state for stage in stages)
 
@@ -71,7 +85,9 @@ def test_stages_trace_and_leave_the_module_alone():
 
 def test_one_stage_and_nested_cuts():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 2))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 2)
+    )
     x = torch.randn(2, 3)
     for cuts in ([], ["0.2"], ["0.1", "0.2", "1", "2"]):
         stages, params = fpipe.from_module(model, cuts)
@@ -125,10 +141,12 @@ def test_checks_of_sizes_are_no_choices():
     assert torch.equal(stages[1](params[1], stages[0](params[0], x)), model(x))
 
 
-# ---- state ----------------------------------------------------------------------------------------------------------
+# ---- state ----
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+    )
 
 
 def test_running_statistics_are_state():
@@ -140,11 +158,15 @@ def test_running_statistics_are_state():
     ]
     moved = stages[0](params[0], stages[0].initial_state, x)[1]
     assert not torch.equal(moved["1.running_mean"], torch.zeros(2))
-    assert torch.equal(stages[0].initial_state["1.running_mean"], torch.zeros(2))  # what was passed is not changed
+    assert torch.equal(
+        stages[0].initial_state["1.running_mean"], torch.zeros(2)
+    )  # what was passed is not changed
     square = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline(stages, "1F1B", loss=square, microbatches=2, group=fpipe.local(2))
     (loss, state), grads = fpipe.value_and_grad(pipe)(params, x, torch.zeros(4, 2, 3, 3))
-    want = sum(square(model(part), torch.zeros(2, 2, 3, 3)) / 2 for part in x.split(2))  # updates its statistics
+    want = sum(
+        square(model(part), torch.zeros(2, 2, 3, 3)) / 2 for part in x.split(2)
+    )  # updates its statistics
     want.backward()
     for name, grad in {**grads[0], **grads[1]}.items():
         assert torch.allclose(grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6), name
@@ -178,7 +200,9 @@ class Counter(nn.Module):
 def test_a_buffer_that_forward_replaces():
     model = nn.Sequential(nn.Linear(2, 2), Counter())
     stages, params = fpipe.from_module(model)
-    with pytest.raises(fpipe.StageError, match=r"replaces its buffer '1\.calls'.*state=\['1\.calls'\]"):
+    with pytest.raises(
+        fpipe.StageError, match=r"replaces its buffer '1\.calls'.*state=\['1\.calls'\]"
+    ):
         stages[0](params[0], torch.ones(1, 2))
     assert int(model[1].calls) == 0  # the module itself was not touched
     stages, params = fpipe.from_module(model, state=["*.calls"])
@@ -217,7 +241,7 @@ def test_hooks_and_shared_modules_survive_cloning():
     assert copy[0]._forward_hooks is not layer._forward_hooks
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ----
 class Chooser(nn.Module):
     def __init__(self):
         super().__init__()
@@ -235,16 +259,36 @@ class Chooser(nn.Module):
             {"cuts": ["block.1"]},
             "'block.1', which is no submodule of LanguageModel; near names: blocks.1",
         ),
-        (LanguageModel(), {"cuts": ["blocks.2", "blocks.1"]}, "'blocks.1' after 'blocks.2', but forward runs it first"),
+        (
+            LanguageModel(),
+            {"cuts": ["blocks.2", "blocks.1"]},
+            "'blocks.1' after 'blocks.2', but forward runs it first",
+        ),
         (LanguageModel(), {"cuts": ["embed"]}, "the first stage would be empty"),
         (LanguageModel(), {"cuts": ["norm", "norm"]}, "names a submodule twice"),
         (LanguageModel(), {"cuts": "norm"}, r"cuts='norm'; give a list"),
         (LanguageModel(), {"cuts": ["blocks"]}, None),  # all blocks begin one stage
-        (LanguageModel(), {"cuts": ["norm"], "side": ["mask"]}, r"side=\['mask'\] are no arguments.*it has keep"),
+        (
+            LanguageModel(),
+            {"cuts": ["norm"], "side": ["mask"]},
+            r"side=\['mask'\] are no arguments.*it has keep",
+        ),
         (Chooser(), {"cuts": ["b"]}, "cannot be read as a chain"),
-        (nn.Sequential(Chooser(), nn.Linear(2, 2)), {"cuts": ["0.never"]}, "cannot be read as a chain"),
-        (nn.BatchNorm1d(2), {"state": ["mean"]}, "state='mean' matches no buffer; near names: running_mean"),
-        (nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, "cannot be read as a chain|no arguments|has no forward"),
+        (
+            nn.Sequential(Chooser(), nn.Linear(2, 2)),
+            {"cuts": ["0.never"]},
+            "cannot be read as a chain",
+        ),
+        (
+            nn.BatchNorm1d(2),
+            {"state": ["mean"]},
+            "state='mean' matches no buffer; near names: running_mean",
+        ),
+        (
+            nn.ModuleDict({"a": nn.Linear(2, 2)}),
+            {},
+            "cannot be read as a chain|no arguments|has no forward",
+        ),
         (lambda x: x, {}, "takes an nn.Module, not a function"),
     ],
 )
@@ -270,13 +314,17 @@ def test_to_module_refuses_what_does_not_fit():
     _, params = fpipe.from_module(model, ["1"])
     assert fpipe.to_module(model, [{}, {"1.bias": torch.ones(2), "1.weight": None}]) is model
     assert model[1].bias.tolist() == [1, 1]
-    with pytest.raises(fpipe.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"):
+    with pytest.raises(
+        fpipe.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"
+    ):
         fpipe.to_module(model, [{"5.bias": torch.ones(2)}, {}])
-    with pytest.raises(fpipe.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"):
+    with pytest.raises(
+        fpipe.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"
+    ):
         fpipe.to_module(model, [params[0], {"1.bias": torch.ones(3)}])
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes ----
 class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +379,7 @@ def test_to_module_gathers_statistics():
     assert fpipe.testing.run(work, ranks=2) == [True, True]
 
 
-# ---- what other libraries do -------------------------------------------------------------------------------------
+# ---- what other libraries do ----
 class Output(dict):
     """A mapping with attributes, as transformers' ModelOutput."""
 
@@ -356,13 +404,17 @@ def test_a_model_output_keeps_its_class():
     y = pipe(params, x)
     assert type(y) is Output
     torch.testing.assert_close((y.y, y.hidden[0]), (model(x).y, model(x).hidden[0]))
-    pipe = fpipe.pipeline(stages, loss=lambda y: y.y.sum() + y.hidden[0].sum(), microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        stages, loss=lambda y: y.y.sum() + y.hidden[0].sum(), microbatches=2, group=fpipe.local(2)
+    )
     loss, _ = fpipe.value_and_grad(pipe)(params, x)
     torch.testing.assert_close(loss, (model(x).y.sum() + model(x).hidden[0].sum()).detach() / 2)
 
 
 def test_a_forward_that_cannot_be_read_shows_no_internals():
-    with pytest.raises(fpipe.StageError, match=r"a value decides what it computes, at .*test_modules\.py:\d+"):
+    with pytest.raises(
+        fpipe.StageError, match=r"a value decides what it computes, at .*test_modules\.py:\d+"
+    ):
         fpipe.from_module(nn.Sequential(Chooser(), nn.Linear(2, 2)), cuts=["0.never"])
 
 
@@ -380,7 +432,8 @@ class Noted(nn.Module):
 
 def test_an_attribute_that_a_forward_sets_is_named_with_the_line_of_the_user():
     with pytest.raises(
-        fpipe.StageError, match=r"no attribute 'noted', at .*test_modules\.py:\d+ \(return x, .*aux_loss=True"
+        fpipe.StageError,
+        match=r"no attribute 'noted', at .*test_modules\.py:\d+ \(return x, .*aux_loss=True",
     ):
         fpipe.from_module(Noted(), cuts=["b"])
 

@@ -1,4 +1,6 @@
-"""``fpipe.interop.pipelining``: the cases of torch's own tests, restated, on two processes that run all of them."""
+"""``fpipe.interop.pipelining``: the cases of torch's own tests, restated, on two processes that run
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ def results(long: bool) -> list[dict[str, str]]:
 
 
 @pytest.mark.xdist_group("pipelining")
-@pytest.mark.parametrize("name", [name if name in SOME else also(name)[0] for name in pipelining_cases.CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else also(name)[0] for name in pipelining_cases.CASES]
+)
 def test_as_torch(results: list[dict[str, str]], name: str):
     for rank, found in enumerate(results):
-        assert name in found, f"an earlier case failed on rank {rank}: {[n for n, text in found.items() if text]}"
+        assert name in found, (
+            f"an earlier case failed on rank {rank}: {[n for n, text in found.items() if text]}"
+        )
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
@@ -40,16 +46,21 @@ def test_number_of_cases():
     assert len(pipelining_cases.CASES) >= 60
 
 
-# ---- without processes ----------------------------------------------------------------------------------------------
+# ---- without processes ----
 def test_names_are_those_of_torch():
     """What torch exports is here too, but for the front end that traces a whole model."""
     front_end = {"Pipe", "SplitPoint", "build_stage", "pipe_split", "pipeline"}
-    analysis = {"PipelineActivationLiveness", "PipelineStageInfo", "analyze_pipeline_activation_liveness"}  # of 2.15
+    analysis = {
+        "PipelineActivationLiveness",
+        "PipelineStageInfo",
+        "analyze_pipeline_activation_liveness",
+    }  # of 2.15
     assert set(peers.__all__) - set(pipelining.__all__) - analysis == front_end
 
 
 @pytest.mark.parametrize(
-    "name", ["PipelineScheduleSingle", "PipelineScheduleMulti", "ScheduleGPipe", "ScheduleDualPipeV"]
+    "name",
+    ["PipelineScheduleSingle", "PipelineScheduleMulti", "ScheduleGPipe", "ScheduleDualPipeV"],
 )
 def test_arguments_are_those_of_torch(name: str):
     for method in ("step", "eval"):
@@ -71,7 +82,10 @@ def test_classes_by_name():
         "zbvZeroBubble",
         "DualPipeV",
     ):
-        assert pipelining.get_schedule_class(name).__name__ == peer_schedules.get_schedule_class(name).__name__
+        assert (
+            pipelining.get_schedule_class(name).__name__
+            == peer_schedules.get_schedule_class(name).__name__
+        )
     for name in fpipe.schedule_names():
         assert issubclass(pipelining.get_schedule_class(name), schedules._PipelineSchedule)
     with pytest.raises(ValueError, match=r"Unknown schedule name 'no'. The valid options are"):
@@ -94,7 +108,9 @@ def test_a_pipeline_of_one_process(alone: None):
     want = (nn.Sequential(*modules)(x) - x).square().mean()
     assert torch.allclose(torch.stack(losses).mean(), want.detach())
     grads = torch.autograd.grad(want, list(modules[0].parameters()))
-    assert all(torch.allclose(p.grad, g) for p, g in zip(modules[0].parameters(), grads, strict=True))
+    assert all(
+        torch.allclose(p.grad, g) for p, g in zip(modules[0].parameters(), grads, strict=True)
+    )
     assert torch.allclose(y, nn.Sequential(*modules)(x))
     stages[0].scale_grads(2)
     assert torch.allclose(modules[0].weight.grad, grads[0] / 2)  # type: ignore[arg-type]
@@ -128,7 +144,9 @@ def test_mistakes_before_the_first_step(alone: None, tmp_path):
     with pytest.raises(NotImplementedError, match="format='xml'"):
         runtime._load_csv(tmp_path / "wrong.csv", format="xml")  # type: ignore[arg-type]
     with pytest.raises(fpipe.UnsupportedError, match="UNSHARD"):
-        runtime.register_custom_function(pipelining.orders.ComputationType("UNSHARD"), lambda action, ctx: None)
+        runtime.register_custom_function(
+            pipelining.orders.ComputationType("UNSHARD"), lambda action, ctx: None
+        )
     with pytest.raises(ValueError, match="one at least"):
         schedules.PipelineScheduleMulti([], 2)
 

@@ -1,4 +1,6 @@
-"""The parts of an engine for reinforcement learning that know no trainer: sequences, scores, weights, checkpoints."""
+"""The parts of an engine for reinforcement learning that know no trainer: sequences, scores,
+weights, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def sequences(*lengths: int) -> tuple[Tensor, Tensor]:
     return ids, jagged(*(torch.arange(n) for n in lengths))
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
+# ---- scores ----
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("tempered", [False, True])
 def test_scores_and_gradients_are_those_of_plain_torch(chunk: int, tempered: bool):
@@ -56,7 +58,7 @@ def test_scores_of_narrow_logits_are_wide():
     assert torch.autograd.grad(found.log_probs.sum(), logits)[0].dtype == torch.bfloat16
 
 
-# ---- sequences ------------------------------------------------------------------------------------------------------
+# ---- sequences ----
 def test_rows_with_padding():
     ids, positions = sequences(3, 5)
     tokens = tokens_of(ids, positions, packed=False, length=8, pad_token=31)
@@ -100,16 +102,23 @@ def test_weights_know_frozen_parameters_by_name():
     assert [name for _, name, leaf in weights if leaf.requires_grad] == ["b"]
 
 
-# ---- packed sequences of a model ------------------------------------------------------------------------------------
+# ---- packed sequences of a model ----
 @pytest.fixture(scope="module")
 def tied() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
     return Qwen2ForCausalLM(config).eval()
 
 
@@ -124,15 +133,19 @@ def test_packed_and_padded_sequences_have_the_log_probs_of_single_ones(tied: Any
     if tokens.attention_mask is not None:
         side["attention_mask"] = fpipe.Microbatches([tokens.attention_mask])
     with torch.no_grad():
-        (logits,) = pipe(params, fpipe.Microbatches([tokens.input_ids]), **side, each=lambda number, y: y)
+        (logits,) = pipe(
+            params, fpipe.Microbatches([tokens.input_ids]), **side, each=lambda number, y: y
+        )
         found = tokens.nested(scores(logits, tokens.labels).log_probs)
         for row, one in zip(found.unbind(), ids.unbind(), strict=True):
             alone = tied(one[None]).logits[0].log_softmax(-1)
             torch.testing.assert_close(row[:-1], alone[:-1].gather(-1, one[1:, None]).squeeze(-1))
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-def trained(pipe: fpipe.Pipeline, weights: Weights, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+# ---- weights ----
+def trained(
+    pipe: fpipe.Pipeline, weights: Weights, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
     """Losses of a few steps with clipped gradients."""
     losses = []
     for step in range(steps):
@@ -146,7 +159,9 @@ def trained(pipe: fpipe.Pipeline, weights: Weights, optimizer: torch.optim.Optim
     return losses
 
 
-def of_model(model: nn.Module, schedule: str = "ZBV", ranks: int = 2) -> tuple[fpipe.Pipeline, Weights]:
+def of_model(
+    model: nn.Module, schedule: str = "ZBV", ranks: int = 2
+) -> tuple[fpipe.Pipeline, Weights]:
     stages, params = fpipe.interop.huggingface.stages(model, 4)
     loss = fpipe.interop.huggingface.causal_loss
     pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(ranks))
@@ -177,7 +192,9 @@ def test_tied_tensors_of_one_process_are_not_updated_twice(tied: Any):
     stages, params = fpipe.interop.huggingface.stages(tied, 4)
     pipe = fpipe.pipeline(stages, "ZBV", group=fpipe.local(2))
     weights = Weights(pipe, params)
-    assert len({id(leaf) for leaf in weights.trained()}) == len({leaf.data_ptr() for leaf in weights.trained()})
+    assert len({id(leaf) for leaf in weights.trained()}) == len(
+        {leaf.data_ptr() for leaf in weights.trained()}
+    )
 
 
 def test_gradients_of_several_batches_are_added(tied: Any):
@@ -232,7 +249,11 @@ def test_states_of_other_shapes_are_refused(tied: Any):
 
 def test_exports_have_tied_parameters_under_both_names(tied: Any):
     pipe, weights = of_model(tied)
-    found = dict(exports.exported(pipe, weights.values(), {"model.embed_tokens.weight": ["lm_head.weight"]}, 1 << 20))
+    found = dict(
+        exports.exported(
+            pipe, weights.values(), {"model.embed_tokens.weight": ["lm_head.weight"]}, 1 << 20
+        )
+    )
     expected = tied.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 import forked
 import fpipe
 from fpipe.interop import torchtitan
-from torchtitan_models import debug_batch, debug_config, torchtitan_llama, trained_by_parts, whole_llama
+from torchtitan_models import (
+    debug_batch,
+    debug_config,
+    torchtitan_llama,
+    trained_by_parts,
+    whole_llama,
+)
 
 
 class Small(nn.Module):
@@ -36,13 +42,23 @@ class Small(nn.Module):
 def config(**changes: Any) -> Any:
     """A configuration of the same shape as theirs, with their defaults."""
     section = {
-        "degree": 2, "schedule": "1F1B", "schedule_csv": "", "microbatch_size": 1, "layers_per_stage": None,
-        "first_stage_less_layers": 1, "last_stage_less_layers": 1,
-    }  # fmt: skip
-    parts, batch = changes.pop("module_fqns_per_model_part", None), changes.pop("local_batch_size", 4)
+        "degree": 2,
+        "schedule": "1F1B",
+        "schedule_csv": "",
+        "microbatch_size": 1,
+        "layers_per_stage": None,
+        "first_stage_less_layers": 1,
+        "last_stage_less_layers": 1,
+    }
+    parts, batch = (
+        changes.pop("module_fqns_per_model_part", None),
+        changes.pop("local_batch_size", 4),
+    )
     return SimpleNamespace(
         parallelism=SimpleNamespace(
-            **{f"pipeline_parallel_{name}": value for name, value in {**section, **changes}.items()},
+            **{
+                f"pipeline_parallel_{name}": value for name, value in {**section, **changes}.items()
+            },
             module_fqns_per_model_part=parts,
         ),
         training=SimpleNamespace(local_batch_size=batch),
@@ -68,7 +84,10 @@ def test_layers_per_stage(changes: dict[str, Any], sizes: tuple[int, ...]):
 
 
 def test_microbatches_and_a_schedule_from_a_file(tmp_path: Path):
-    assert torchtitan.settings(Small(), config(local_batch_size=12, microbatch_size=4)).microbatches == 3
+    assert (
+        torchtitan.settings(Small(), config(local_batch_size=12, microbatch_size=4)).microbatches
+        == 3
+    )
     path = tmp_path / "mine.csv"
     mine = fpipe.make_schedule("ZBV", 2, 4)
     mine.to_csv(path)
@@ -84,7 +103,9 @@ def test_names_of_parts():
         ["layers.3", "layers.4", "layers.5"],
         ["output", "norm"],
     ]
-    stages, params = torchtitan.stages(Small(), config(schedule="ZBV", module_fqns_per_model_part=parts))
+    stages, params = torchtitan.stages(
+        Small(), config(schedule="ZBV", module_fqns_per_model_part=parts)
+    )
     held = [{name.rpartition(".")[0] for name in own} for own in params]
     assert held == [set(part) for part in parts]
     assert len(stages) == 4
@@ -99,8 +120,14 @@ def test_names_of_parts():
         ({"first_stage_less_layers": 9}, "which is too few"),
         ({"schedule": "1G1B"}, "1G1B"),
         ({"module_fqns_per_model_part": [["tok_embeddings"], []]}, r"\[1\] is empty"),
-        ({"module_fqns_per_model_part": [["tok_embeddings"], ["layers.9"]]}, "'layers.9', which forward never calls"),
-        ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm", "output"]]}, r"stage 0 runs 'layers\.0'"),
+        (
+            {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.9"]]},
+            "'layers.9', which forward never calls",
+        ),
+        (
+            {"module_fqns_per_model_part": [["tok_embeddings"], ["norm", "output"]]},
+            r"stage 0 runs 'layers\.0'",
+        ),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str):
@@ -111,13 +138,17 @@ def test_mistakes(changes: dict[str, Any], message: str):
 def test_a_file_for_something_else(tmp_path: Path):
     path = tmp_path / "mine.csv"
     fpipe.make_schedule("1F1B", 3, 4).to_csv(path)
-    with pytest.raises(fpipe.StageError, match="is for pipeline_parallel_degree 3, the configuration says 2"):
+    with pytest.raises(
+        fpipe.StageError, match="is for pipeline_parallel_degree 3, the configuration says 2"
+    ):
         torchtitan.settings(Small(), config(schedule_csv=str(path)))
-    with pytest.raises(fpipe.StageError, match=r"Linear has no `layers` as torchtitan's models have"):
+    with pytest.raises(
+        fpipe.StageError, match=r"Linear has no `layers` as torchtitan's models have"
+    ):
         torchtitan.settings(nn.Linear(2, 2), config())
 
 
-# ---- a mixture of experts -------------------------------------------------------------------------------------------
+# ---- a mixture of experts ----
 class GroupedExperts(nn.Module):
     """Experts that read the counts of their tokens, as torchtitan's do: they cannot be traced."""
 
@@ -131,7 +162,9 @@ class GroupedExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A layer with a router; what it counts stays in a buffer, and is a metric and no part of the loss."""
+    """A layer with a router; what it counts stays in a buffer, and is a metric and no part of the
+    loss.
+    """
 
     tokens_per_expert: Tensor
 
@@ -169,7 +202,8 @@ def test_experts_run_on_autograd_and_count():
     whole.backward()
     torch.testing.assert_close(loss, whole.detach())
     torch.testing.assert_close(
-        {n: g for own in grads for n, g in own.items()}, {n: p.grad for n, p in twin.named_parameters()}
+        {n: g for own in grads for n, g in own.items()},
+        {n: p.grad for n, p in twin.named_parameters()},
     )
     total = {name: count for own in counts for name, count in (own or {}).items()}
     assert total.keys() == {"layers.2.tokens_per_expert", "layers.3.tokens_per_expert"}
@@ -177,7 +211,7 @@ def test_experts_run_on_autograd_and_count():
     assert all(count.sum() == tokens.numel() for count in total.values())
 
 
-# ---- the package itself ---------------------------------------------------------------------------------------------
+# ---- the package itself ----
 @pytest.fixture(scope="module")
 def package() -> Any:
     return torchtitan_llama()
@@ -200,9 +234,14 @@ def test_parts_are_theirs(package: Any):
 
 @pytest.mark.long
 def test_debug_llama_trains_under_dualpipev(package: Any):
-    """Twenty steps with the package's configuration: the loss falls, and equals that of the unpipelined model."""
+    """Twenty steps with the package's configuration: the loss falls, and equals that of the
+    unpipelined model.
+    """
     job = package.JobConfig()
-    job.parallelism.pipeline_parallel_degree, job.parallelism.pipeline_parallel_schedule = 2, "DualPipeV"
+    job.parallelism.pipeline_parallel_degree, job.parallelism.pipeline_parallel_schedule = (
+        2,
+        "DualPipeV",
+    )
     job.training.local_batch_size, job.training.seq_len = 4, 16
     args = dataclasses.replace(package.llama.llama3_args["debugmodel"])
     args.update_from_config(job)
@@ -218,29 +257,41 @@ def test_debug_llama_trains_under_dualpipev(package: Any):
     for _ in range(20):
         loss, grads = step(params, tokens, labels)
         losses.append(float(loss))
-        params = [{name: p - 0.3 * grads[s][name] for name, p in own.items()} for s, own in enumerate(params)]
+        params = [
+            {name: p - 0.3 * grads[s][name] for name, p in own.items()}
+            for s, own in enumerate(params)
+        ]
     assert losses[-1] < losses[0] - 1
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step_loss in losses:
         optimizer.zero_grad()
         whole = sum(
-            torchtitan.cross_entropy(model(x), y) / 4 for x, y in zip(tokens.split(1), labels.split(1), strict=True)
+            torchtitan.cross_entropy(model(x), y) / 4
+            for x, y in zip(tokens.split(1), labels.split(1), strict=True)
         )
         whole.backward()
         optimizer.step()
         assert abs(float(whole.detach()) - step_loss) < 1e-5
     fpipe.to_module(model, params)
     assert (
-        abs(float(torchtitan.cross_entropy(model(tokens), labels).detach()) - float(pipe(params, tokens, labels)))
+        abs(
+            float(torchtitan.cross_entropy(model(tokens), labels).detach())
+            - float(pipe(params, tokens, labels))
+        )
         < 1e-5
     )
 
 
-# ---- torchtitan's own trainer ---------------------------------------------------------------------------------------
+# ---- torchtitan's own trainer ----
 def test_parts_on_meta_train_as_the_whole_model(long: bool):
-    """``pipelining_fn`` and then what the trainer does: ``to_empty``, ``init_weights``, steps on two processes."""
-    found, names = torchtitan_llama(), ["ZBVZeroBubble", "ZBH2", "1F1B", "Interleaved1F1B"][: 4 if long else 2]
+    """``pipelining_fn`` and then what the trainer does: ``to_empty``, ``init_weights``, steps on
+    two processes.
+    """
+    found, names = (
+        torchtitan_llama(),
+        ["ZBVZeroBubble", "ZBH2", "1F1B", "Interleaved1F1B"][: 4 if long else 2],
+    )
     ranks = forked.launch(torchtitan_llama, trained_by_parts, names, ranks=2, timeout=100)
     _, model_args = debug_config(found, "1F1B")
     model = whole_llama(found, model_args)
@@ -255,7 +306,9 @@ def test_parts_on_meta_train_as_the_whole_model(long: bool):
             grads = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
         optimizer.step()
     for (one, first), (two, second) in zip(*ranks, strict=True):
-        torch.testing.assert_close(dict(sorted((first | second).items())), dict(sorted(grads.items())))
+        torch.testing.assert_close(
+            dict(sorted((first | second).items())), dict(sorted(grads.items()))
+        )
         assert (one or two) == pytest.approx(want, rel=1e-5)
         assert not (one and two)
 
@@ -263,4 +316,6 @@ def test_parts_on_meta_train_as_the_whole_model(long: bool):
 def test_axes_that_torchtitan_applies_inside_the_parts_are_refused():
     dims = SimpleNamespace(dp_shard=2)
     with pytest.raises(fpipe.UnsupportedError, match="dp_shard is not supported"):
-        torchtitan.pipelining_fn(Small(), dims, config(), torch.device("cpu"), None, lambda m, *_: m, nn.MSELoss())
+        torchtitan.pipelining_fn(
+            Small(), dims, config(), torch.device("cpu"), None, lambda m, *_: m, nn.MSELoss()
+        )

@@ -1,4 +1,6 @@
-"""The engine for verl, on a stand-in of the part of verl that it uses. ``benchmarks/trial_verl.py`` runs it in verl."""
+"""The engine for verl, on a stand-in of the part of verl that it uses. ``benchmarks/trial_verl.py``
+runs it in verl.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,25 @@ def engines() -> Any:
         yield verl
 
 
-# ---- registration and options ---------------------------------------------------------------------------------------
+# ---- registration and options ----
 def test_the_engine_is_registered_for_each_device_and_kind_of_model(engines: Any):
     found = verl_stand_in.EngineRegistry.engines
     for device in ("cpu", "cuda", "npu", "xpu"):
         assert found["language_model", "fpipe", device] is engines.FpipeEngine
         assert found["value_model", "fpipe", device] is engines.FpipeValueEngine
     assert "cpu" in verl_stand_in.PlatformRegistry.platforms
-    places = [("engine", "fpipe"), ("model_engine", "fpipe"), *((r, f"fpipe_{r}") for r in ("actor", "ref", "critic"))]
+    places = [
+        ("engine", "fpipe"),
+        ("model_engine", "fpipe"),
+        *((r, f"fpipe_{r}") for r in ("actor", "ref", "critic")),
+    ]
     assert set(places) <= verl_stand_in.STORE.stored.keys()
 
 
 def test_each_option_is_documented_with_its_default(engines: Any):
-    text = (Path(engines.__file__).parent / "yaml" / "engine" / "fpipe.yaml").read_text(encoding="utf-8")
+    text = (Path(engines.__file__).parent / "yaml" / "engine" / "fpipe.yaml").read_text(
+        encoding="utf-8"
+    )
     listed = dict(verl_stand_in.STORE.stored["engine", "fpipe"])
     assert listed.pop("_target_") == "fpipe.interop.verl.FpipeEngineConfig"
     assert listed == dataclasses.asdict(engines.FpipeEngineConfig())
@@ -51,21 +59,30 @@ def test_each_option_is_documented_with_its_default(engines: Any):
     assert not [name for name in listed if name != "strategy" and f"`{name}`" not in page]
 
 
-@pytest.mark.parametrize(("option", "value"), [("dtype", "int8"), ("reduce_dtype", "half"), ("outputs", "everywhere")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("dtype", "int8"), ("reduce_dtype", "half"), ("outputs", "everywhere")]
+)
 def test_mistakes_in_options(engines: Any, option: str, value: str):
     with pytest.raises(fpipe.errors.StageError, match=f"engine.{option}='{value}'; give"):
         engines.FpipeEngineConfig(**{option: value})
 
 
-# ---- an engine on two processes -------------------------------------------------------------------------------------
+# ---- an engine on two processes ----
 def model(values: bool = False) -> Any:
     import transformers
 
     config = transformers.Qwen2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=64, initializer_range=0.2,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        initializer_range=0.2,
         num_labels=1,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     kind = transformers.Qwen2ForTokenClassification if values else transformers.Qwen2ForCausalLM
     return kind(config)
@@ -77,15 +94,20 @@ def batch(**more: Any) -> Data:
     ids = [torch.randint(1, 32, (n,), generator=draw) for n in LENGTHS]
     return Data(
         {
-            "input_ids": jagged(ids), "position_ids": jagged(torch.arange(n) for n in LENGTHS),
-            "loss_mask": jagged(torch.ones(n, dtype=torch.long) for n in LENGTHS), "temperature": 1.0,
-            "micro_batch_size_per_gpu": 2, **more,
+            "input_ids": jagged(ids),
+            "position_ids": jagged(torch.arange(n) for n in LENGTHS),
+            "loss_mask": jagged(torch.ones(n, dtype=torch.long) for n in LENGTHS),
+            "temperature": 1.0,
+            "micro_batch_size_per_gpu": 2,
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 def negative(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
-    """A loss over all tokens but the last of each sequence, and metrics of other kinds than tensors."""
+    """A loss over all tokens but the last of each sequence, and metrics of other kinds than
+    tensors.
+    """
     rows = model_output["log_probs"].unbind()
     return -sum(row[:-1].sum() for row in rows) / (sum(LENGTHS) - len(LENGTHS)), {
         "rows": len(rows),
@@ -103,15 +125,24 @@ def built(engines: Any, folder: Path, values: bool = False, **options: Any) -> A
     import transformers
 
     config = SimpleNamespace(
-        local_path=str(folder / ("values" if values else "model")), trust_remote_code=False, lora_rank=0,
-        use_liger=False, enable_gradient_checkpointing=not values, get_processor=lambda: None, generation_config=None,
-    )  # fmt: skip
+        local_path=str(folder / ("values" if values else "model")),
+        trust_remote_code=False,
+        lora_rank=0,
+        use_liger=False,
+        enable_gradient_checkpointing=not values,
+        get_processor=lambda: None,
+        generation_config=None,
+    )
     config.hf_config = transformers.AutoConfig.from_pretrained(config.local_path)
     config.get = lambda name, default=None: getattr(config, name, default)
     optimizer = SimpleNamespace(
-        lr=1e-2, lr_warmup_steps=2, lr_warmup_steps_ratio=0.0, total_training_steps=9, clip_grad=1.0,
+        lr=1e-2,
+        lr_warmup_steps=2,
+        lr_warmup_steps_ratio=0.0,
+        total_training_steps=9,
+        clip_grad=1.0,
         get=lambda name, default: default,
-    )  # fmt: skip
+    )
     contents = ["model", "optimizer", "extra", "hf_model"]
     checkpoint = SimpleNamespace(save_contents=contents, load_contents=contents)
     kind = engines.FpipeValueEngine if values else engines.FpipeEngine
@@ -143,19 +174,33 @@ def on_process(folder: Path) -> dict[str, Any]:
         dist.init_process_group("gloo")
         engine = built(engines, folder, schedule="ZBV")
         with engine.eval_mode(), torch.no_grad():
-            before = engine.forward_backward_batch(batch(calculate_entropy=True), None, forward_only=True)
-        found: dict[str, Any] = {"outputs": before["model_output"], "source": engine.is_mp_src_rank_with_outputs()}
+            before = engine.forward_backward_batch(
+                batch(calculate_entropy=True), None, forward_only=True
+            )
+        found: dict[str, Any] = {
+            "outputs": before["model_output"],
+            "source": engine.is_mp_src_rank_with_outputs(),
+        }
         found["steps"] = steps(engine, 2)
         named, _ = engine.get_per_tensor_param()
         found["weights"] = {name: tensor.clone() for name, tensor in named}
         engine.save_checkpoint(str(folder / "checkpoint"), global_step=2)
         found["onward"] = steps(engine, 2)
-        again = built(engines, folder, schedule="1F1B", pad_to_length=True, pad_to_length_bucket=4, pad_uniform=True)
+        again = built(
+            engines,
+            folder,
+            schedule="1F1B",
+            pad_to_length=True,
+            pad_to_length_bucket=4,
+            pad_uniform=True,
+        )
         again.load_checkpoint(str(folder / "checkpoint"))  # and leaves it there
         again.to("cpu")
         found["resumed"] = steps(again, 2)
         padded = built(engines, folder, schedule="1F1B", outputs="zeros", forward_only=True)
-        found["padded"] = padded.forward_backward_batch(batch(use_remove_padding=False), None, True)["model_output"]
+        found["padded"] = padded.forward_backward_batch(
+            batch(use_remove_padding=False), None, True
+        )["model_output"]
         values = built(engines, folder, values=True, forward_only=True)
         found["values"] = values.forward_backward_batch(batch(), None, True)["model_output"]
         dist.destroy_process_group()
@@ -175,11 +220,17 @@ def test_log_probs_and_entropies_are_those_of_the_model(ran: Any):
     _, (source, other) = ran
     whole = model().eval()
     with torch.no_grad():
-        for row, expected in zip(source["outputs"]["log_probs"], log_probs(whole, batch()), strict=True):
+        for row, expected in zip(
+            source["outputs"]["log_probs"], log_probs(whole, batch()), strict=True
+        ):
             torch.testing.assert_close(row[:-1], expected)
-        for row, ids in zip(source["outputs"]["entropy"], batch()["input_ids"].unbind(), strict=True):
+        for row, ids in zip(
+            source["outputs"]["entropy"], batch()["input_ids"].unbind(), strict=True
+        ):
             logits = whole(ids[None]).logits[0]
-            torch.testing.assert_close(row, torch.distributions.Categorical(logits=logits).entropy())
+            torch.testing.assert_close(
+                row, torch.distributions.Categorical(logits=logits).entropy()
+            )
     assert other["outputs"] == {}
 
 
@@ -219,7 +270,9 @@ def test_exported_weights_are_those_of_the_model_on_each_rank(ran: Any):
 
 def test_a_checkpoint_resumes_with_another_schedule_and_padding(ran: Any):
     folder, parts = ran
-    onward, resumed = (next(part[name] for part in parts if part[name]) for name in ("onward", "resumed"))
+    onward, resumed = (
+        next(part[name] for part in parts if part[name]) for name in ("onward", "resumed")
+    )
     for a, b in zip(onward, resumed, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
     import transformers
@@ -234,7 +287,9 @@ def test_rows_with_padding_and_zeros_elsewhere(ran: Any):
     first, second = (part["padded"]["log_probs"] for part in parts)
     zeros, found = (first, second) if not any(row.any() for row in first) else (second, first)
     with torch.no_grad():
-        for row, zero, expected in zip(found, zeros, log_probs(model().eval(), batch()), strict=True):
+        for row, zero, expected in zip(
+            found, zeros, log_probs(model().eval(), batch()), strict=True
+        ):
             torch.testing.assert_close(row[:-1], expected)
             assert zero.shape == row.shape
             assert not zero.any()

@@ -15,9 +15,14 @@ from fpipe.planning.file import read_plan, tables
 from fpipe.planning.search import search
 
 CONFIG = {
-    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 32000,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+}
 LINE = "plan --model config.json --gpus 8 --gpu a100 --tokens 32K --seq 1K --memory 4GiB"
 
 
@@ -35,7 +40,9 @@ def printed(capsys: pytest.CaptureFixture[str], line: str) -> str:
 def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, LINE + " --top 3")
     lines = out.splitlines()
-    assert lines[0].startswith("llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB")
+    assert lines[0].startswith(
+        "llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB"
+    )
     assert lines[2].split()[:5] == ["tp", "pp", "dp", "zero", "schedule"]
     seconds = [float(line.split()[10]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
@@ -49,7 +56,10 @@ def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str]):
     assert "wrote plan.toml" in out
     read = read_plan("plan.toml")
     best = search(read.job).best[0]
-    assert (read.layout.counts(read.job.model), read.step) == (best.layout.counts(best.job.model), best.step)
+    assert (read.layout.counts(read.job.model), read.step) == (
+        best.layout.counts(best.job.model),
+        best.step,
+    )
     assert read.memory == tuple(round(memory.total) for memory in best.memory)
     raw = tomllib.loads(Path("plan.toml").read_text())
     assert raw == json.loads(json.dumps(tables(best)))
@@ -57,8 +67,12 @@ def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str]):
 
 
 def test_json(capsys: pytest.CaptureFixture[str]):
-    found = json.loads(printed(capsys, LINE + " --json --schedule 1F1B --pp 2 --pp 4 --recompute none"))
-    assert {(each["layout"]["schedule"], each["layout"]["recompute"]) for each in found["best"]} == {("1F1B", "none")}
+    found = json.loads(
+        printed(capsys, LINE + " --json --schedule 1F1B --pp 2 --pp 4 --recompute none")
+    )
+    assert {
+        (each["layout"]["schedule"], each["layout"]["recompute"]) for each in found["best"]
+    } == {("1F1B", "none")}
     assert {each["layout"]["pp"] for each in found["best"]} == {2, 4}
     assert found["layouts"] >= found["possible"] >= found["predicted"] >= len(found["best"])
 
@@ -73,8 +87,14 @@ REFUSED = [
         LINE.replace("a100", "a10"),
         "gpu 'a10' is not in the table, which has a100, h100, h200, b200; did you mean a100?",
     ),
-    (LINE.replace("--tokens 32K", "--tokens 1000"), "1000 are not whole sequences of 1024; give 1024 or 1024"),
-    (LINE.replace("--tokens 32K", "--tokens many"), "'many' is no whole number above 0, such as 4194304 or 4M"),
+    (
+        LINE.replace("--tokens 32K", "--tokens 1000"),
+        "1000 are not whole sequences of 1024; give 1024 or 1024",
+    ),
+    (
+        LINE.replace("--tokens 32K", "--tokens many"),
+        "'many' is no whole number above 0, such as 4194304 or 4M",
+    ),
     (LINE.replace("4GiB", "lots"), "'lots' is no number above 0 with a unit"),
     (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is Layout"),
     (LINE + " --schedule Seq*", "none of Seq* is planned; planned are 1F1B"),
@@ -97,11 +117,15 @@ def test_files_that_are_no_plan(capsys: pytest.CaptureFixture[str]):
     printed(capsys, LINE + " --out plan.toml")
     text = Path("plan.toml").read_text()
     for wrong, message in (
-        ("", r"has no table \[job\]"), ("tp = ", "give a file that fpipe plan wrote"),
-        (text.replace("hidden = 1024", "hidden = 'wide'"), r"\[model\] hidden = 'wide' does not belong there"),
+        ("", r"has no table \[job\]"),
+        ("tp = ", "give a file that fpipe plan wrote"),
+        (
+            text.replace("hidden = 1024", "hidden = 'wide'"),
+            r"\[model\] hidden = 'wide' does not belong there",
+        ),
         (text.replace("hidden = 1024\n", ""), r"\[model\] lacks hidden"),
         (text.replace("gpus = 8", "gpus = 9"), "must be the 9 GPUs"),
-    ):  # fmt: skip
+    ):
         Path("plan.toml").write_text(wrong)
         with pytest.raises(PlanError, match=message):
             read_plan("plan.toml")
@@ -112,6 +136,11 @@ def test_the_command_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import sys; from fpipe.command.planning import plan; print({'torch', 'rich'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = (
+        "import sys; from fpipe.command.planning import plan; print({'torch', 'rich'} & "
+        "set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert run.stdout == "set()\n"

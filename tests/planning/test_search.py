@@ -1,4 +1,6 @@
-"""The search over layouts: properties, an exhaustive oracle, and what it says where nothing fits."""
+"""The search over layouts: properties, an exhaustive oracle, and what it says where nothing
+fits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from fpipe.planning.model import Model
 from fpipe.planning.prediction import crowded, least, predict
 from fpipe.planning.search import Choices, candidates, search
 
-MODEL = Model("small", "llama", hidden=2048, layers=16, heads=16, vocabulary=32000, feed_forward=5632, kv_heads=4)
+MODEL = Model(
+    "small",
+    "llama",
+    hidden=2048,
+    layers=16,
+    heads=16,
+    vocabulary=32000,
+    feed_forward=5632,
+    kv_heads=4,
+)
 FEW = Choices(schedules=("1F1B", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble"), microbatch=(1, 2))
 
 
@@ -30,13 +41,19 @@ def test_the_best_is_that_of_all_layouts():
         except ScheduleError:
             continue
         seconds, nbytes = least(job(), layout)
-        assert seconds <= found.step * (1 + 1e-9) and nbytes <= found.fullest.total * (1 + 1e-9), layout
+        assert seconds <= found.step * (1 + 1e-9) and nbytes <= found.fullest.total * (1 + 1e-9), (
+            layout
+        )
         assert not (found.fits and crowded(job(), layout)), layout
         steps += [found.step] if found.fits else []
     best = search(job(), FEW)
     assert best.best[0].step == min(steps) and best.predicted < len(steps)
     assert [each.step for each in best.best] == sorted(each.step for each in best.best)
-    assert len({(p.layout.tp, p.layout.pp, p.layout.schedule) for p in best.best}) == len(best.best) == 5
+    assert (
+        len({(p.layout.tp, p.layout.pp, p.layout.schedule) for p in best.best})
+        == len(best.best)
+        == 5
+    )
 
 
 def test_more_memory_is_never_slower():
@@ -59,7 +76,12 @@ def test_faster_parts_are_never_slower():
 def test_long_schedules_are_extended():
     """Steps and peaks of many microbatches are those of fewer, with more periods."""
     many, layout = job(4, 80, batch=96), Layout(1, 4, 1, 0, "GPipe")
-    for schedule, per_rank in (("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2), ("GPipe", 1)):
+    for schedule, per_rank in (
+        ("1F1B", 1),
+        ("Interleaved1F1B", 2),
+        ("ZBVZeroBubble", 2),
+        ("GPipe", 1),
+    ):
         short = replace(layout, schedule=schedule, per_rank=per_rank)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fpipe.planning.prediction.PERIODS", 1000)
@@ -80,7 +102,10 @@ def test_layers_are_even_with_the_head_counted():
     heavy = replace(MODEL, vocabulary=256_000)
     assert even_layers(replace(MODEL, vocabulary=1000), 4) == (4, 4, 4, 4)
     assert even_layers(heavy, 4)[-1] < 4 and sum(even_layers(heavy, 4)) == 16
-    timed = [predict(replace(job(4), model=heavy), Layout(1, 4, 1, 0, layers=layers)).step for layers in ((), (4,) * 4)]
+    timed = [
+        predict(replace(job(4), model=heavy), Layout(1, 4, 1, 0, layers=layers)).step
+        for layers in ((), (4,) * 4)
+    ]
     assert timed[0] < timed[1]
 
 
@@ -97,7 +122,11 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("case", "choices", "message"),
     [
-        (job(23), Choices(), "no layout of 23 GPUs divides small and 64 sequences.*such as 16 GPUs"),
+        (
+            job(23),
+            Choices(),
+            "no layout of 23 GPUs divides small and 64 sequences.*such as 16 GPUs",
+        ),
         (job(), Choices(tp=(3,)), "leave out some"),
     ],
 )

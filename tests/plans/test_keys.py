@@ -1,4 +1,6 @@
-"""Keys: sources of different classes never compare equal, and the names of programs are read in one place."""
+"""Keys: sources of different classes never compare equal, and the names of programs are read in one
+place.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,10 @@ def test_the_inputs_of_a_stages_programs_by_name():
     programs = fpipe.trace(stage, torch.eye(2), torch.ones(1, 2), mask=torch.ones(1, 2))
     named = keys.inputs(programs)
     assert {name: named[name] for name in ("p0", "x0", "k0", "dy0", "g0")} == {
-        "p0": ("param", 0), "x0": ("x", 0), "k0": ("side", 0), "dy0": ("cotangent", 0), "g0": ("grad", 0),
-    }  # fmt: skip
+        "p0": ("param", 0),
+        "x0": ("x", 0),
+        "k0": ("side", 0),
+        "dy0": ("cotangent", 0),
+        "g0": ("grad", 0),
+    }
     assert not {"p1", "x1", "t0"} & named.keys()

@@ -1,4 +1,6 @@
-"""A plan for new sizes reuses the steps of an earlier one, and equals the plan that lowering makes."""
+"""A plan for new sizes reuses the steps of an earlier one, and equals the plan that lowering
+makes.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,15 @@ def compare(pipe: fpipe.Pipeline) -> None:
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry.name)
 def test_under_every_schedule(entry: Any, reused: list[bool]):
     case = Case(entry.name, 4, 8, 4 * entry.per_rank[0])
-    pipe = fpipe.pipeline([layer] * case.stages, case.make(), loss=loss, microbatches=8, group=fpipe.local(4))
+    pipe = fpipe.pipeline(
+        [layer] * case.stages, case.make(), loss=loss, microbatches=8, group=fpipe.local(4)
+    )
     for length in (4, 6, 7, 9):
         x = torch.randn(8, length, D)
         fpipe.value_and_grad(pipe)(params(case.stages), x, x)
     compare(pipe)
-    # The first length is traced as it is and the second one with symbols; the others are of the same trace.
-    # Woven actions are ordered anew, by the times of their parts.
+    # The first length is traced as it is and the second one with symbols; the others are of the
+    # same trace. Woven actions are ordered anew, by the times of their parts.
     assert reused == [False] * 4 + [not entry.fused] * 8
 
 
@@ -114,7 +118,9 @@ def test_mixed_lengths_and_other_modes(reused: list[bool]):
 
 
 def test_other_sizes_need_other_plans_where_the_structure_differs(reused: list[bool]):
-    """Below six the stage passes its input on, so nothing is computed that its own plan for six computes."""
+    """Below six the stage passes its input on, so nothing is computed that its own plan for six
+    computes.
+    """
 
     def branch(p: Any, x: Any) -> Any:
         return x if x.shape[1] < 6 else layer(p, x)

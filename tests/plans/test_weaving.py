@@ -1,4 +1,6 @@
-"""Weaves: the search and its bounds, weaves by hand, segments and marks, one order of collectives, and the bits."""
+"""Weaves: the search and its bounds, weaves by hand, segments and marks, one order of collectives,
+and the bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from sample import also
 from storage_meter import peak_bytes
 
 
-# ---- the search -----------------------------------------------------------------------------------------------------
+# ---- the search ----
 def line(number: int, *pieces: tuple[int, int], tail: int = 10, loose: int = 0) -> list[Task]:
     """Tasks that compute, then send, in turn; (compute, carry) each."""
     tasks, before = [], ()
@@ -59,10 +61,18 @@ def valid(made: Weave) -> bool:
     makers = {v: k for k, task in enumerate(made.tasks) for v in task.writes}
     kept = all(
         place[a] < place[b]
-        for a in range(len(place)) for b in range(a + 1, len(place))
-        if made.tasks[a].line == made.tasks[b].line and not made.tasks[a].loose and not made.tasks[b].loose
-    )  # fmt: skip
-    read = all(place[makers[v]] < place[k] for k, t in enumerate(made.tasks) for v in t.reads if v in makers)
+        for a in range(len(place))
+        for b in range(a + 1, len(place))
+        if made.tasks[a].line == made.tasks[b].line
+        and not made.tasks[a].loose
+        and not made.tasks[b].loose
+    )
+    read = all(
+        place[makers[v]] < place[k]
+        for k, t in enumerate(made.tasks)
+        for v in t.reads
+        if v in makers
+    )
     return kept and read and sorted(made.order) == list(range(len(made.tasks)))
 
 
@@ -70,10 +80,14 @@ def valid(made: Weave) -> bool:
 def test_any_lines_give_a_valid_weave_no_slower_and_within_its_bound(seed: int):
     draw = random.Random(seed)
     tasks = [
-        task for number in range(draw.choice([2, 2, 3])) for task in
-        line(number, *((draw.randrange(200), draw.randrange(200)) for _ in range(draw.randrange(5))),
-             loose=draw.choice([0, 50, 300]))
-    ]  # fmt: skip
+        task
+        for number in range(draw.choice([2, 2, 3]))
+        for task in line(
+            number,
+            *((draw.randrange(200), draw.randrange(200)) for _ in range(draw.randrange(5))),
+            loose=draw.choice([0, 50, 300]),
+        )
+    ]
     sizes = {v: (v, draw.randrange(1000)) for t in tasks for v in t.writes}
     made = weave([f"{k}F0" for k in range(3)], tasks, sizes=sizes)
     assert valid(made)
@@ -85,10 +99,15 @@ def test_any_lines_give_a_valid_weave_no_slower_and_within_its_bound(seed: int):
 
 
 def test_a_bound_on_memory_is_kept():
-    """The second line's first value lies about for long if it comes early; the bound forbids that."""
+    """The second line's first value lies about for long if it comes early; the bound forbids
+    that.
+    """
     tasks = line(0, (100, 100), (100, 100)) + line(1, (100, 100), (100, 100))
     sizes = {v: (v, 10) for t in tasks for v in t.writes}
-    free, bound = weave("ab", tasks, sizes=sizes, bound=1000), weave("ab", tasks, sizes=sizes, bound=20)
+    free, bound = (
+        weave("ab", tasks, sizes=sizes, bound=1000),
+        weave("ab", tasks, sizes=sizes, bound=20),
+    )
     assert free.peak > 20
     assert bound.peak <= 20
     assert bound.total > free.total
@@ -105,7 +124,7 @@ def test_memory_is_counted_by_storage_and_freed_at_the_last_look():
     assert play(tasks, (0, 1, 2))[0] == 3
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- by hand ----
 TASKS = (*line(0, (10, 100), (10, 100)), *line(1, (10, 100), loose=5))
 GOOD = [("F", 0), ("B", "s0"), ("F", 1), ("B", "weights"), ("B", "last"), (0, "last")]
 
@@ -135,11 +154,19 @@ def test_a_bad_weave_is_refused_with_the_place_marked(change: dict, place: int, 
     assert first == f"entry {place} of the weave of 0F1 and 0B0: {said}" or first.startswith(
         f"entry {place} of the weave of 0F1 and 0B0: {said}"
     )
-    assert [row for row in window if ">>" in row] == [row for row in window if f">> {place:3d}" in row] != []
+    assert (
+        [row for row in window if ">>" in row]
+        == [row for row in window if f">> {place:3d}" in row]
+        != []
+    )
 
 
 def test_nothing_is_read_before_it_is_made():
-    tasks = (Task(0, "a", 1, writes=("x",)), Task(1, "b", 1), Task(0, "w", 1, reads=("x",), loose=True))
+    tasks = (
+        Task(0, "a", 1, writes=("x",)),
+        Task(1, "b", 1),
+        Task(0, "w", 1, reads=("x",), loose=True),
+    )
     with pytest.raises(WeaveError, match="'w' reads what 'a' makes; let that come before"):
         by_hand(("0B1", "0F0"), tasks, [("B", "w"), ("B", "a"), ("F", "b")])
 
@@ -150,7 +177,7 @@ def test_overlap_is_refused_with_a_word(said: Any):
         fpipe.pipeline([lambda p, x: x], "GPipe", group=fpipe.local(1), overlap=said)
 
 
-# ---- segments -------------------------------------------------------------------------------------------------------
+# ---- segments ----
 @pytest.fixture(scope="module")
 def members() -> Any:
     """A process group of two, of which this process is one and the other is not there."""
@@ -173,13 +200,17 @@ def test_segments_are_the_program_in_pieces(members: Any):
         for segment in segments:
             assert set(segment.program.inputs) <= made, f"{segment.name} reads what is not there"
             made |= set(segment.program.outputs)
-            assert not {c.value for c in segment.starts} & set(segment.waits), "started and waited for at once"
+            assert not {c.value for c in segment.starts} & set(segment.waits), (
+                "started and waited for at once"
+            )
         assert set(program.outputs) <= made
     names = [s.name for s in segments_of(programs, programs.f)]
     assert names == ["attention", "dispatch", "shared", "experts", "combine", "combine.2"]
     back = [s.name for s in segments_of(programs, programs.b)]
     assert back[0] == "combine"
-    assert {"dispatch", "attention", "attention/weights"} <= set(back), "the backward carries the marks"
+    assert {"dispatch", "attention", "attention/weights"} <= set(back), (
+        "the backward carries the marks"
+    )
     assert "fpipe" not in programs.f.code
 
 
@@ -191,9 +222,13 @@ def step(pipe: fpipe.Pipeline, seed: int = 0, rows: int = 24) -> tuple[Any, ...]
     return (loss, *optree.tree_leaves(grads))
 
 
-def pipe_of(stage: Any, name: str, ranks: int, stages: int, group: Any, overlap: Any = "weave", **more: Any) -> Any:
+def pipe_of(
+    stage: Any, name: str, ranks: int, stages: int, group: Any, overlap: Any = "weave", **more: Any
+) -> Any:
     more = {"microbatches": 6, "seed": 5, **more}
-    return fpipe.pipeline([stage] * stages, name, loss=squared, group=group, overlap=overlap, **more)
+    return fpipe.pipeline(
+        [stage] * stages, name, loss=squared, group=group, overlap=overlap, **more
+    )
 
 
 def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
@@ -207,25 +242,41 @@ def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.xdist_group("weaving")
-@pytest.mark.parametrize(("name", "stages"), [("DualPipeV", 4), ("DualPipe", 2), ("Overlapped1F1B", 2)])
-def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, name: str, stages: int):
+@pytest.mark.parametrize(
+    ("name", "stages"), [("DualPipeV", 4), ("DualPipe", 2), ("Overlapped1F1B", 2)]
+)
+def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(
+    members: Any, name: str, stages: int
+):
     """Dropout in three segments of one program must take one stream, wherever the segments run."""
-    made = {how: pipe_of(moe_stage(None), name, 2, stages, fpipe.local(2), how) for how in ("sequential", "weave")}
+    made = {
+        how: pipe_of(moe_stage(None), name, 2, stages, fpipe.local(2), how)
+        for how in ("sequential", "weave")
+    }
     assert same(step(made["sequential"]), step(made["weave"])), "no collectives"
-    apart = pipe_of(moe_stage(None), name, 2, stages, fpipe.local(2), by_turns, seed=None, microbatches=6)
+    apart = pipe_of(
+        moe_stage(None), name, 2, stages, fpipe.local(2), by_turns, seed=None, microbatches=6
+    )
     plain = pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), by_turns)
-    assert same(step(plain), step(pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), "sequential")))
+    assert same(
+        step(plain),
+        step(pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), "sequential")),
+    )
     assert len(step(apart)) == len(step(plain))
     woven = pipe_of(moe_stage(members), name, 2, stages, fpipe.local(2))
     plan = woven.plan(parameters(stages), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     assert "woven" in str(plan)
     assert "all_to_all_single goes" in str(plan)
-    assert any(ins.program is not None and ins.program.label == "experts" for ins in plan[0].instructions)
+    assert any(
+        ins.program is not None and ins.program.label == "experts" for ins in plan[0].instructions
+    )
 
 
 @pytest.mark.xdist_group("weaving")
 def test_a_function_that_returns_too_little_is_reported(members: Any):
-    pipe = pipe_of(moe_stage(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1]))
+    pipe = pipe_of(
+        moe_stage(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1])
+    )
     with pytest.raises(WeaveError, match="return a tuple of both parts' results"):
         step(pipe)
 
@@ -251,7 +302,9 @@ def test_why_nothing_is_woven_is_reported(members: Any):
     printed = str(pipe_of(moe_stage(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
     assert "one after another: nothing is sent while it runs" in printed
     printed = str(
-        pipe_of(moe_stage(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x)
+        pipe_of(moe_stage(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(
+            params, x, x
+        )
     )
     assert "one after another: compiled programs run whole" in printed
 
@@ -260,7 +313,11 @@ def test_why_nothing_is_woven_is_reported(members: Any):
 def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
     pipe = pipe_of(moe_stage(members), "1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
-    labels = [i.program.label for i in plan[0].instructions if i.program is not None and str(i.action) == "0B1"]
+    labels = [
+        i.program.label
+        for i in plan[0].instructions
+        if i.program is not None and str(i.action) == "0B1"
+    ]
     assert labels.index("shared/weights") == labels.index("dispatch") + 1, labels  # not at the end
     assert (
         not pipe_of(moe_stage(None), "1F1B", 1, 1, fpipe.local(1))
@@ -302,7 +359,7 @@ def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, t
         assert "all_to_all_single over" in (tmp_path / f"line.{kind}").read_text()
 
 
-# ---- one order of collectives ---------------------------------------------------------------------------------------
+# ---- one order of collectives ----
 def sign(letter: str, number: int, signature: str = "float32[2 axes]") -> tuple[str, int, str, str]:
     return letter, number, "all_to_all_single", signature
 
@@ -312,8 +369,14 @@ F0, F1, B0, B1 = sign("F", 0), sign("F", 1), sign("B", 0), sign("B", 1)
 
 def test_members_that_weave_in_different_orders_fall_back_with_a_reason():
     plain = (F0, F1, B0, B1)
-    one = [Starts(0, 3, "(0F1;0B0)", (F0, B0, F1, B1), plain), Starts(0, 4, "(0F2;0B1)", (F0, B0, F1, B1), plain)]
-    other = [Starts(1, 3, "(1F1;1B0)", (B0, F0, F1, B1), plain), Starts(1, 4, "(1F2;1B1)", (F0, B0, F1, B1), plain)]
+    one = [
+        Starts(0, 3, "(0F1;0B0)", (F0, B0, F1, B1), plain),
+        Starts(0, 4, "(0F2;0B1)", (F0, B0, F1, B1), plain),
+    ]
+    other = [
+        Starts(1, 3, "(1F1;1B0)", (B0, F0, F1, B1), plain),
+        Starts(1, 4, "(1F2;1B1)", (F0, B0, F1, B1), plain),
+    ]
     found = conflicts("ep", [one, other])
     assert set(found) == {(0, 0), (1, 0)}, "the second pair agrees and stays woven"
     assert "group ep would start its collectives in different orders" in found[0, 0]
@@ -330,7 +393,9 @@ def test_members_that_differ_without_a_weave_are_an_error():
 
 
 def _different_weaves() -> tuple[Any, ...]:
-    """One process has a long forward, the other a long backward: without agreement, each would plan another weave."""
+    """One process has a long forward, the other a long backward: without agreement, each would plan
+    another weave.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     world = dist.group.WORLD
@@ -353,11 +418,13 @@ def _different_weaves() -> tuple[Any, ...]:
 def test_two_processes_that_would_weave_differently_fall_back_and_finish():
     for agrees, reasons, printed in fpipe.launch(_different_weaves, ranks=2, timeout=60):
         assert agrees
-        assert any("would start its collectives in different orders" in reason for reason in reasons), printed
+        assert any(
+            "would start its collectives in different orders" in reason for reason in reasons
+        ), printed
         assert "one after another: the members of group" in printed
 
 
-# ---- collectives ----------------------------------------------------------------------------------------------------
+# ---- collectives ----
 def _collectives() -> list[bool]:
     """Values and gradients against one process that has everything."""
     dist.init_process_group("gloo")
@@ -373,14 +440,22 @@ def _collectives() -> list[bool]:
     # uneven there and back again: what was exchanged comes home
     g = torch.cat([x @ q["b"] for x in h])
     summed = 2 * torch.tanh(g)
-    whole = [both[r] + summed[4 * r : 4 * r + 4] + 0.1 * (h[0] @ q["c"] + h[1] @ q["c"]) for r in range(2)]
+    whole = [
+        both[r] + summed[4 * r : 4 * r + 4] + 0.1 * (h[0] @ q["c"] + h[1] @ q["c"])
+        for r in range(2)
+    ]
     (whole[0].sum() + whole[1].sum()).backward()
     total = {k: v.clone() for k, v in dp.items()}
     for value in total.values():
         dist.all_reduce(value)
     eager = all_collectives(world, 2, rank)(p, xs[rank])
     grads = [torch.allclose(total[k], q[k].grad) for k in "abc"]  # pyright: ignore[reportArgumentType]
-    return [torch.allclose(y, whole[rank]), torch.allclose(dx, both[rank].grad), torch.equal(eager, y), *grads]  # pyright: ignore[reportArgumentType]
+    return [
+        torch.allclose(y, whole[rank]),
+        torch.allclose(dx, both[rank].grad),
+        torch.equal(eager, y),
+        *grads,
+    ]  # pyright: ignore[reportArgumentType]
 
 
 def test_collectives_have_the_gradient_of_the_sum_of_all_losses():
@@ -402,32 +477,43 @@ def test_collectives_refuse_with_a_word(members: Any):
         fpipe.ops.all_reduce(x, "world")
 
 
-# ---- on processes ---------------------------------------------------------------------------------------------------
+# ---- on processes ----
 SCHEDULES = (("DualPipeV", 2), ("DualPipe", 1), ("Overlapped1F1B", 1))
 
 
 def _seeded_runs(runs: int) -> list[str]:
-    """Woven and sequential side by side, on 2 x 2 processes with expert parallelism and on 4 x 1 without."""
+    """Woven and sequential side by side, on 2 x 2 processes with expert parallelism and on 4 x 1
+    without.
+    """
     torch.set_num_threads(1)
     wrong = []
     for experts in (2, 1):
         group = fpipe.init(dp=experts, timeout=60)
         stage = moe_stage(group.dp.pg if experts > 1 else None)  # type: ignore[attr-defined]
         pipes = {
-            (name, m, how): pipe_of(stage, name, group.size, group.size * per, group, how, microbatches=m)
-            for name, per in SCHEDULES for m in (4, 7) for how in ("sequential", "weave")
-        }  # fmt: skip
+            (name, m, how): pipe_of(
+                stage, name, group.size, group.size * per, group, how, microbatches=m
+            )
+            for name, per in SCHEDULES
+            for m in (4, 7)
+            for how in ("sequential", "weave")
+        }
         draw = random.Random(experts)
         delay = random.Random(dist.get_rank())
         for seed in range(runs):
-            name, m, _ = list(pipes)[2 * seed] if 2 * seed < len(pipes) else draw.choice(list(pipes))
+            name, m, _ = (
+                list(pipes)[2 * seed] if 2 * seed < len(pipes) else draw.choice(list(pipes))
+            )
             found = []
             for how in ("sequential", "weave"):
                 time.sleep(delay.random() * 0.004)  # ranks come at different times
                 found.append(step(pipes[name, m, how], seed, rows=4 * m))
             woven = pipes[name, m, "weave"].cache.plans.values()
             if experts > 1 and not any(
-                not w.reason for r in woven for p in r.prepared.plans.values() for w in p.weaves.values()
+                not w.reason
+                for r in woven
+                for p in r.prepared.plans.values()
+                for w in p.weaves.values()
             ):
                 wrong.append(f"{name} was not woven")
             if not same(*found):

@@ -1,4 +1,6 @@
-"""Whatever a pipeline can do in one process, it does on ranks apart, to the bit: fake ranks against the local group."""
+"""Whatever a pipeline can do in one process, it does on ranks apart, to the bit: fake ranks against
+the local group.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,20 @@ def noisy(p, x):
 
 def data(stages: int) -> tuple[list[Tensor], Tensor, Tensor]:
     torch.manual_seed(stages)
-    return [torch.randn(WIDTH, WIDTH) for _ in range(stages)], torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    return (
+        [torch.randn(WIDTH, WIDTH) for _ in range(stages)],
+        torch.randn(8, WIDTH),
+        torch.randn(8, WIDTH),
+    )
 
 
 def stages_of(schedule: str) -> int:
     return fpipe.make_schedule(schedule, RANKS, PARTS).stages
 
 
-def pipeline(fns: Any, schedule: str, group: Any, **more: Any) -> tuple[fpipe.Pipeline, list[Any], Tensor, Tensor]:
+def pipeline(
+    fns: Any, schedule: str, group: Any, **more: Any
+) -> tuple[fpipe.Pipeline, list[Any], Tensor, Tensor]:
     count = stages_of(schedule)
     fns = fns if isinstance(fns, list) else [fns] * count
     more = {"loss": squared, "microbatches": PARTS} | more
@@ -79,7 +87,9 @@ def gradients(fns: Any = layer, **more: Any) -> Callable[[str, Any], Any]:
 
 def of_state(schedule: str, group: Any) -> Any:
     start = {"n": torch.zeros(())}
-    pipe, params, x, t = pipeline(fpipe.Stage(counting, state=True, initial_state=start), schedule, group)
+    pipe, params, x, t = pipeline(
+        fpipe.Stage(counting, state=True, initial_state=start), schedule, group
+    )
     (loss, state), _ = fpipe.value_and_grad(pipe)(params, x, t)
     (loss, state), grads = fpipe.value_and_grad(pipe)(params, x, t, state=state)
     return {"value": loss, "state": state, "grads": grads}
@@ -92,7 +102,10 @@ def uneven(schedule: str, group: Any) -> Any:
         xs, ts = fpipe.Microbatches(x.split(sizes)), fpipe.Microbatches(t.split(sizes))
         made.append(fpipe.value_and_grad(pipe)(params, xs, ts))
     columns = zip(*(grads for _, grads in made), strict=True)
-    return {"value": [loss for loss, _ in made], "grads": [None if c[0] is None else sum(c) for c in columns]}
+    return {
+        "value": [loss for loss, _ in made],
+        "grads": [None if c[0] is None else sum(c) for c in columns],
+    }
 
 
 def pulled(schedule: str, group: Any) -> Any:
@@ -109,13 +122,18 @@ def forward(schedule: str, group: Any) -> Any:
 
 def trees(schedule: str, group: Any) -> Any:
     count = stages_of(schedule)
-    first, last = lambda p, x: (Pair(layer(p, x), 2.0), x), lambda p, v: layer(p, v[0].h) * v[0].scale + v[1]
+    first, last = (
+        lambda p, x: (Pair(layer(p, x), 2.0), x),
+        lambda p, v: layer(p, v[0].h) * v[0].scale + v[1],
+    )
     middle = lambda p, v: (Pair(layer(p, v[0].h), v[0].scale + 1), v[1])
     return gradients([first, *[middle] * (count - 2), last])(schedule, group)
 
 
 def passed_on(schedule: str, group: Any) -> Any:
-    """The loss is what the last stage returns, and the last stage passes on the output of the one before it."""
+    """The loss is what the last stage returns, and the last stage passes on the output of the one
+    before it.
+    """
     count = stages_of(schedule)
     made = lambda p, x: layer(p, x).sum()
     fns = [layer] * (count - 2) + [made, lambda p, x: x]
@@ -159,7 +177,9 @@ def test_ranks_apart_give_what_they_give_together(name: str, schedule: str):
     play = PLAYS[name]
     together = play(schedule, fpipe.local(RANKS))
     placement = fpipe.make_schedule(schedule, RANKS, PARTS).placement
-    for rank, made in enumerate(fpipe.testing.run(lambda group: play(schedule, group), RANKS, seed=len(name))):
+    for rank, made in enumerate(
+        fpipe.testing.run(lambda group: play(schedule, group), RANKS, seed=len(name))
+    ):
         agree(made["value"], together["value"])
         if "dx" in made:
             first = rank in {path[0] for path in placement.paths}

@@ -37,7 +37,9 @@ def recomputing(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def transforming(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.func.vmap(lambda row: torch.tanh(row @ p["w"]))(x) + torch.func.grad(lambda x: x.sin().sum())(x)
+    return torch.func.vmap(lambda row: torch.tanh(row @ p["w"]))(x) + torch.func.grad(
+        lambda x: x.sin().sum()
+    )(x)
 
 
 def capturing(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,15 @@ def facts(programs: Programs) -> Any:
     operations = [[one.target for one in program.operations] for program in letters]
     sizes = [(len(program.inputs), len(program.outputs)) for program in letters]
     fresh = [name in programs.fresh for name in programs.dps]
-    return operations, sizes, held, fresh, programs.saved_bytes, programs.kept_bytes, programs.outputs
+    return (
+        operations,
+        sizes,
+        held,
+        fresh,
+        programs.saved_bytes,
+        programs.kept_bytes,
+        programs.outputs,
+    )
 
 
 def results(programs: Programs, params: Any, x: Any) -> list[Any]:
@@ -90,8 +100,12 @@ def results(programs: Programs, params: Any, x: Any) -> list[Any]:
 
 
 def assert_same(
-    plain: Callable[..., Any], blocks: Callable[..., Any], params: Any, x: Any, in_order: bool = True
-) -> None:  # fmt: skip
+    plain: Callable[..., Any],
+    blocks: Callable[..., Any],
+    params: Any,
+    x: Any,
+    in_order: bool = True,
+) -> None:
     one, other = traced(plain, params, x), traced(blocks, params, x)
     for fact, wanted in zip(facts(other), facts(one), strict=True) if in_order else ():
         assert fact == wanted
@@ -102,7 +116,13 @@ def assert_same(
 def test_programs_are_those_without_blocks(layer: Callable[..., Any]):
     x = torch.randn(2, 3, WIDTH)
     # Writes are removed block by block, which leaves out a view between two blocks.
-    assert_same(repeated(layer), repeated(fpipe.block(layer)), parameters(3), x, in_order=layer is not in_place)
+    assert_same(
+        repeated(layer),
+        repeated(fpipe.block(layer)),
+        parameters(3),
+        x,
+        in_order=layer is not in_place,
+    )
 
 
 def test_a_block_of_several_inputs_and_outputs():
@@ -128,7 +148,9 @@ def test_a_block_inside_a_recomputed_part_and_inside_a_block():
     outer = fpipe.block(lambda p, x: inner(p, x) * 2)
     plain = lambda p, x: residual(p, x) * 2
     for wrap in (fpipe.remat, lambda fn: fn):
-        assert_same(repeated(wrap(plain)), repeated(wrap(outer)), parameters(3), torch.randn(2, 3, WIDTH))
+        assert_same(
+            repeated(wrap(plain)), repeated(wrap(outer)), parameters(3), torch.randn(2, 3, WIDTH)
+        )
 
 
 def test_an_equal_call_does_not_run_the_function_again():
@@ -140,7 +162,9 @@ def test_an_equal_call_does_not_run_the_function_again():
 
     layer = fpipe.block(counted)
     traced(repeated(layer), parameters(6), torch.randn(2, 3, WIDTH))
-    assert len(calls) == 4  # on an argument and on what was computed: for the shapes of its results, and for its trace
+    assert (
+        len(calls) == 4
+    )  # on an argument and on what was computed: for the shapes of its results, and for its trace
     traced(repeated(layer), parameters(9), torch.randn(2, 3, WIDTH))
     assert len(calls) == 4
     traced(repeated(layer), parameters(2), torch.randn(2, 5, WIDTH))
@@ -148,14 +172,18 @@ def test_an_equal_call_does_not_run_the_function_again():
 
 
 def test_gradients_that_would_be_added_in_another_order_are_traced_without_blocks():
-    """A block uses x three times, and the residual once more: (residual + a) + b is not residual + (a + b)."""
+    """A block uses x three times, and the residual once more: (residual + a) + b is not residual +
+    (a + b).
+    """
 
     def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax((x @ p["w"]) @ (x * p["scale"]).transpose(-1, -2), -1) @ x
 
     plain = repeated(lambda p, x: x + attention(p, x))
     block = fpipe.block(attention)
-    assert_same(plain, repeated(lambda p, x: x + block(p, x)), parameters(3), torch.randn(2, 3, WIDTH))
+    assert_same(
+        plain, repeated(lambda p, x: x + block(p, x)), parameters(3), torch.randn(2, 3, WIDTH)
+    )
 
 
 def test_a_parameter_of_two_calls():
@@ -194,7 +222,9 @@ def test_a_block_that_is_differentiated_twice():
 
         return stage
 
-    assert_same(penalty(routed), penalty(fpipe.block(routed)), parameters(1)[0], torch.randn(2, 3, WIDTH))
+    assert_same(
+        penalty(routed), penalty(fpipe.block(routed)), parameters(1)[0], torch.randn(2, 3, WIDTH)
+    )
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
@@ -208,7 +238,9 @@ def test_a_block_under_autocast(where: str):
 
     layer = twice if where == "outside" else cast
     with torch.autocast("cpu", torch.bfloat16, enabled=where == "outside"):
-        assert_same(repeated(layer), repeated(fpipe.block(layer)), parameters(3), torch.randn(3, WIDTH))
+        assert_same(
+            repeated(layer), repeated(fpipe.block(layer)), parameters(3), torch.randn(3, WIDTH)
+        )
 
 
 def test_a_block_that_writes_into_its_argument_runs_without_block():
@@ -241,7 +273,9 @@ def test_sizes_that_vary():
 def test_a_pipeline_equals_autograd():
     params, x = [parameters(3), parameters(3)], torch.randn(4, 3, WIDTH)
     stages = [repeated(fpipe.block(residual))] * 2
-    pipe = fpipe.pipeline(stages, "1F1B", loss=lambda y: y.square().mean(), microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        stages, "1F1B", loss=lambda y: y.square().mean(), microbatches=2, group=fpipe.local(2)
+    )
     _, grads = fpipe.value_and_grad(pipe)(params, x)
     live = tree.tree_map(lambda t: t.clone().requires_grad_(), params)
     for part in x.chunk(2):
@@ -250,7 +284,7 @@ def test_a_pipeline_equals_autograd():
     assert all(map(torch.equal, tree.leaves(grads), wanted))
 
 
-# ---- layers of modules -----------------------------------------------------------------------------------------------
+# ---- layers of modules ----
 class Layer(nn.Module):
     """A layer that counts its calls, and whose forward may use its number."""
 
@@ -268,7 +302,9 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("uses_it", [False, True])
 def test_equal_layers_of_a_module_are_traced_once(uses_it: bool):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Layer(n, uses_it) for n in range(6))))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Layer(n, uses_it) for n in range(6)))
+    )
     x = torch.randn(2, WIDTH)
     stages, params = fpipe.from_module(model)
     Layer.calls = 0
@@ -278,7 +314,9 @@ def test_equal_layers_of_a_module_are_traced_once(uses_it: bool):
 
 
 def test_layers_that_differ_are_not_one_block():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p)) for p in (0.0, 0.9, 0.5)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p)) for p in (0.0, 0.9, 0.5))
+    )
     model[2].eval()
     model.get_submodule("1.0").register_forward_hook(lambda module, args, y: y.mul(2))
     stages, params = fpipe.from_module(model)

@@ -1,4 +1,6 @@
-"""The eager engine: functions with data-dependent Python, bit for bit as plain autograd, nothing computed twice."""
+"""The eager engine: functions with data-dependent Python, bit for bit as plain autograd, nothing
+computed twice.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape) / 2
 
 
-# ---- stages that look at their data ---------------------------------------------------------------------------------
+# ---- stages that look at their data ----
 def branching(p: Any, x: Tensor) -> Tensor:
     h = F.linear(x, p["w"], p["b"])
     h = h.tanh() if h.sum().item() > 0 else h.sigmoid()
@@ -67,11 +69,20 @@ def squared(y: Tensor, t: Tensor) -> Tensor:
     return (y - t).square().mean() if y.mean().item() > 0 else (y - t).abs().mean()
 
 
-MIXED = [branching, fpipe.Stage(experts, aux_loss=True), branching, fpipe.Stage(experts, aux_loss=True)]
+MIXED = [
+    branching,
+    fpipe.Stage(experts, aux_loss=True),
+    branching,
+    fpipe.Stage(experts, aux_loss=True),
+]
 
 
-def reference(stages: list[Any], params: list[Any], x: Tensor, t: Tensor, parts: int) -> tuple[Tensor, Any, Tensor]:
-    """Loss, parameter gradients and input gradient by plain autograd, microbatch after microbatch."""
+def reference(
+    stages: list[Any], params: list[Any], x: Tensor, t: Tensor, parts: int
+) -> tuple[Tensor, Any, Tensor]:
+    """Loss, parameter gradients and input gradient by plain autograd, microbatch after
+    microbatch.
+    """
     leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), params)
     flat, spec = optree.tree_flatten(leaves)
     total, sums, dxs = torch.zeros(()), [torch.zeros_like(v) for v in flat], []
@@ -97,11 +108,15 @@ def test_bit_for_bit_where_data_decides(schedule: str):
     params = [make(stage) for stage in MIXED]
     x, t = torch.randn(8, 2, 3), torch.randn(8, 2, 3)
     ranks = 4 if schedule in ("GPipe", "1F1B") else 2
-    pipe = fpipe.pipeline(MIXED, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks), engine="eager")
+    pipe = fpipe.pipeline(
+        MIXED, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks), engine="eager"
+    )
     for _ in range(2):
         loss, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, x, t)
         wanted = reference(MIXED, params, x, t, 4)
-        assert torch.equal(loss, wanted[0]) and same(grads, wanted[1]) and torch.equal(dx, wanted[2])
+        assert (
+            torch.equal(loss, wanted[0]) and same(grads, wanted[1]) and torch.equal(dx, wanted[2])
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,8 +124,16 @@ def test_bit_for_bit_on_the_models_of_the_trace_engine(name: str):
     model = MODELS[name]
     stages, params, state = model.make(4)
     x, t = model.batch(3)
-    pipe = fpipe.pipeline(stages, "ZBV", loss=model.loss, microbatches=3, group=fpipe.local(2), seed=SEED,
-                          tied=model.tied(4), engine="eager")  # fmt: skip
+    pipe = fpipe.pipeline(
+        stages,
+        "ZBV",
+        loss=model.loss,
+        microbatches=3,
+        group=fpipe.local(2),
+        seed=SEED,
+        tied=model.tied(4),
+        engine="eager",
+    )
     side = {} if state is None else {"state": state}
     value, grads = fpipe.value_and_grad(pipe, has_aux=model.has_aux)(params, x, t, **side)
     loss = value[0] if isinstance(value, tuple) else value
@@ -122,16 +145,25 @@ def test_bit_for_bit_on_the_models_of_the_trace_engine(name: str):
             for leaves in zip(*(k.grads for k in each), strict=True)
         ]
         assert all(same(optree.tree_leaves(g), w) for g, w in zip(grads, want, strict=True))
-    traced = fpipe.pipeline(stages, "ZBV", loss=model.loss, microbatches=3, group=fpipe.local(2), seed=SEED,
-                            tied=model.tied(4))  # fmt: skip
+    traced = fpipe.pipeline(
+        stages,
+        "ZBV",
+        loss=model.loss,
+        microbatches=3,
+        group=fpipe.local(2),
+        seed=SEED,
+        tied=model.tied(4),
+    )
     other, others = fpipe.value_and_grad(traced, has_aux=model.has_aux)(params, x, t, **side)
     assert same(grads, others)
     assert optree.tree_all(
-        optree.tree_map(lambda a, b: bool((torch.as_tensor(a) == torch.as_tensor(b)).all()), value, other)
+        optree.tree_map(
+            lambda a, b: bool((torch.as_tensor(a) == torch.as_tensor(b)).all()), value, other
+        )
     )
 
 
-# ---- one stage, by hand ---------------------------------------------------------------------------------------------
+# ---- one stage, by hand ----
 class Cube(torch.autograd.Function):
     """An old-style function whose backward looks at its data and uses what it saved twice."""
 
@@ -144,7 +176,9 @@ class Cube(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         RUNS["backward"] += 1
         factor = 3.0 if ctx.saved_tensors[0].sum().item() > 0 else 3
-        return dy * factor * ctx.saved_tensors[0] ** 2 * ctx.saved_tensors[1], (dy * ctx.saved_tensors[0] ** 3).sum(0)
+        return dy * factor * ctx.saved_tensors[0] ** 2 * ctx.saved_tensors[1], (
+            dy * ctx.saved_tensors[0] ** 3
+        ).sum(0)
 
 
 def normed(p: Any, x: Tensor) -> Tensor:
@@ -191,59 +225,125 @@ CASES = {
     "a branch": Case(branching, lambda: make(branching), lambda: randn(2, 3)),
     "a loop": Case(lambda p, x: halved(p, x * 9), lambda: randn(3, 3), lambda: randn(2, 3)),
     "experts": Case(lambda p, x: experts(p, x)[0], lambda: make(experts), lambda: randn(5, 3)),
-    "attention": Case(normed, lambda: {"g": randn(3), "b": randn(3), "qkv": randn(9, 3), "o": randn(3, 3)},
-                      lambda: randn(2, 3, 3)),
-    "ends in a view": Case(lambda p, x: F.linear(x, p[0], p[1]).transpose(0, 1), lambda: [randn(4, 3), randn(4)],
-                           lambda: randn(2, 3, 3)),
-    "depends on parameters only": Case(lambda p, x: (p.sin(), x * p, p.exp().sum() * x), lambda: randn(3),
-                                       lambda: randn(2, 3)),
-    "a parameter as it is": Case(lambda p, x: {"p": p, "x": x, "y": x + p}, lambda: randn(3), lambda: randn(2, 3)),
-    "a weight used three times": Case(lambda p, x: ((x @ p).tanh() @ p).tanh() @ p.t(), lambda: randn(3, 3),
-                                      lambda: randn(2, 3)),
-    "a weight used directly and transposed": Case(lambda p, x: F.linear((x * p).sin() * p, p).cos() * p @ p.t(),
-                                                  lambda: randn(3, 3), lambda: randn(3, 3)),
-    "a weight in parts": Case(lambda p, x: (x @ p.chunk(2, 1)[0]).sin() @ p.chunk(2, 1)[1].t(), lambda: randn(3, 4),
-                              lambda: randn(2, 3)),
-    "parts of one split": Case(lambda p, x: (lambda a, b: (x @ a).sin() @ b.t())(*p.chunk(2, 1)), lambda: randn(3, 4),
-                               lambda: randn(2, 3)),
-    "a weight made of weights": Case(lambda p, x: (x @ (p[0] * p[1])).sin() * p[2], lambda: [randn(3, 3), randn(3, 3),
-                                     randn(3)], lambda: randn(2, 3)),
-    "unused": Case(lambda p, x: (x[0] @ p["a"]).exp(), lambda: {"a": randn(3, 3), "b": randn(3, 3)},
-                   lambda: [randn(2, 3), randn(2, 3)]),
-    "integers and numbers": Case(lambda p, x: {"y": x["h"] @ p * x["k"], "i": x["i"] + 1, "k": x["k"]},
-                                 lambda: randn(3, 3), lambda: {"h": randn(2, 3), "i": torch.arange(3), "k": 5}),
+    "attention": Case(
+        normed,
+        lambda: {"g": randn(3), "b": randn(3), "qkv": randn(9, 3), "o": randn(3, 3)},
+        lambda: randn(2, 3, 3),
+    ),
+    "ends in a view": Case(
+        lambda p, x: F.linear(x, p[0], p[1]).transpose(0, 1),
+        lambda: [randn(4, 3), randn(4)],
+        lambda: randn(2, 3, 3),
+    ),
+    "depends on parameters only": Case(
+        lambda p, x: (p.sin(), x * p, p.exp().sum() * x), lambda: randn(3), lambda: randn(2, 3)
+    ),
+    "a parameter as it is": Case(
+        lambda p, x: {"p": p, "x": x, "y": x + p}, lambda: randn(3), lambda: randn(2, 3)
+    ),
+    "a weight used three times": Case(
+        lambda p, x: ((x @ p).tanh() @ p).tanh() @ p.t(), lambda: randn(3, 3), lambda: randn(2, 3)
+    ),
+    "a weight used directly and transposed": Case(
+        lambda p, x: F.linear((x * p).sin() * p, p).cos() * p @ p.t(),
+        lambda: randn(3, 3),
+        lambda: randn(3, 3),
+    ),
+    "a weight in parts": Case(
+        lambda p, x: (x @ p.chunk(2, 1)[0]).sin() @ p.chunk(2, 1)[1].t(),
+        lambda: randn(3, 4),
+        lambda: randn(2, 3),
+    ),
+    "parts of one split": Case(
+        lambda p, x: (lambda a, b: (x @ a).sin() @ b.t())(*p.chunk(2, 1)),
+        lambda: randn(3, 4),
+        lambda: randn(2, 3),
+    ),
+    "a weight made of weights": Case(
+        lambda p, x: (x @ (p[0] * p[1])).sin() * p[2],
+        lambda: [randn(3, 3), randn(3, 3), randn(3)],
+        lambda: randn(2, 3),
+    ),
+    "unused": Case(
+        lambda p, x: (x[0] @ p["a"]).exp(),
+        lambda: {"a": randn(3, 3), "b": randn(3, 3)},
+        lambda: [randn(2, 3), randn(2, 3)],
+    ),
+    "integers and numbers": Case(
+        lambda p, x: {"y": x["h"] @ p * x["k"], "i": x["i"] + 1, "k": x["k"]},
+        lambda: randn(3, 3),
+        lambda: {"h": randn(2, 3), "i": torch.arange(3), "k": 5},
+    ),
     "writes into its input": Case(writes, lambda: randn(3, 3), lambda: randn(2, 3)),
     "hooks": Case(hooked, lambda: [randn(3, 3), randn(3, 3)], lambda: randn(2, 3)),
-    "lstm": Case(recurrent, lambda: [randn(12, 3), randn(12, 3), randn(12), randn(12)], lambda: randn(2, 4, 3)),
+    "lstm": Case(
+        recurrent,
+        lambda: [randn(12, 3), randn(12, 3), randn(12), randn(12)],
+        lambda: randn(2, 4, 3),
+    ),
     "torch.func": Case(by_row, lambda: randn(3, 3), lambda: randn(2, 3)),
-    "an old-style function": Case(lambda p, x: Cube.apply(Cube.apply(x @ p[0], p[1]), p[2]) @ p[0],
-                                  lambda: [randn(3, 3), randn(3), randn(3)], lambda: randn(2, 3)),
-    "an old-style function of weights": Case(lambda p, x: ((x * p[0]).sin() * p[0]) @ Cube.apply(p[0], p[1]),
-                                             lambda: [randn(3, 3), randn(3)], lambda: randn(3, 3)),
+    "an old-style function": Case(
+        lambda p, x: Cube.apply(Cube.apply(x @ p[0], p[1]), p[2]) @ p[0],
+        lambda: [randn(3, 3), randn(3), randn(3)],
+        lambda: randn(2, 3),
+    ),
+    "an old-style function of weights": Case(
+        lambda p, x: ((x * p[0]).sin() * p[0]) @ Cube.apply(p[0], p[1]),
+        lambda: [randn(3, 3), randn(3)],
+        lambda: randn(3, 3),
+    ),
     "a checkpoint": Case(
-        lambda p, x: checkpoint(lambda h: F.dropout((h @ p).sin() @ p, 0.5), x.sin(), use_reentrant=False) @ p,
-        lambda: randn(3, 3), lambda: randn(2, 3)),
-    "remat": Case(fpipe.remat(lambda p, x: F.dropout((x @ p).sin(), 0.5) @ p), lambda: randn(3, 3),
-                  lambda: randn(2, 3)),
-    "remat of a part": Case(lambda p, x: fpipe.remat(lambda p, h: F.dropout((h @ p).sin(), 0.5) @ p)(p, x.exp()) @ p,
-                            lambda: randn(3, 3), lambda: randn(2, 3)),
-    "convolution": Case(lambda p, x: F.group_norm(F.conv2d(x, p[0], p[1], padding=1), 2, p[2]).relu(),
-                        lambda: [randn(2, 2, 3, 3), randn(2), randn(2)], lambda: randn(1, 2, 4, 4)),
-    "bfloat16": Case(lambda p, x: F.gelu(x @ p) @ p, lambda: randn(3, 3).bfloat16(),
-                     lambda: randn(2, 3).bfloat16()),
-    "complex": Case(lambda p, x: (x @ p).abs(), lambda: torch.randn(3, 3, dtype=torch.complex64), lambda: randn(2, 3)
-                    .to(torch.complex64)),
-    "expanded": Case(lambda p, x: (x.sum() * p).expand(4, 3), lambda: randn(3), lambda: randn(2, 3)),
-}  # fmt: skip
+        lambda p, x: (
+            checkpoint(lambda h: F.dropout((h @ p).sin() @ p, 0.5), x.sin(), use_reentrant=False)
+            @ p
+        ),
+        lambda: randn(3, 3),
+        lambda: randn(2, 3),
+    ),
+    "remat": Case(
+        fpipe.remat(lambda p, x: F.dropout((x @ p).sin(), 0.5) @ p),
+        lambda: randn(3, 3),
+        lambda: randn(2, 3),
+    ),
+    "remat of a part": Case(
+        lambda p, x: fpipe.remat(lambda p, h: F.dropout((h @ p).sin(), 0.5) @ p)(p, x.exp()) @ p,
+        lambda: randn(3, 3),
+        lambda: randn(2, 3),
+    ),
+    "convolution": Case(
+        lambda p, x: F.group_norm(F.conv2d(x, p[0], p[1], padding=1), 2, p[2]).relu(),
+        lambda: [randn(2, 2, 3, 3), randn(2), randn(2)],
+        lambda: randn(1, 2, 4, 4),
+    ),
+    "bfloat16": Case(
+        lambda p, x: F.gelu(x @ p) @ p,
+        lambda: randn(3, 3).bfloat16(),
+        lambda: randn(2, 3).bfloat16(),
+    ),
+    "complex": Case(
+        lambda p, x: (x @ p).abs(),
+        lambda: torch.randn(3, 3, dtype=torch.complex64),
+        lambda: randn(2, 3).to(torch.complex64),
+    ),
+    "expanded": Case(
+        lambda p, x: (x.sum() * p).expand(4, 3), lambda: randn(3), lambda: randn(2, 3)
+    ),
+}
 
 
 def by_autograd(case: Case, params: Any, x: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
     """The output, its cotangents, and the gradients of input and parameters."""
     leaf = lambda v: (
-        v.clone().requires_grad_() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) else v
+        v.clone().requires_grad_()
+        if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())
+        else v
     )
     p, v = optree.tree_map(leaf, params), optree.tree_map(leaf, x)
-    inside = optree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, v) if case.fn is writes else v
+    inside = (
+        optree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, v)
+        if case.fn is writes
+        else v
+    )
     torch.manual_seed(3)
     y = case.fn(p, inside)
     outs = [t for t in optree.tree_leaves(y) if isinstance(t, Tensor)]
@@ -270,7 +370,9 @@ def test_programs_are_plain_autograd(name: str):
         RUNS.clear()
         got, saved = own.forward(params, x)
         assert optree.tree_all(
-            optree.tree_map(lambda a, b: torch.equal(a, b) if isinstance(a, Tensor) else a == b, got, y)
+            optree.tree_map(
+                lambda a, b: torch.equal(a, b) if isinstance(a, Tensor) else a == b, got, y
+            )
         )
         if split:
             dx, kept = own.backward_input(saved, dys)
@@ -279,14 +381,19 @@ def test_programs_are_plain_autograd(name: str):
             dx, dp = own.backward(saved, dys)
         assert same(optree.tree_leaves((dx, dp)), grads)
         assert RUNS["hook"] == (name == "hooks")
-        assert RUNS["backward"] == {"an old-style function": 2, "an old-style function of weights": 1}.get(name, 0)
+        assert RUNS["backward"] == {
+            "an old-style function": 2,
+            "an old-style function of weights": 1,
+        }.get(name, 0)
     after = (params, x)
     assert optree.tree_all(
-        optree.tree_map(lambda a, b: torch.equal(a, b) if isinstance(a, Tensor) else a == b, before, after)
+        optree.tree_map(
+            lambda a, b: torch.equal(a, b) if isinstance(a, Tensor) else a == b, before, after
+        )
     )
 
 
-# ---- nothing twice, nothing held too long ---------------------------------------------------------------------------
+# ---- nothing twice, nothing held too long ----
 def counted(name: str, fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(*args: Any) -> Tensor:
         RUNS[name] += 1
@@ -297,9 +404,13 @@ def counted(name: str, fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 RECOMPUTED = {
     "remat": fpipe.remat(counted("runs", lambda p, x: (x @ p[0]).sin() @ p[1])),
-    "a part": lambda p, x: fpipe.remat(counted("runs", lambda p, x: (x @ p[0]).sin() @ p[1]))(p, x) @ p[2],
+    "a part": lambda p, x: (
+        fpipe.remat(counted("runs", lambda p, x: (x @ p[0]).sin() @ p[1]))(p, x) @ p[2]
+    ),
     "checkpoint": lambda p, x: checkpoint(
-        counted("runs", lambda x: (x @ p[0]).sin() @ (p[1] * p[2]).sin()), x.sin(), use_reentrant=False
+        counted("runs", lambda x: (x @ p[0]).sin() @ (p[1] * p[2]).sin()),
+        x.sin(),
+        use_reentrant=False,
     ),
 }
 
@@ -339,11 +450,13 @@ def test_what_w_does_not_need_is_freed_after_i():
     assert own.backward_weight(kept)
     gc.collect()
     assert third.expired()
-    assert own.saved_bytes == 4 * 2 * 3 * 5  # x, cos of the first, second, third, and sin of the last
+    assert (
+        own.saved_bytes == 4 * 2 * 3 * 5
+    )  # x, cos of the first, second, third, and sin of the last
     assert own.kept_bytes == 4 * 2 * 3 * 4  # x and third, and what arrived at the two products
 
 
-# ---- what is known before the run -----------------------------------------------------------------------------------
+# ---- what is known before the run ----
 def looks(p: Tensor, x: Tensor) -> Tensor:
     RUNS["looks"] += 1
     return x @ p if x.sum().item() > 0 else x.sin() @ p
@@ -351,7 +464,9 @@ def looks(p: Tensor, x: Tensor) -> Tensor:
 
 def test_a_function_with_a_likeness_is_not_run_before_its_time():
     pipe = fpipe.pipeline(
-        [fpipe.Stage(looks, engine="eager", like=lambda p, x: x)], loss=squared_loosely, microbatches=2
+        [fpipe.Stage(looks, engine="eager", like=lambda p, x: x)],
+        loss=squared_loosely,
+        microbatches=2,
     )
     p, x = randn(3, 3), randn(4, 3)
     RUNS.clear()
@@ -430,7 +545,9 @@ def fussy(p: Tensor, x: Tensor) -> Tensor:
 
 def test_a_function_that_cannot_be_rehearsed_asks_for_a_likeness():
     p, x = randn(3, 3), -torch.ones(2, 3)
-    with pytest.raises(fpipe.StageError, match=r"(?s)fussy.*AssertionError at .*test_eager.*like=lambda p, x: x"):
+    with pytest.raises(
+        fpipe.StageError, match=r"(?s)fussy.*AssertionError at .*test_eager.*like=lambda p, x: x"
+    ):
         trace(fpipe.Stage(fussy, engine="eager"), p, x)
     own = trace(fpipe.Stage(fussy, engine="eager", like=lambda p, x: x), p, x)
     assert torch.equal(own.forward(p, x)[0], x @ p)
@@ -442,7 +559,9 @@ def test_an_ordinary_mistake_is_reported_as_one():
 
 
 def test_a_way_not_seen_before_may_carry_a_gradient():
-    """On invented numbers the mask contains only ones and has no gradient; here it depends on the input."""
+    """On invented numbers the mask contains only ones and has no gradient; here it depends on the
+    input.
+    """
 
     def fn(p: Tensor, x: Tensor) -> dict[str, Tensor]:
         gate = torch.ones_like(x) if x.sum().item() > 0 else x.exp()
@@ -454,12 +573,13 @@ def test_a_way_not_seen_before_may_carry_a_gradient():
     (grads, dx) = fpipe.grad(pipe, (0, 1))(params, x, x)
     leaf = x.clone().requires_grad_()
     total = sum(
-        squared_loosely(part.exp() * (part @ params[0]) * params[1], -torch.ones(2, 3)) for part in leaf.chunk(2)
+        squared_loosely(part.exp() * (part @ params[0]) * params[1], -torch.ones(2, 3))
+        for part in leaf.chunk(2)
     )
     assert torch.allclose(dx, torch.autograd.grad(total / 2, leaf)[0]) and grads[0].abs().sum() > 0  # type: ignore[operator]
 
 
-# ---- what a run may find --------------------------------------------------------------------------------------------
+# ---- what a run may find ----
 def otherwise(name: str) -> Callable[..., Any]:
     def fn(p: Tensor, x: Tensor) -> Any:
         ordinary = x.sum().item() < 100
@@ -482,8 +602,14 @@ def otherwise(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", ["shape", "dtype", "number", "structure", "input", "parameter"])
 def test_what_differs_from_the_plan_is_reported(name: str):
     stages = [lambda p, x: x * p, fpipe.Stage(otherwise(name), engine="eager", name="odd")]
-    pipe = fpipe.pipeline(stages, loss=lambda y, t: sum(leaf.sum() for leaf in optree.tree_leaves(y) if
-                          isinstance(leaf, Tensor)), microbatches=2, group=fpipe.local(2))  # fmt: skip
+    pipe = fpipe.pipeline(
+        stages,
+        loss=lambda y, t: sum(
+            leaf.sum() for leaf in optree.tree_leaves(y) if isinstance(leaf, Tensor)
+        ),
+        microbatches=2,
+        group=fpipe.local(2),
+    )
     run = fpipe.value_and_grad(pipe)
     run([torch.ones(3), randn(3, 3)], torch.ones(4, 3), torch.zeros(4))
     with pytest.raises(fpipe.ActionError, match=r"1F0 \(odd .*float32\[3, 3\]; float32\[2, 3\].*"):
@@ -525,8 +651,12 @@ def test_an_error_names_action_stage_shapes_and_line():
             raise KeyError("too large")
         return x @ p
 
-    pipe = fpipe.pipeline([lambda p, x: x * p, fpipe.Stage(picky, engine="eager", name="picky")], loss=squared_loosely,
-                          microbatches=2, group=fpipe.local(2))  # fmt: skip
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p, fpipe.Stage(picky, engine="eager", name="picky")],
+        loss=squared_loosely,
+        microbatches=2,
+        group=fpipe.local(2),
+    )
     with pytest.raises(
         fpipe.ActionError, match=r"1F0 \(picky .*float32\[2, 3\].*KeyError at .*raise KeyError"
     ) as caught:
@@ -536,20 +666,39 @@ def test_an_error_names_action_stage_shapes_and_line():
 
 def test_compile_of_an_eager_stage_is_refused():
     with pytest.raises(fpipe.StageError, match="only traced programs are compiled"):
-        trace(fpipe.Stage(branching, engine="eager", compile="aot_eager"), make(branching), randn(2, 3))
+        trace(
+            fpipe.Stage(branching, engine="eager", compile="aot_eager"),
+            make(branching),
+            randn(2, 3),
+        )
 
 
-# ---- in a pipeline --------------------------------------------------------------------------------------------------
+# ---- in a pipeline ----
 def test_frozen_unused_and_wider():
     def fn(p: Any, x: Tensor) -> Tensor:
         return x @ p["used"] * (2 if x.sum().item() > 0 else 1) + p["frozen"]
 
     torch.manual_seed(0)
-    params = [{"used": randn(3, 3).bfloat16(), "frozen": randn(3).bfloat16(), "unused": randn(5).bfloat16(),
-               "index": torch.arange(3)} for _ in range(4)]  # fmt: skip
+    params = [
+        {
+            "used": randn(3, 3).bfloat16(),
+            "frozen": randn(3).bfloat16(),
+            "unused": randn(5).bfloat16(),
+            "index": torch.arange(3),
+        }
+        for _ in range(4)
+    ]
     x = randn(6, 3).bfloat16()
-    pipe = fpipe.pipeline([fn] * 4, "ZBV", loss=squared_loosely, microbatches=3, group=fpipe.local(2), engine="eager",
-                          frozen=["*.frozen"], accumulate=torch.float32)  # fmt: skip
+    pipe = fpipe.pipeline(
+        [fn] * 4,
+        "ZBV",
+        loss=squared_loosely,
+        microbatches=3,
+        group=fpipe.local(2),
+        engine="eager",
+        frozen=["*.frozen"],
+        accumulate=torch.float32,
+    )
     for grads in fpipe.grad(pipe)(params, x, x):
         assert grads["frozen"] is None and grads["index"] is None
         assert grads["used"].dtype == torch.float32 and grads["used"].abs().sum() > 0
@@ -584,13 +733,18 @@ def test_side_inputs_aux_and_a_loss_that_looks():
         return x.index_add(0, rows, x[rows] @ p)
 
     def loss(y: Tensor, t: Tensor, *, keep: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return (y - t)[keep].square().sum() / max(int(keep.sum()), 1), {"rows": keep.sum(), "y": y.mean()}
+        return (y - t)[keep].square().sum() / max(int(keep.sum()), 1), {
+            "rows": keep.sum(),
+            "y": y.mean(),
+        }
 
     torch.manual_seed(3)
     params, x, t, keep = [randn(3, 3), randn(3, 3)], randn(8, 3), randn(8, 3), torch.rand(8) > 0.4
     like = lambda y, t, *, keep: (y.sum(), {"rows": keep.sum(), "y": y.mean()})
     looking = fpipe.Stage(loss, engine="eager", like=like)
-    pipe = fpipe.pipeline([masked, masked], loss=looking, microbatches=4, group=fpipe.local(2), engine="eager")
+    pipe = fpipe.pipeline(
+        [masked, masked], loss=looking, microbatches=4, group=fpipe.local(2), engine="eager"
+    )
     (value, aux), grads = fpipe.value_and_grad(pipe, has_aux=True)(params, x, t, keep=keep)
     leaves = [p.clone().requires_grad_() for p in params]
     total, sums = torch.zeros(()), [torch.zeros(3, 3)] * 2
@@ -606,7 +760,9 @@ def test_side_inputs_aux_and_a_loss_that_looks():
 
 
 def test_under_debug():
-    pipe = fpipe.pipeline(MIXED, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager")
+    pipe = fpipe.pipeline(
+        MIXED, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager"
+    )
     params, x = [make(stage) for stage in MIXED], randn(4, 2, 3)
     with fpipe.debug():
         fpipe.grad(pipe)(params, x, x)
@@ -615,7 +771,7 @@ def test_under_debug():
             fpipe.grad(pipe)(params, x, x)
 
 
-# ---- tensors that wrap others ---------------------------------------------------------------------------------------
+# ---- tensors that wrap others ----
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -633,12 +789,17 @@ def test_parameters_that_are_dtensors(mesh: DeviceMesh):
         return x + F.linear(F.linear(x, p["up"], p["b"]).tanh(), p["down"])
 
     torch.manual_seed(0)
-    whole = [{"up": randn(6, 3), "b": randn(6), "down": randn(3, 6), "unused": randn(3)} for _ in range(4)]
+    whole = [
+        {"up": randn(6, 3), "b": randn(6), "down": randn(3, 6), "unused": randn(3)}
+        for _ in range(4)
+    ]
     ways = {"up": Shard(0), "b": Shard(0), "down": Shard(1), "unused": Replicate()}
     split = [{n: distribute_tensor(t, mesh, [ways[n]]) for n, t in p.items()} for p in whole]
     x, t = randn(6, 3), randn(6, 3)
     run = lambda fn, params, **more: fpipe.value_and_grad(
-        fpipe.pipeline([fn] * 4, "ZBV", loss=squared_loosely, microbatches=3, group=fpipe.local(2), **more)
+        fpipe.pipeline(
+            [fn] * 4, "ZBV", loss=squared_loosely, microbatches=3, group=fpipe.local(2), **more
+        )
     )(params, x, t)
     loss, grads = run(layer, split, engine="eager")
     wanted, others = run(plain, whole)
@@ -652,10 +813,12 @@ def test_parameters_that_are_dtensors(mesh: DeviceMesh):
         trace(fpipe.Stage(lambda p, x: p["up"], engine="eager"), split[0], x)
 
 
-# ---- the rest -------------------------------------------------------------------------------------------------------
+# ---- the rest ----
 def test_inside_inference_mode():
     params = [make(stage) for stage in MIXED]
-    pipe = fpipe.pipeline(MIXED, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager")
+    pipe = fpipe.pipeline(
+        MIXED, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager"
+    )
     with torch.inference_mode():
         x, t = randn(4, 2, 3), randn(4, 2, 3)
         value = pipe(params, x, t)

@@ -1,4 +1,6 @@
-"""What fpipe requires of torch's private tracing, tested directly: a torch version that differs fails here first."""
+"""What fpipe requires of torch's private tracing, tested directly: a torch version that differs
+fails here first.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_identities_and_double_transposes_go():
 
 
 def test_names_do_not_collide():
-    """An operation may be called like an input: torch's ``t`` is one, and a state leaf ``t0`` another."""
+    """An operation may be called like an input: torch's ``t`` is one, and a state leaf ``t0``
+    another.
+    """
     graph = traced(lambda x, y: (x.t() @ y,), (2, 3), (2, 3))
     seen = [node.name for node in graph.graph.nodes]
     assert len(set(seen)) == len(seen) and seen[:2] == ["x0", "x1"]
@@ -70,7 +74,9 @@ def test_marks_are_carried_through_functionalization():
 
     graph = traced(marked, (2, 3))
     found = {
-        node.target._opname: graphs.annotation(node, "mark") for node in graph.graph.nodes if node.op == "call_function"
+        node.target._opname: graphs.annotation(node, "mark")
+        for node in graph.graph.nodes
+        if node.op == "call_function"
     }
     assert found["exp"] == "here" and found["add"] is None
 
@@ -109,7 +115,9 @@ def test_batch_norm_keeps_no_secrets():
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     y, new_mean, new_var = graph(x, mean, var)
     assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
-    assert all(torch.equal(a, b) for a, b in zip((y, new_mean, new_var), norm(x, mean, var), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((y, new_mean, new_var), norm(x, mean, var), strict=True)
+    )
 
 
 def test_avals_are_built_as_they_were():
@@ -165,7 +173,9 @@ def test_an_error_in_a_checkpoint_does_not_reach_later_functions():
 
     for engine in ("trace", "eager"):
         run = lambda fn, engine=engine: fpipe.grad(
-            fpipe.pipeline([fn], loss=torch.sum, microbatches=1, group=fpipe.local(1), engine=engine)
+            fpipe.pipeline(
+                [fn], loss=torch.sum, microbatches=1, group=fpipe.local(1), engine=engine
+            )
         )([torch.ones(2)], torch.full((1, 2), 3.0))
         with pytest.raises(fpipe.ActionError, match="broken") as caught:
             run(stage)
@@ -209,7 +219,9 @@ def test_writes_into_temporaries_become_new_tensors(fn: Any):
 
 
 def test_a_loss_whose_gradient_is_computed_in_place_has_the_bits_of_autograd():
-    """Torch's own removal of writes replaces the kernel of this loss by its parts, which have other last bits."""
+    """Torch's own removal of writes replaces the kernel of this loss by its parts, which have other
+    last bits.
+    """
     for seed in range(20):
         torch.manual_seed(seed)
         x, target = torch.randn(7, 5), torch.rand(7, 5)
@@ -224,13 +236,17 @@ def test_a_loss_whose_gradient_is_computed_in_place_has_the_bits_of_autograd():
 
 
 def test_a_composite_on_the_device_meta_has_its_derivative_for_symbolic_sizes():
-    """Before torch 2.13 the Python dispatcher finds none once torch's rules for meta tensors are loaded."""
+    """Before torch 2.13 the Python dispatcher finds none once torch's rules for meta tensors are
+    loaded.
+    """
     import torch._meta_registrations
 
     symbols = Symbols()
     with fake.entered(fake.mode(symbols)):
         x = torch.empty(symbols.new(6), 3, device="meta", requires_grad=True)
-        loss = torch.nn.functional.nll_loss(x, torch.empty(x.shape[0], dtype=torch.int64, device="meta"))
+        loss = torch.nn.functional.nll_loss(
+            x, torch.empty(x.shape[0], dtype=torch.int64, device="meta")
+        )
         (grad,) = torch.autograd.grad(loss, [x])
     assert grad.shape == x.shape
 
@@ -254,5 +270,7 @@ for _ in range(4):
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for the CPU")
 def test_the_first_trace_may_be_in_a_thread_that_ends():
     """Torch 2.11 built for CUDA, without a device, ended the process in a later one."""
-    ended = subprocess.run([sys.executable, "-c", TRACES_IN_THREADS], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", TRACES_IN_THREADS], capture_output=True, text=True, check=False
+    )
     assert ended.stdout.split() == ["1.0"] * 16, ended

@@ -1,4 +1,6 @@
-"""One trace for all sizes: the programs of a new size equal those of a trace of that size, and plain autograd."""
+"""One trace for all sizes: the programs of a new size equal those of a trace of that size, and
+plain autograd.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from fpipe.stage import Stage
 from sized_stages import FUNCTIONS, WIDTH, attention, inputs, leaves, masked, parameters, rotary
 
 
-def by_autograd(fn: Callable[..., Any], params: Any, x: torch.Tensor, side: Any, dy: list[torch.Tensor]) -> Any:
+def by_autograd(
+    fn: Callable[..., Any], params: Any, x: torch.Tensor, side: Any, dy: list[torch.Tensor]
+) -> Any:
     leaves, spec = torch.utils._pytree.tree_flatten(params)
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     x = x.clone().requires_grad_()
-    y = torch.utils._pytree.tree_leaves(fn(torch.utils._pytree.tree_unflatten(leaves, spec), x, **side))
+    y = torch.utils._pytree.tree_leaves(
+        fn(torch.utils._pytree.tree_unflatten(leaves, spec), x, **side)
+    )
     grads = torch.autograd.grad(y, [x, *leaves], dy, allow_unused=True)
-    return y, [torch.zeros_like(t) if g is None else g for t, g in zip([x, *leaves], grads, strict=True)]
+    return y, [
+        torch.zeros_like(t) if g is None else g for t, g in zip([x, *leaves], grads, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -40,7 +48,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_programs_of_other_sizes_equal_a_trace_of_that_size(fn: Callable[..., Any], traces: list[str], long: bool):
+def test_programs_of_other_sizes_equal_a_trace_of_that_size(
+    fn: Callable[..., Any], traces: list[str], long: bool
+):
     torch.manual_seed(0)
     draw = random.Random(fn.__name__)
     params = parameters()
@@ -68,7 +78,9 @@ def test_programs_of_other_sizes_equal_a_trace_of_that_size(fn: Callable[..., An
 def test_instances_share_their_code():
     stage = lambda p, x: attention(p, x)
     params = parameters()
-    runs = [fpipe.trace(stage, params, torch.randn(2, length, WIDTH)).f.run for length in (5, 6, 7, 8)]
+    runs = [
+        fpipe.trace(stage, params, torch.randn(2, length, WIDTH)).f.run for length in (5, 6, 7, 8)
+    ]
     assert runs[1].__code__ is runs[2].__code__ is runs[3].__code__
     assert runs[0].__code__ is not runs[1].__code__
 
@@ -102,7 +114,9 @@ def test_a_size_as_a_python_number_is_traced_for_each_with_one_warning(traces: l
     def run() -> None:
         for length in (4, 5, 6):
             x = torch.randn(2, length, WIDTH)
-            assert torch.equal(fpipe.trace(stage, params, x).forward(params, x)[0], stage(params, x))
+            assert torch.equal(
+                fpipe.trace(stage, params, x).forward(params, x)[0], stage(params, x)
+            )
 
     with pytest.warns(UserWarning, match=r"traced for every new size.*fpipe\.pad") as warned:
         run()
@@ -151,7 +165,10 @@ def test_memory_layouts_of_inputs_may_differ_from_contiguous():
     stage = lambda p, x: (x @ p["out"], x * 2)
     params = parameters()
     for length in (4, 5, 6, 7):
-        for x in (torch.randn(length, 3, WIDTH).transpose(0, 1), torch.randn(3, 9, WIDTH)[:, :length]):
+        for x in (
+            torch.randn(length, 3, WIDTH).transpose(0, 1),
+            torch.randn(3, 9, WIDTH)[:, :length],
+        ):
             y, _ = fpipe.trace(stage, params, x).forward(params, x)
             expected, _ = fpipe.trace(lambda p, x: stage(p, x), params, x).forward(params, x)
             assert all(map(torch.equal, y, expected))
@@ -159,7 +176,9 @@ def test_memory_layouts_of_inputs_may_differ_from_contiguous():
 
 
 def test_inputs_with_gaps_in_memory_share_one_trace(traces: list[str]):
-    """``tokens[:, :-1]``: the strides vary with the length, and are no product of sizes of the input."""
+    """``tokens[:, :-1]``: the strides vary with the length, and are no product of sizes of the
+    input.
+    """
     params = {"out": torch.randn(WIDTH, WIDTH)}
     fn = lambda p, x: torch.tanh(x @ p["out"]).cumsum(1)
     for length in (4, 6, 9, 5):
@@ -206,7 +225,9 @@ def test_a_pipeline_of_mixed_lengths_equals_autograd(traces: list[str]):
         flat = [leaf.clone().requires_grad_() for leaf in flat]
         total = torch.zeros(())
         for x, y in zip(xs, ys, strict=True):
-            for block, p in zip(blocks, torch.utils._pytree.tree_unflatten(flat, spec), strict=True):
+            for block, p in zip(
+                blocks, torch.utils._pytree.tree_unflatten(flat, spec), strict=True
+            ):
                 x = block(p, x)
             total = total + loss(x, y) / 4
         expected = torch.autograd.grad(total, flat, allow_unused=True)
@@ -218,4 +239,6 @@ def test_a_pipeline_of_mixed_lengths_equals_autograd(traces: list[str]):
         warnings.simplefilter("error")
         for lengths in ([4, 4, 4, 4], [5, 5, 5, 5], [6, 7, 8, 9], [3, 10, 11, 2]):
             check(lengths)
-    assert traces.count("symbolic") == 4, "the first stage, two functions of later stages, and the loss"
+    assert traces.count("symbolic") == 4, (
+        "the first stage, two functions of later stages, and the loss"
+    )

@@ -1,4 +1,6 @@
-"""Gradients are those of autograd on the whole model, where torch treats special values in a special way."""
+"""Gradients are those of autograd on the whole model, where torch treats special values in a
+special way.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,28 @@ ENGINES = ["trace", "eager"]
 X = torch.linspace(-1, 1, 12).view(4, 3)
 
 
-def step(stages: list[Any], params: list[Any], loss: Any, engine: Any, microbatches: int = 1, **options: Any) -> Any:
+def step(
+    stages: list[Any],
+    params: list[Any],
+    loss: Any,
+    engine: Any,
+    microbatches: int = 1,
+    **options: Any,
+) -> Any:
     pipe = fpipe.pipeline(
-        stages, loss=loss, microbatches=microbatches, group=fpipe.local(len(stages)), engine=engine, **options
+        stages,
+        loss=loss,
+        microbatches=microbatches,
+        group=fpipe.local(len(stages)),
+        engine=engine,
+        **options,
     )
     return fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
 
 
-def plainly(stages: list[Any], params: list[Tensor], loss: Any, microbatches: int = 1) -> tuple[list[Tensor], Tensor]:
+def plainly(
+    stages: list[Any], params: list[Tensor], loss: Any, microbatches: int = 1
+) -> tuple[list[Tensor], Tensor]:
     """The gradients of autograd on the whole model."""
     live = [p.clone().requires_grad_() for p in params]
     xs = [rows.clone().requires_grad_() for rows in X.chunk(microbatches)]
@@ -32,13 +48,17 @@ def plainly(stages: list[Any], params: list[Tensor], loss: Any, microbatches: in
         for stage, p in zip(stages, live, strict=True):
             y = stage(p, y)
         (loss(y, target) / microbatches).backward()
-    grads, dxs = ([torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in (live, xs))
+    grads, dxs = (
+        [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in (live, xs)
+    )
     return grads, torch.cat(dxs)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_autocast_with_a_weight_used_twice_has_the_gradients_of_autograd(engine: Any):
-    """Autocast casts a weight once for both uses, so its gradient is summed in bfloat16 before it is cast back."""
+    """Autocast casts a weight once for both uses, so its gradient is summed in bfloat16 before it
+    is cast back.
+    """
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(3, 3, generator=generator)
 
@@ -55,7 +75,9 @@ def test_autocast_with_a_weight_used_twice_has_the_gradients_of_autograd(engine:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_autocast_casts_a_value_of_another_stage_at_every_use(engine: Any):
-    """Autocast keeps its casts of leaves alone: x of the second stage is none, that of the first stage is one."""
+    """Autocast keeps its casts of leaves alone: x of the second stage is none, that of the first
+    stage is one.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(3, 3, generator=generator) for _ in range(2)]
 
@@ -80,7 +102,9 @@ def test_accumulate_leaves_complex_parameters_complex(engine: Any):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_conjugates_between_local_ranks_are_what_they_are_between_processes(engine: Any):
-    """A message over a backend carries resolved numbers; between local ranks the lazy conjugate bit was handed on."""
+    """A message over a backend carries resolved numbers; between local ranks the lazy conjugate bit
+    was handed on.
+    """
     seen: list[bool] = []
 
     def second(p: Tensor, x: Tensor) -> Tensor:
@@ -105,7 +129,9 @@ def rooted(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_output_that_the_loss_ignores_has_no_cotangent(engine: Any):
-    _, (grads, dx) = step([rooted], [torch.ones(3)], lambda y, t: (y[0] - t).square().mean(), engine)
+    _, (grads, dx) = step(
+        [rooted], [torch.ones(3)], lambda y, t: (y[0] - t).square().mean(), engine
+    )
     assert grads[0].isfinite().all()
     assert dx.isfinite().all()
 
@@ -161,8 +187,12 @@ def test_a_custom_function_sees_none_for_an_unused_output(engine: Any):
 
 
 def looking(small: bool) -> Any:
-    """Expands its output where the data is small, or where it is not; the plan knows invented data alone."""
-    return lambda p, x: (x * p).mean(1, keepdim=True).expand_as(x) if (x.sum().item() < 0.5) == small else x * p
+    """Expands its output where the data is small, or where it is not; the plan knows invented data
+    alone.
+    """
+    return lambda p, x: (
+        (x * p).mean(1, keepdim=True).expand_as(x) if (x.sum().item() < 0.5) == small else x * p
+    )
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
@@ -177,8 +207,14 @@ def looking(small: bool) -> Any:
 )
 def test_expanded_outputs(engine: Any, first: Any, schedule: str):
     """The output may be expanded in one run and not in another, or be the memory of a parameter."""
-    stages, params, loss = [first, lambda p, x: x * p], [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean()
-    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
+    stages, params, loss = (
+        [first, lambda p, x: x * p],
+        [torch.ones(3)] * 2,
+        lambda y, t: (y - t).square().mean(),
+    )
+    pipe = fpipe.pipeline(
+        stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine
+    )
     _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
     expected, dx_expected = plainly(stages, params, loss, 2)
     assert all(map(torch.equal, grads, expected))
@@ -191,7 +227,9 @@ def test_a_non_reentrant_checkpoint_under_inference_mode(engine: Any, schedule: 
     """The checkpoint records its region in the backward, which inference mode would prevent."""
     stages = [lambda p, x: checkpoint(lambda t: (t * p).tanh(), x, use_reentrant=False)] * 2
     params, loss = [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean()
-    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
+    pipe = fpipe.pipeline(
+        stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine
+    )
     with torch.inference_mode():
         _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
     expected, dx_expected = plainly(stages, params, loss, 2)
@@ -201,7 +239,9 @@ def test_a_non_reentrant_checkpoint_under_inference_mode(engine: Any, schedule: 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_inside_functional_call_is_refused(engine: Any):
-    """It computes again in the backward, when the module has its own parameters back: gradients would be wrong."""
+    """It computes again in the backward, when the module has its own parameters back: gradients
+    would be wrong.
+    """
     inner = nn.Linear(3, 3)
 
     class Checkpointed(nn.Module):
@@ -226,15 +266,28 @@ def chain(p: Tensor, x: Any) -> Any:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "Interleaved1F1B"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_output_that_later_stages_pass_on_and_nothing_uses_has_no_cotangent(engine: Any, schedule: str):
+def test_an_output_that_later_stages_pass_on_and_nothing_uses_has_no_cotangent(
+    engine: Any, schedule: str
+):
     """The leaf passes through two stages; one of its two readers uses it, the other detaches it."""
     drop = lambda p, x: x[0] * p + x[1].detach()
     both = lambda p, x: ((x[0] * p, x[1] * p), x[0] * 2)
-    stages = [rooted, chain, chain, lambda p, x: both(p, x)[0], chain, drop, chain_of_one, chain_of_one]
+    stages = [
+        rooted,
+        chain,
+        chain,
+        lambda p, x: both(p, x)[0],
+        chain,
+        drop,
+        chain_of_one,
+        chain_of_one,
+    ]
     params = [torch.ones(3) + n / 8 for n in range(8)]
     ranks = 4 if schedule == "Interleaved1F1B" else 8
     loss = lambda y, t: (y - t).square().mean()
-    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(ranks), engine=engine)
+    pipe = fpipe.pipeline(
+        stages, schedule, loss=loss, microbatches=2, group=fpipe.local(ranks), engine=engine
+    )
     _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
     expected, dx_expected = plainly(stages, params, loss, 2)
     assert all(map(torch.equal, grads, expected))
@@ -265,8 +318,13 @@ def test_processes_agree_on_the_outputs_that_have_no_cotangent(engine: Any):
     for grads, dx, stage in fpipe.testing.run(work, ranks=4):
         assert torch.equal(grads[stage], expected[stage])
         assert stage or torch.equal(dx, dx_expected)
-    pipe = fpipe.pipeline([fpipe.Stage(aux, aux_loss=True)], loss=lambda y: y.detach().sum(), group=fpipe.local(1),
-                          microbatches=1, engine=engine)  # fmt: skip
+    pipe = fpipe.pipeline(
+        [fpipe.Stage(aux, aux_loss=True)],
+        loss=lambda y: y.detach().sum(),
+        group=fpipe.local(1),
+        microbatches=1,
+        engine=engine,
+    )
     assert torch.equal(fpipe.grad(pipe)([torch.ones(3)], X)[0], X.sum(0) / 8)
 
 
@@ -279,7 +337,11 @@ def test_an_eager_stage_that_reaches_another_input_than_on_fakes_is_refused():
         return x[0] * p if len(calls) == 1 else x[0] * p + x[1]
 
     pipe = fpipe.pipeline(
-        [rooted, second], loss=lambda y: y.sum(), group=fpipe.local(2), microbatches=1, engine="eager"
+        [rooted, second],
+        loss=lambda y: y.sum(),
+        group=fpipe.local(2),
+        microbatches=1,
+        engine="eager",
     )
     with pytest.raises(fpipe.FpipeError, match="the gradient of its input 1"):
         fpipe.grad(pipe)([torch.ones(3)] * 2, X)
@@ -295,19 +357,28 @@ def test_recurrent_layers(kind: type[nn.Module], engine: Any, schedule: str):
     params = {name: leaf.detach().clone() for name, leaf in module.named_parameters()}
     stage = lambda p, x: torch.func.functional_call(module, p, (x[:, None],))[0][:, 0]
     loss = lambda y, t: (y - t).square().mean()
-    pipe = fpipe.pipeline([stage] * 2, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
+    pipe = fpipe.pipeline(
+        [stage] * 2, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine
+    )
     _, grads = fpipe.value_and_grad(pipe)([params] * 2, X, X)
-    live = [{name: leaf.clone().requires_grad_() for name, leaf in params.items()} for _ in range(2)]
+    live = [
+        {name: leaf.clone().requires_grad_() for name, leaf in params.items()} for _ in range(2)
+    ]
     for x, t in zip(X.chunk(2), X.chunk(2), strict=True):
         (loss(stage(live[1], stage(live[0], x)), t) / 2).backward()
     for found, plain in zip(grads, live, strict=True):
-        assert all(leaf.grad is not None and torch.equal(found[name], leaf.grad) for name, leaf in plain.items())
+        assert all(
+            leaf.grad is not None and torch.equal(found[name], leaf.grad)
+            for name, leaf in plain.items()
+        )
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_leaf_that_is_returned_twice_has_the_bits_of_one_tensor(engine: Any, schedule: str):
-    """The gradients of its uses are added one after the other, as autograd does, and not leaf by leaf."""
+    """The gradients of its uses are added one after the other, as autograd does, and not leaf by
+    leaf.
+    """
     twice = lambda p, x: (y := (x * p).sin(), y)
     three = lambda p, x: (x[0] * p + x[1].exp() - x[0].cos() * x[1].tanh(), x[1], x[0])
     last = lambda p, x: x[0] * p + x[1].exp() * x[2].sigmoid() - x[2].sin() + x[1].atan()
@@ -317,7 +388,9 @@ def test_a_leaf_that_is_returned_twice_has_the_bits_of_one_tensor(engine: Any, s
         [torch.rand(3) for _ in range(6)],
     )
     loss = lambda y, t: (y - t).square().mean()
-    pipe = fpipe.pipeline(stages[:3], schedule, loss=loss, microbatches=2, group=fpipe.local(3), engine=engine)
+    pipe = fpipe.pipeline(
+        stages[:3], schedule, loss=loss, microbatches=2, group=fpipe.local(3), engine=engine
+    )
     _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params[:3], X, X)
     expected, dx_expected = plainly(stages[:3], params[:3], loss, 2)
     assert all(map(torch.equal, grads, expected))
@@ -332,10 +405,17 @@ def test_a_leaf_that_is_returned_twice_has_the_bits_of_one_tensor(engine: Any, s
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_zeros_without_memory_are_numbers_when_they_are_returned(engine: Any, microbatches: int):
-    """The backward of sgn returns zeros that have no memory: no address, and nothing can be added to them in place."""
+    """The backward of sgn returns zeros that have no memory: no address, and nothing can be added
+    to them in place.
+    """
     stages = [lambda p, x: x + torch.sgn(p), lambda p, x: torch.sgn(x) * p]
     pipe = fpipe.pipeline(
-        stages, loss=lambda y: y.sum(), reduction="sum", microbatches=microbatches, group=fpipe.local(2), engine=engine
+        stages,
+        loss=lambda y: y.sum(),
+        reduction="sum",
+        microbatches=microbatches,
+        group=fpipe.local(2),
+        engine=engine,
     )
     _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))([torch.ones(3)] * 2, torch.ones(2, 3))
     assert [g.tolist() for g in grads] == [[0.0] * 3, [2.0] * 3] and not dx.any()
@@ -343,10 +423,14 @@ def test_zeros_without_memory_are_numbers_when_they_are_returned(engine: Any, mi
 
 
 def test_a_place_in_the_memory_of_an_argument_is_refused_in_a_trace():
-    """The second microbatch begins elsewhere in the same memory: as_strided of the trace read the first one again."""
+    """The second microbatch begins elsewhere in the same memory: as_strided of the trace read the
+    first one again.
+    """
     window = lambda p, x: p * x.as_strided((1, 2, 2), (4, 1, 1), x.storage_offset() + 1)
     x, loss = torch.arange(8.0).view(2, 4), lambda y: y.sum()
-    pipe = lambda engine: fpipe.pipeline([window], loss=loss, microbatches=2, group=fpipe.local(1), engine=engine)
+    pipe = lambda engine: fpipe.pipeline(
+        [window], loss=loss, microbatches=2, group=fpipe.local(1), engine=engine
+    )
     with pytest.raises(fpipe.TraceError, match="as_strided with storage_offset= on an argument"):
         fpipe.value_and_grad(pipe("trace"))([torch.ones(1)], x)
     value, _ = fpipe.value_and_grad(pipe("eager"))([torch.ones(1)], x)

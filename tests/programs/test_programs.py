@@ -1,4 +1,6 @@
-"""What a stage becomes: F, B, I and W of every kind of function in models, against plain autograd."""
+"""What a stage becomes: F, B, I and W of every kind of function in models, against plain
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ TOKENS = torch.randint(5, (2, 3))
 CONSTANT = torch.randn(3)
 
 
-# ---- the reference --------------------------------------------------------------------------------------------------
+# ---- the reference ----
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -37,7 +39,9 @@ def wanted(tree: Any) -> Any:
     """Leaves with requires_grad, as torch.func would differentiate them."""
     return optree.tree_map(
         lambda v: (
-            v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex()) if isinstance(v, Tensor) else v
+            v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex())
+            if isinstance(v, Tensor)
+            else v
         ),
         tree,
     )
@@ -48,7 +52,9 @@ def reference(
 ) -> tuple[Any, list[Tensor]]:
     """Outputs and gradients (of p, then of x) by plain autograd."""
     params, start = wanted(p), wanted(x)
-    inner = optree.tree_map(lambda v: v * 1 if isinstance(v, Tensor) and v.requires_grad else v, start)
+    inner = optree.tree_map(
+        lambda v: v * 1 if isinstance(v, Tensor) and v.requires_grad else v, start
+    )
     y = fn(params, inner, **side)
     ends = [(out, dy) for out, dy in zip(tensors(y), dys, strict=True) if out.requires_grad]
     wrt = [v for v in tensors(params) + tensors(start) if v.requires_grad]
@@ -64,7 +70,10 @@ def agree(fn: Callable[..., Any], p: Any, x: Any, **side: Any) -> Programs:
     before = [t.clone() for t in tensors((p, x))]
     torch.manual_seed(3)
     y, saved = programs.forward(p, x, **side)
-    dys = [torch.randn_like(t) if t.is_floating_point() or t.is_complex() else torch.zeros(()) for t in tensors(y)]
+    dys = [
+        torch.randn_like(t) if t.is_floating_point() or t.is_complex() else torch.zeros(())
+        for t in tensors(y)
+    ]
     dx, dp = programs.backward(saved, dys)
     only_dx, kept = programs.backward_input(saved, dys)
     only_dp = programs.backward_weight(kept)
@@ -78,11 +87,13 @@ def agree(fn: Callable[..., Any], p: Any, x: Any, **side: Any) -> Programs:
     for whole, parts, true in zip(mine, split, grads, strict=True):
         assert torch.equal(whole, parts), "B is not I then W"
         assert torch.equal(whole, true), f"off by {(whole - true).abs().max()}"
-    assert all(torch.equal(a, b) for a, b in zip(tensors((p, x)), before, strict=True)), "an argument was changed"
+    assert all(torch.equal(a, b) for a, b in zip(tensors((p, x)), before, strict=True)), (
+        "an argument was changed"
+    )
     return programs
 
 
-# ---- functions of every kind ----------------------------------------------------------------------------------------
+# ---- functions of every kind ----
 def mutates_its_input(p, x):
     x.add_(p[0])
     return x * x
@@ -139,37 +150,62 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "a parameter as output": (lambda p, x: (p, x), EYE, X),
     "identity": (lambda p, x: x, EYE, X),
     "a dict, a number and None": (
-        lambda p, x: {"a": x["a"].split(1)[0] @ p, "b": x["b"], "n": 3, "z": None}, EYE, {"a": X, "b": torch.ones(4)},
+        lambda p, x: {"a": x["a"].split(1)[0] @ p, "b": x["b"], "n": 3, "z": None},
+        EYE,
+        {"a": X, "b": torch.ones(4)},
     ),
     "a number in the input": (lambda p, x: x["n"] * x["a"] @ p, EYE, {"n": 2.5, "a": X}),
     "tuples by items": (lambda p, x: torch.var_mean(x @ p, -1), EYE, X),
     "max and where": (lambda p, x: torch.max(x @ p, -1), EYE, X),
     "a captured constant": (lambda p, x: x * CONSTANT @ p, EYE, X),
-    "constants made inside": (lambda p, x: x @ p + torch.arange(3) + torch.tensor([1.0, 2, 3]), EYE, X),
+    "constants made inside": (
+        lambda p, x: x @ p + torch.arange(3) + torch.tensor([1.0, 2, 3]),
+        EYE,
+        X,
+    ),
     "dropout": (lambda p, x: F.dropout(x @ p, 0.5) @ p, EYE, X),
     "draws": (lambda p, x: x @ p * torch.rand(3) + torch.randn_like(x), EYE, X),
     "a draw by gumbel": (lambda p, x: F.gumbel_softmax(x @ p), EYE, X),
     "rrelu": (lambda p, x: F.rrelu(x @ p, training=True), EYE, X),
-    "attention": (lambda p, x: F.scaled_dot_product_attention(x @ p, x @ p, x, is_causal=True), WIDE,
-                  torch.randn(2, 2, 3, 4)),
-    "attention with dropout": (lambda p, x: F.scaled_dot_product_attention(x @ p, x, x, dropout_p=0.25), WIDE,
-                               torch.randn(2, 2, 3, 4)),
+    "attention": (
+        lambda p, x: F.scaled_dot_product_attention(x @ p, x @ p, x, is_causal=True),
+        WIDE,
+        torch.randn(2, 2, 3, 4),
+    ),
+    "attention with dropout": (
+        lambda p, x: F.scaled_dot_product_attention(x @ p, x, x, dropout_p=0.25),
+        WIDE,
+        torch.randn(2, 2, 3, 4),
+    ),
     "embedding": (lambda p, x: F.embedding(x, p, padding_idx=0), torch.randn(5, 4), TOKENS),
     "indexing": (lambda p, x: p[x], torch.randn(5, 4), TOKENS),
     "layer norm": (lambda p, x: F.layer_norm(x, (3,), p[0], p[1]), EYE, X),
     "rms norm": (lambda p, x: F.rms_norm(x, (3,), p[0]), EYE, X),
     "batch norm": (lambda p, x: F.batch_norm(x, None, None, p[0], p[1], True), EYE, X),
-    "convolution": (lambda p, x: F.conv2d(x, p["w"], p["b"], padding=1),
-                    {"w": torch.randn(4, 2, 3, 3), "b": torch.randn(4)}, torch.randn(2, 2, 4, 4)),
-    "transposed convolution": (lambda p, x: F.conv_transpose1d(x, p["w"], p["b"]),
-                               {"w": torch.randn(2, 4, 3), "b": torch.randn(4)}, torch.randn(2, 2, 4)),
-    "a linear layer that ends in a view": (lambda p, x: F.linear(x, p["w"], p["b"]).transpose(0, 1),
-                                           {"w": WIDE, "b": torch.randn(4)}, torch.randn(2, 3, 4)),
+    "convolution": (
+        lambda p, x: F.conv2d(x, p["w"], p["b"], padding=1),
+        {"w": torch.randn(4, 2, 3, 3), "b": torch.randn(4)},
+        torch.randn(2, 2, 4, 4),
+    ),
+    "transposed convolution": (
+        lambda p, x: F.conv_transpose1d(x, p["w"], p["b"]),
+        {"w": torch.randn(2, 4, 3), "b": torch.randn(4)},
+        torch.randn(2, 2, 4),
+    ),
+    "a linear layer that ends in a view": (
+        lambda p, x: F.linear(x, p["w"], p["b"]).transpose(0, 1),
+        {"w": WIDE, "b": torch.randn(4)},
+        torch.randn(2, 3, 4),
+    ),
     "an output with gaps": (lambda p, x: (x @ p)[:, ::2], EYE, X),
     "an expanded output": (lambda p, x: (x @ p).expand(3, 2, 3), EYE, X),
     "vmap": (lambda p, x: torch.func.vmap(lambda r: torch.tanh(r @ p))(x), EYE, X),
     "grad": (lambda p, x: torch.func.grad(lambda v: torch.tanh(v @ p).sum())(x), EYE, X),
-    "vmap of grad": (lambda p, x: torch.func.vmap(torch.func.grad(lambda v: torch.tanh(v @ p).sum()))(x), EYE, X),
+    "vmap of grad": (
+        lambda p, x: torch.func.vmap(torch.func.grad(lambda v: torch.tanh(v @ p).sum()))(x),
+        EYE,
+        X,
+    ),
     "jvp": (lambda p, x: torch.func.jvp(lambda v: torch.tanh(v @ p), (x,), (x,))[1], EYE, X),
     "a gradient inside": (higher_order, EYE, X),
     "autocast": (autocast, EYE, X),
@@ -183,12 +219,17 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "no parameters": (lambda p, x: x * 2, None, X),
     "unused parameters": (lambda p, x: x * 2, EYE, X),
     "another dtype": (lambda p, x: (x.double() @ p.double()).bfloat16(), EYE, X),
-    "remat of the whole": (fpipe.remat(lambda p, x: F.dropout(torch.tanh(x @ p).exp() @ p, 0.5)), EYE, X),
+    "remat of the whole": (
+        fpipe.remat(lambda p, x: F.dropout(torch.tanh(x @ p).exp() @ p, 0.5)),
+        EYE,
+        X,
+    ),
     "remat of a part": (part_remat, EYE, X),
-}  # fmt: skip
+}
 
 
-#: torch itself warns, where a forward derivative is traced and where torch.cond compiles its branches.
+#: torch itself warns, where a forward derivative is traced and where torch.cond compiles its
+#: branches.
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute")
 
 
@@ -205,7 +246,7 @@ def test_side_inputs():
     agree(attend, WIDE, torch.randn(2, 2, 3, 4), mask=torch.ones(3, 3).tril().bool())
 
 
-# ---- the cut --------------------------------------------------------------------------------------------------------
+# ---- the cut ----
 def tanh_layer(p, x):
     return torch.tanh(x @ p["w"] + p["b"])
 
@@ -214,22 +255,30 @@ LAYER = {"w": torch.randn(3, 3), "b": torch.randn(3)}
 
 
 def operations(program: Any) -> list[str]:
-    return [getattr(node.target, "_opname", str(node.target)) for node in program.program.operations]
+    return [
+        getattr(node.target, "_opname", str(node.target)) for node in program.program.operations
+    ]
 
 
 def test_trees_of_another_structure_are_refused():
     programs = trace(lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": CONSTANT}, X)
-    with pytest.raises(fpipe.StageError, match=r"no leaf 'p1', which .* the structure that was traced"):
+    with pytest.raises(
+        fpipe.StageError, match=r"no leaf 'p1', which .* the structure that was traced"
+    ):
         programs.forward({"w": EYE}, X)
 
 
 def test_i_does_only_what_the_input_gradient_needs():
     programs = trace(tanh_layer, LAYER, X)
-    assert operations(programs.forward).count("mm") + operations(programs.forward).count("addmm") == 1
+    assert (
+        operations(programs.forward).count("mm") + operations(programs.forward).count("addmm") == 1
+    )
     assert operations(programs.backward_input).count("mm") == 1
     assert operations(programs.backward_weight).count("mm") == 1
     assert "tanh_backward" in operations(programs.backward_input)
-    assert "tanh_backward" not in operations(programs.backward_weight), "W computes again what I computed"
+    assert "tanh_backward" not in operations(programs.backward_weight), (
+        "W computes again what I computed"
+    )
     both = operations(programs.backward_input) + operations(programs.backward_weight)
     assert sorted(both) == sorted(operations(programs.backward)), "I then W is not the work of B"
 
@@ -275,7 +324,10 @@ def test_saved_and_kept_bytes_are_what_is_held(name: str):
     fn, p, x = CASES[name]
     programs = trace(fn, p, x)
     y, saved = programs.forward(p, x)
-    dys = [torch.randn_like(t) if t.is_floating_point() or t.is_complex() else torch.zeros(()) for t in tensors(y)]
+    dys = [
+        torch.randn_like(t) if t.is_floating_point() or t.is_complex() else torch.zeros(())
+        for t in tensors(y)
+    ]
     _, kept = programs.backward_input(saved, dys)
     assert held(tensors(list(saved.values.values())), p) == programs.saved_bytes
     assert held(tensors(list(kept.values.values())), p) == programs.kept_bytes
@@ -283,7 +335,11 @@ def test_saved_and_kept_bytes_are_what_is_held(name: str):
 
 @pytest.mark.parametrize("x", [TOKENS, {"ids": TOKENS, "n": 3}], ids=["tokens", "dict"])
 def test_i_is_empty_where_the_input_has_no_gradient(x: Any):
-    programs = trace(lambda p, v: F.embedding(v if isinstance(v, Tensor) else v["ids"], p) @ p.T, torch.randn(5, 3), x)
+    programs = trace(
+        lambda p, v: F.embedding(v if isinstance(v, Tensor) else v["ids"], p) @ p.T,
+        torch.randn(5, 3),
+        x,
+    )
     assert operations(programs.backward_input) == []
     assert operations(programs.backward_weight) == operations(programs.backward)
 
@@ -313,14 +369,16 @@ def test_random_draws_are_saved_and_not_replayed():
 def test_code_can_be_read():
     programs = trace(tanh_layer, LAYER, X)
     for program, letter in zip(
-        (programs.forward, programs.backward, programs.backward_input, programs.backward_weight), "FBIW", strict=True
+        (programs.forward, programs.backward, programs.backward_input, programs.backward_weight),
+        "FBIW",
+        strict=True,
     ):
         assert program.code.startswith(f"def {letter}(box):")
         compile(program.code, "x", "exec")
     assert "tanh" in programs.forward.code
 
 
-# ---- custom functions and collectives -------------------------------------------------------------------------------
+# ---- custom functions and collectives ----
 class OldStyle(torch.autograd.Function):
     """forward and backward that share ctx, as torch.func would refuse it."""
 
@@ -350,7 +408,11 @@ def test_old_style_function_runs_its_backward_once():
     _, kept = programs.backward_input(saved, [y])
     programs.backward_weight(kept)
     assert OldStyle.backwards == 1
-    assert operations(programs.backward_input).count("mm") == operations(programs.backward_weight).count("mm") == 1
+    assert (
+        operations(programs.backward_input).count("mm")
+        == operations(programs.backward_weight).count("mm")
+        == 1
+    )
     agree(old_style, EYE, X)
 
 
@@ -380,7 +442,7 @@ def test_functional_collectives_trace(process_group: Any):
     agree(exchange, EYE, X)
 
 
-# ---- remat ----------------------------------------------------------------------------------------------------------
+# ---- remat ----
 def test_one_recompute_serves_input_and_weight_gradients():
     depth = 4
 
@@ -411,7 +473,8 @@ def test_remat_of_a_part_saves_the_rest():
 
     programs = trace(half, EYE, X)
     remade = operations(programs.backward_input)
-    # the second tanh is what leaves the part: the product that follows needs it saved, as the checkpoint of torch does
+    # the second tanh is what leaves the part: the product that follows needs it saved, as the
+    # checkpoint of torch does
     assert (remade.count("tanh"), remade.count("sigmoid")) == (1, 0)
     assert operations(programs.backward_weight).count("tanh") == 0
 
@@ -421,7 +484,7 @@ def test_remat_keeps_its_draws():
     assert programs.f.random and not (programs.b.random or programs.i.random or programs.w.random)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- what is refused ----
 def experts_that_were_hit(p, x):
     out = torch.zeros_like(x)
     for expert in (x > 0).any(0).nonzero().flatten():
@@ -455,14 +518,20 @@ def test_what_depends_on_data_is_refused(name: str):
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 def test_a_sparse_gradient_is_refused(engine: Any):
-    stage = fpipe.Stage(lambda p, x: torch.nn.functional.embedding(x, p, sparse=True), engine=engine)
+    stage = fpipe.Stage(
+        lambda p, x: torch.nn.functional.embedding(x, p, sparse=True), engine=engine
+    )
     pipe = fpipe.pipeline([stage], loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(1))
-    with pytest.raises(fpipe.StageError, match=r"sparse gradient of shape \[4, 2\].*leave sparse=True out"):
+    with pytest.raises(
+        fpipe.StageError, match=r"sparse gradient of shape \[4, 2\].*leave sparse=True out"
+    ):
         fpipe.value_and_grad(pipe)([torch.ones(4, 2)], torch.arange(4))
 
 
 def test_an_ordinary_mistake_is_reported_with_its_line():
-    with pytest.raises(fpipe.ActionError, match=r"RuntimeError at .*test_programs\.py:\d+") as caught:
+    with pytest.raises(
+        fpipe.ActionError, match=r"RuntimeError at .*test_programs\.py:\d+"
+    ) as caught:
         trace(lambda p, x: x @ p, torch.ones(4, 4), X)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -471,7 +540,9 @@ def test_an_ordinary_mistake_is_reported_with_its_line():
 def test_a_captured_tensor_that_wants_a_gradient_is_refused(leaf: bool):
     weight = torch.randn(3, 3, requires_grad=True)
     captured = weight if leaf else weight * 2
-    with pytest.raises(fpipe.TraceError, match=r"closes over a tensor of shape \[3, 3\] that requires a gradient"):
+    with pytest.raises(
+        fpipe.TraceError, match=r"closes over a tensor of shape \[3, 3\] that requires a gradient"
+    ):
         trace(lambda p, x: x @ captured @ p, EYE, X)
 
 
@@ -514,9 +585,12 @@ def test_a_write_into_a_parameter_is_refused():
 @pytest.mark.parametrize(
     ("made", "word"),
     [
-        (object(), "object"), ({1, 2}, "set"), (torch.ones(2).to_sparse(), "sparse"), ([lambda: 1], "function"),
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (torch.ones(2).to_sparse(), "sparse"),
+        ([lambda: 1], "function"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_sent_is_refused(made: Any, word: str):
     with pytest.raises(fpipe.StageError, match=rf"returns a .*{word}.*cannot be sent"):
         trace(lambda p, x: {"y": x, "more": made}, EYE, X)
@@ -541,7 +615,7 @@ def test_an_auxiliary_loss_that_is_none_is_refused(fn: Any, message: str):
         trace(fpipe.Stage(fn, aux_loss=True), EYE, X)
 
 
-# ---- traces are made once -------------------------------------------------------------------------------------------
+# ---- traces are made once ----
 def test_one_trace_serves_all_stages_and_calls():
     runs = 0
 
@@ -554,12 +628,13 @@ def test_one_trace_serves_all_stages_and_calls():
     pipe = fpipe.pipeline([counted] * 8, "ZBV", loss=loss, microbatches=4, group=fpipe.local(4))
     params, x = [torch.randn(3, 3) for _ in range(8)], torch.randn(8, 3)
     fpipe.value_and_grad(pipe)(params, x, x)
-    # one for the first stage, whose input needs no gradient, and one for the others; each twice on fake tensors
+    # one for the first stage, whose input needs no gradient, and one for the others; each twice on
+    # fake tensors
     assert runs == 4
     fpipe.value_and_grad(pipe)(params, x, x)
-    fpipe.value_and_grad(fpipe.pipeline([counted] * 4, "GPipe", loss=loss, microbatches=4, group=fpipe.local(4)))(
-        params[:4], x, x
-    )
+    fpipe.value_and_grad(
+        fpipe.pipeline([counted] * 4, "GPipe", loss=loss, microbatches=4, group=fpipe.local(4))
+    )(params[:4], x, x)
     assert runs == 4
     fpipe.value_and_grad(pipe)(params, x[:4], x[:4])
     assert runs == 8, "another shape is another trace"
@@ -575,7 +650,9 @@ def test_numbers_are_part_of_the_signature():
     assert trace(fn, EYE, {"a": X, "n": 0.0}) is not trace(fn, EYE, {"a": X, "n": -0.0})
 
 
-def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(trace_cache, "ALIKE", 3)
     monkeypatch.setattr(trace_cache, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
@@ -636,8 +713,11 @@ def test_a_loss_and_its_batch_do_not_stay_alive():
         def loss(y: Tensor) -> Tensor:
             return (y.sum() - target.sum()).square()
 
-        fpipe.value_and_grad(fpipe.pipeline([lambda p, x: x @ p] * 2, "1F1B", loss=loss, microbatches=2,
-                                            group=pipe.group))([EYE] * 2, torch.ones(4, 3))  # fmt: skip
+        fpipe.value_and_grad(
+            fpipe.pipeline(
+                [lambda p, x: x @ p] * 2, "1F1B", loss=loss, microbatches=2, group=pipe.group
+            )
+        )([EYE] * 2, torch.ones(4, 3))
         return [weakref.ref(loss), weakref.ref(target)]
 
     references = step()
@@ -665,7 +745,12 @@ def half_precise(p, x):
 def test_autocast_around_a_pipeline_is_applied_once_and_not_to_backwards(engine: Any):
     params, x = [torch.randn(3, 3) for _ in range(2)], torch.randn(4, 3)
     pipe = fpipe.pipeline(
-        [half_precise] * 2, "1F1B", loss=lambda y: (y @ y.T).sum(), microbatches=2, group=fpipe.local(2), engine=engine
+        [half_precise] * 2,
+        "1F1B",
+        loss=lambda y: (y @ y.T).sum(),
+        microbatches=2,
+        group=fpipe.local(2),
+        engine=engine,
     )
     leaves = [p.clone().requires_grad_() for p in params]
     total, sums = 0, [0, 0]
@@ -681,9 +766,11 @@ def test_autocast_around_a_pipeline_is_applied_once_and_not_to_backwards(engine:
     assert all(torch.equal(a, b) for a, b in zip(made, sums, strict=True))
 
 
-# ---- strides --------------------------------------------------------------------------------------------------------
+# ---- strides ----
 def test_strides_other_than_the_fakes_were():
-    """A kernel may lay out its result as its fake does not (the backward of softplus): no view may rely on that."""
+    """A kernel may lay out its result as its fake does not (the backward of softplus): no view may
+    rely on that.
+    """
     stage = lambda p, x: F.softplus(x @ p).transpose(1, 2).cumsum(-1)
     p, x = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
     own = trace(stage, p.detach(), x.detach())
@@ -695,7 +782,7 @@ def test_strides_other_than_the_fakes_were():
     assert all(torch.equal(a, b) for a, b in zip(found, (dx, dp, dx, dp), strict=True))
 
 
-# ---- compilers ------------------------------------------------------------------------------------------------------
+# ---- compilers ----
 def compiles(backend: str) -> None:
     stage = fpipe.Stage(tanh_layer, compile=backend)
     plain, made = trace(tanh_layer, LAYER, X), trace(stage, LAYER, X)
@@ -704,7 +791,9 @@ def compiles(backend: str) -> None:
     assert torch.allclose(y, true)
     dx, kept = made.backward_input(saved, [true])
     true_dx, true_dp = plain.backward(true_saved, [true])
-    for a, b in zip(tensors((dx, made.backward_weight(kept))), tensors((true_dx, true_dp)), strict=True):
+    for a, b in zip(
+        tensors((dx, made.backward_weight(kept))), tensors((true_dx, true_dp)), strict=True
+    ):
         assert torch.allclose(a, b)
 
 
@@ -715,7 +804,9 @@ def test_compile_by_aot_eager():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif("FPIPE_SLOW" not in os.environ, reason="takes a minute: set FPIPE_SLOW=1")
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine"
+)
 def test_compile_by_inductor():
     compiles("inductor")
 
@@ -727,10 +818,12 @@ def test_an_unknown_compiler_is_reported():
         fpipe.pipeline([tanh_layer], compile="inductr", group=fpipe.local(1))
 
 
-# ---- shortening -----------------------------------------------------------------------------------------------------
+# ---- shortening ----
 SHORTENED = {
     "gelu": lambda p, x: F.linear(F.gelu(F.linear(x, p["up"], p["b"])), p["down"]),
-    "gated": lambda p, x: F.linear(F.silu(F.linear(x, p["up"], p["b"])) * F.linear(x, p["up"] + 1), p["down"]),
+    "gated": lambda p, x: F.linear(
+        F.silu(F.linear(x, p["up"], p["b"])) * F.linear(x, p["up"] + 1), p["down"]
+    ),
     "used twice": lambda p, x: (
         (h := F.gelu(F.linear(x, p["up"], p["b"]))).sum((1, 2)) + F.linear(h, p["down"])[:, 0, 0]
     ),
@@ -738,22 +831,30 @@ SHORTENED = {
 
 
 @pytest.mark.parametrize("name", SHORTENED)
-def test_views_there_and_back_are_left_out_in_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_views_there_and_back_are_left_out_in_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     stage = SHORTENED[name]
     p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
     x = torch.randn(2, 3, 4)
     own = trace(lambda p, x: stage(p, x), p, x)
     monkeypatch.setattr(graphs, "simplify", lambda graph: None)
     plain = trace(lambda p, x: stage(p, x), p, x)
-    count = lambda programs: sum("shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines())
+    count = lambda programs: sum(
+        "shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines()
+    )
     assert count(own) < count(plain)
-    assert not any("sum(" in line and "True" in line for line in own.b.code.splitlines()), "a bias's sum keeps no axis"
+    assert not any("sum(" in line and "True" in line for line in own.b.code.splitlines()), (
+        "a bias's sum keeps no axis"
+    )
     dy = torch.randn_like(stage(p, x))
     found = []
     for programs in (own, plain):
         y, saved = programs.forward(p, x)
         dx, kept = programs.backward_input(saved, [dy])
-        found.append(tensors((y, dx, programs.backward_weight(kept), programs.backward(saved, [dy]))))
+        found.append(
+            tensors((y, dx, programs.backward_weight(kept), programs.backward(saved, [dy])))
+        )
     leaves = {k: v.clone().requires_grad_() for k, v in p.items()}
     wrt = x.clone().requires_grad_()
     true = torch.autograd.grad(stage(leaves, wrt), (wrt, *leaves.values()), dy, allow_unused=True)

@@ -1,7 +1,8 @@
 """Unusual pipelines: stages that pass on, drop, change and add leaves, under random schedules.
 
-Each is held to plain autograd through the whole model, to the bit. A leaf that one stage gives twice is left out: the
-next stage sees two leaves, and adds up their gradients in another order than autograd would for the one tensor.
+Each is held to plain autograd through the whole model, to the bit. A leaf that one stage gives
+twice is left out: the next stage sees two leaves, and adds up their gradients in another order than
+autograd would for the one tensor.
 """
 
 from __future__ import annotations
@@ -52,15 +53,21 @@ MAKERS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
 }
 
 
-def stage(draw: random.Random, leaves: int) -> tuple[Callable[[dict[str, Tensor], Leaves], Leaves], int]:
+def stage(
+    draw: random.Random, leaves: int
+) -> tuple[Callable[[dict[str, Tensor], Leaves], Leaves], int]:
     """A stage for so many leaves, and how many it gives."""
     passed = draw.sample(range(leaves), draw.randint(0, min(2, leaves)))
-    made = [(draw.choice(list(MAKERS)), draw.randrange(leaves), draw.randrange(leaves))
-            for _ in range(draw.randint(1, 3))]  # fmt: skip
+    made = [
+        (draw.choice(list(MAKERS)), draw.randrange(leaves), draw.randrange(leaves))
+        for _ in range(draw.randint(1, 3))
+    ]
     made.append(("product", draw.randrange(leaves), 0))
 
     def fn(p: dict[str, Tensor], x: Leaves) -> Leaves:
-        return [x[i] for i in passed] + [MAKERS[name](floating(x[i]), floating(x[j]), p) for name, i, j in made]
+        return [x[i] for i in passed] + [
+            MAKERS[name](floating(x[i]), floating(x[j]), p) for name, i, j in made
+        ]
 
     return (fpipe.remat(fn) if draw.random() < 0.2 else fn), len(passed) + len(made)
 
@@ -69,8 +76,12 @@ def loss(y: Leaves, t: Tensor) -> Any:
     return sum((floating(v) * t).mean() + floating(v).square().mean() for v in y)
 
 
-def whole(fns: Any, params: Any, x: Leaves, t: Tensor, share: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """One microbatch by plain autograd: its share of the loss, gradients of parameters by stage and name, and of x."""
+def whole(
+    fns: Any, params: Any, x: Leaves, t: Tensor, share: float
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """One microbatch by plain autograd: its share of the loss, gradients of parameters by stage and
+    name, and of x.
+    """
     leaves = [{name: v.clone().requires_grad_() for name, v in p.items()} for p in params]
     starts = [v.clone().requires_grad_() for v in x]
     y = starts
@@ -79,7 +90,9 @@ def whole(fns: Any, params: Any, x: Leaves, t: Tensor, share: float) -> tuple[Te
     value = loss(y, t) * share
     wrt = [p[name] for p in leaves for name in ("b", "w")]
     grads = torch.autograd.grad(value, wrt + starts, allow_unused=True)
-    full = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, wrt + starts, strict=True)]
+    full = [
+        torch.zeros_like(v) if g is None else g for g, v in zip(grads, wrt + starts, strict=True)
+    ]
     return value.detach(), full[: len(wrt)], full[len(wrt) :]
 
 
@@ -88,7 +101,9 @@ def test_a_random_pipeline(seed: int):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     ranks, parts = draw.choice([1, 2, 2, 4]), draw.randint(1, 4)
-    name = draw.choice([n for n in fpipe.schedule_names() if ranks < 4 or fpipe.make_schedule(n, 4, 4).stages < 8])
+    name = draw.choice(
+        [n for n in fpipe.schedule_names() if ranks < 4 or fpipe.make_schedule(n, 4, 4).stages < 8]
+    )
     schedule = fpipe.make_schedule(name, ranks, parts)
     fns, leaves = [], 2
     for _ in range(schedule.stages):
@@ -106,8 +121,12 @@ def test_a_random_pipeline(seed: int):
         for k, leaf in enumerate(("b", "w")):
             homes = []
             for rank in schedule.placement.ranks_of(s):
-                order = [a.microbatch for a in plain(schedule[rank]) if a.stage == s and a.op in "BW"]
-                homes += [reduce(torch.add, [each[m][1][2 * s + k] for m in order])] if order else []
+                order = [
+                    a.microbatch for a in plain(schedule[rank]) if a.stage == s and a.op in "BW"
+                ]
+                homes += (
+                    [reduce(torch.add, [each[m][1][2 * s + k] for m in order])] if order else []
+                )
             assert torch.equal(grads[s][leaf], reduce(torch.add, homes)), (name, s, leaf)
     for k in range(2):
         assert torch.equal(dx[k], torch.cat([one[2][k] for one in each])), (name, k)

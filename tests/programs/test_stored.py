@@ -1,4 +1,6 @@
-"""Traces on disk: equal after reading, found by what a function is, and no way for code to come in."""
+"""Traces on disk: equal after reading, found by what a function is, and no way for code to come
+in.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def step(programs: fpipe.Programs, params: Any, x: Any, side: Any) -> list[torch
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_a_second_start_traces_nothing_and_computes_the_same_bits(fn: Callable[..., Any], cached: Path):
+def test_a_second_start_traces_nothing_and_computes_the_same_bits(
+    fn: Callable[..., Any], cached: Path
+):
     torch.manual_seed(0)
     params = parameters()
     stage = lambda p, x, **side: fn(p, x, **side)
@@ -65,9 +69,13 @@ def test_a_second_start_traces_nothing_and_computes_the_same_bits(fn: Callable[.
     counts = []
     for _ in range(2):
         forget()
-        programs, count = traces(lambda: [fpipe.trace(stage, params, x, **side) for x, side in batches])
+        programs, count = traces(
+            lambda: [fpipe.trace(stage, params, x, **side) for x, side in batches]
+        )
         counts.append(count)
-        found.append([step(p, params, x, side) for p, (x, side) in zip(programs, batches, strict=True)])
+        found.append(
+            [step(p, params, x, side) for p, (x, side) in zip(programs, batches, strict=True)]
+        )
     assert counts == [2, 0], "one plain trace and one with symbolic sizes, then none"
     for one, other in zip(*found, strict=True):
         assert all(map(torch.equal, one, other))
@@ -86,7 +94,19 @@ def test_programs_that_were_read_print_and_account_as_those_written(fn: Callable
         assert one.code == other.code
         assert [o.reads for o in one.traced] == [o.reads for o in other.traced]
         assert [o.value for o in one.traced] == [o.value for o in other.traced]
-    same = ("counts", "outputs", "ys", "aux", "dps", "dxs", "saved", "kept", "grad_avals", "memory", "fresh")
+    same = (
+        "counts",
+        "outputs",
+        "ys",
+        "aux",
+        "dps",
+        "dxs",
+        "saved",
+        "kept",
+        "grad_avals",
+        "memory",
+        "fresh",
+    )
     assert all(getattr(written, name) == getattr(read, name) for name in same)
 
 
@@ -100,7 +120,9 @@ def test_a_pipeline_with_a_loss_and_dropout_traces_nothing_in_a_second_start(cac
     results, counts = [], []
     for _ in range(2):
         forget()
-        pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=loss, microbatches=4, group=fpipe.local(2), seed=3)
+        pipe = fpipe.pipeline(
+            [layer] * 4, "ZBV", loss=loss, microbatches=4, group=fpipe.local(2), seed=3
+        )
         arguments = [torch.eye(4)] * 4, torch.ones(8, 4), torch.zeros(8, 4)
         with measured() as parts:
             result = fpipe.value_and_grad(pipe)(*arguments)
@@ -112,7 +134,7 @@ def test_a_pipeline_with_a_loss_and_dropout_traces_nothing_in_a_second_start(cac
     assert all(map(torch.equal, *results))
 
 
-# ---- what identifies a function -------------------------------------------------------------------------------------
+# ---- what identifies a function ----
 SCALE = [2.0]
 
 
@@ -138,25 +160,38 @@ def compiled(source: str) -> Callable[..., Any]:
         ("def fn(p, x): return x.sin()", "def fn(p, x): return x.cos()"),
         ("def fn(p, x, n=1): return x * n", "def fn(p, x, n=2): return x * n"),
         ("k = 1\ndef fn(p, x): return x * k", "k = 2\ndef fn(p, x): return x * k"),
-        ("def g(x): return x\ndef fn(p, x): return g(x)", "def g(x): return -x\ndef fn(p, x): return g(x)"),
+        (
+            "def g(x): return x\ndef fn(p, x): return g(x)",
+            "def g(x): return -x\ndef fn(p, x): return g(x)",
+        ),
         ("fn = (lambda k: lambda p, x: x * k)(1)", "fn = (lambda k: lambda p, x: x * k)(2)"),
         ("fn = lambda p, x: (lambda y: y + 1)(x)", "fn = lambda p, x: (lambda y: y + 2)(x)"),
         (
-            "class C:\n  def __init__(s): s.k = 1\n  def __call__(s, p, x): return x * s.k\nfn = C()",
-            "class C:\n  def __init__(s): s.k = 2\n  def __call__(s, p, x): return x * s.k\nfn = C()",
+            "class C:\n  def __init__(s): s.k = 1\n  def __call__(s, p, x): return x * s.k\nfn = "
+            "C()",
+            "class C:\n  def __init__(s): s.k = 2\n  def __call__(s, p, x): return x * s.k\nfn = "
+            "C()",
         ),
         (
-            "class B:\n  def f(s, x): return x\nclass C(B):\n  def __call__(s, p, x): return s.f(x)\nfn = C()",
-            "class B:\n  def f(s, x): return -x\nclass C(B):\n  def __call__(s, p, x): return s.f(x)\nfn = C()",
+            "class B:\n  def f(s, x): return x\nclass C(B):\n  def __call__(s, p, x): return "
+            "s.f(x)\nfn = C()",
+            "class B:\n  def f(s, x): return -x\nclass C(B):\n  def __call__(s, p, x): return "
+            "s.f(x)\nfn = C()",
         ),
         (
             "import torch\nt = torch.ones(2)\ndef fn(p, x): return x * t[0]",
             "import torch\nt = torch.zeros(2)\ndef fn(p, x): return x * t[0]",
         ),
-        ("from functools import partial\nfn = partial(max, 1)", "from functools import partial\nfn = partial(max, 2)"),
-        ("import math\ndef fn(p, x): return math.sin(1)", "import math\ndef fn(p, x): return math.cos(1)"),
+        (
+            "from functools import partial\nfn = partial(max, 1)",
+            "from functools import partial\nfn = partial(max, 2)",
+        ),
+        (
+            "import math\ndef fn(p, x): return math.sin(1)",
+            "import math\ndef fn(p, x): return math.cos(1)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_functions_that_compute_something_else_have_other_identities(one: str, other: str):
     assert identity(compiled(one)) != identity(compiled(other))
     assert identity(compiled(one))[0] == identity(compiled(one))[0], "and equal ones the same"
@@ -171,9 +206,9 @@ def test_a_global_of_a_function_that_is_called_counts(monkeypatch: pytest.Monkey
 
 def test_a_module_counts_by_its_code_mode_and_shapes_and_not_by_its_weights():
     def model(width: int = 4, training: bool = True) -> Any:
-        return torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Dropout(0.1), torch.nn.Linear(40, width)).train(
-            training
-        )
+        return torch.nn.Sequential(
+            torch.nn.Linear(40, 40), torch.nn.Dropout(0.1), torch.nn.Linear(40, width)
+        ).train(training)
 
     assert identity(model())[0] == identity(model())[0]
     assert identity(model())[0] != identity(model(5))[0]
@@ -194,7 +229,7 @@ def test_what_has_no_description_is_traced_in_every_run(cached: Path, tmp_path: 
     assert not cached.exists()
 
 
-# ---- captured tensors -----------------------------------------------------------------------------------------------
+# ---- captured tensors ----
 def test_a_captured_tensor_is_that_of_the_function_that_lives(cached: Path):
     def closed_over(big: torch.Tensor) -> Callable[..., Any]:
         return lambda p, x: x @ p + big
@@ -220,7 +255,7 @@ def test_a_tensor_that_the_function_creates_is_stored_with_its_numbers(cached: P
     assert results == [([[2.5, -1.5]], 1), ([[2.5, -1.5]], 0)]
 
 
-# ---- damaged and forged files ---------------------------------------------------------------------------------------
+# ---- damaged and forged files ----
 def stage_of_two(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ p)
 
@@ -270,7 +305,9 @@ CODE = "x=__import__('os').system('touch HACKED')"
         lambda data: data["programs"][0].__setitem__(1, [CODE]),
         lambda data: data["programs"][0].__setitem__(2, [CODE]),
         lambda data: data["captured"].__setitem__(CODE, 0),
-        lambda data: data["captured"].__setitem__("c", ["x", ["T", "float32"], ["t", 1 << 40], ["D", "cpu"], ""]),
+        lambda data: data["captured"].__setitem__(
+            "c", ["x", ["T", "float32"], ["t", 1 << 40], ["D", "cpu"], ""]
+        ),
         lambda data: data["outputs"].__setitem__(0, ["S", ["named", "os", "system"]]),
         lambda data: data["outputs"].__setitem__(0, ["T", "load"]),
         lambda data: data["avals"].clear(),
@@ -290,12 +327,15 @@ def test_a_forged_file_runs_nothing(
 
 
 @pytest.mark.parametrize(
-    "formula", ["__import__('os')", "s0.real", "[s0]", "math.__dict__", "(lambda: 1)()", "open('x')"]
+    "formula",
+    ["__import__('os')", "s0.real", "[s0]", "math.__dict__", "(lambda: 1)()", "open('x')"],
 )
 def test_a_formula_is_arithmetic_alone(formula: str):
     with pytest.raises(ForgedError):
         records._check_formula(formula, ("s0",))
-    records._check_formula("max(2*s0 + 1, math.floor(s0 / 3)) if s0 >= 2 and not s0 % 4 == 1 else -s0", ("s0",))
+    records._check_formula(
+        "max(2*s0 + 1, math.floor(s0 / 3)) if s0 >= 2 and not s0 % 4 == 1 else -s0", ("s0",)
+    )
 
 
 @pytest.mark.parametrize("name", ["a b", "a;b", "", "1a", "lambda", None, 3, "a\nb", "ａ"])
@@ -307,27 +347,48 @@ def test_names_in_sources_are_names(name: Any):
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 3, -0.0, float("nan"), float("-inf"), 1 + 2j, "text", b"\0\xff", [1, (2, [])], {"a": 1, 2: "b"},
-        slice(1, None, -2), torch.bfloat16, torch.strided, torch.channels_last, torch.device("cuda:1"),
-        torch.ops.aten.add.Tensor, torch.ops.aten.native_layer_norm_backward.default, torch.Size([2, 3]),
-        AbstractTree.of({"x": [torch.ones(2, 3), 4], "n": (None, 2.5)}), AbstractTree.of(torch.ones(3).to(torch.int8)),
+        None,
+        True,
+        3,
+        -0.0,
+        float("nan"),
+        float("-inf"),
+        1 + 2j,
+        "text",
+        b"\0\xff",
+        [1, (2, [])],
+        {"a": 1, 2: "b"},
+        slice(1, None, -2),
+        torch.bfloat16,
+        torch.strided,
+        torch.channels_last,
+        torch.device("cuda:1"),
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.native_layer_norm_backward.default,
+        torch.Size([2, 3]),
+        AbstractTree.of({"x": [torch.ones(2, 3), 4], "n": (None, 2.5)}),
+        AbstractTree.of(torch.ones(3).to(torch.int8)),
         Signature(*map(AbstractTree.of, ([torch.ones(2)], torch.ones(2, 3).T, {}, None))).x,
     ],
-)  # fmt: skip
+)
 def test_values_come_back(value: Any):
     back = from_text(json.loads(json.dumps(to_text(value))))
     assert repr(back) == repr(tuple(value) if isinstance(value, torch.Size) else value)
     assert type(back) is type(value) or isinstance(value, torch.Size)
 
 
-def test_a_folder_that_cannot_be_written_is_no_fault_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_written_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="a trace cannot be kept in .*fpipe.cache"):
         assert run()[1] == 1
 
 
-def test_cache_sets_the_variable_that_other_processes_inherit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_sets_the_variable_that_other_processes_inherit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(folder.VARIABLE, "before")
     fpipe.cache(tmp_path)
     assert run()[1] == 1

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF012
-"""One rank differs from the others: every rank raises MismatchError that names the difference, cold and warm.
+"""One rank differs from the others: every rank raises MismatchError that names the difference, cold
+and warm.
 
 On fake ranks every kind of difference, on processes those that take ways of their own.
 """
@@ -69,7 +70,9 @@ KINDS = {
     "schedule": Kind("schedule", {"schedule": "GPipe"}),
     "reduction": Kind("reduction", {"reduction": "sum"}),
     "weighted function": Kind(
-        "weighted", {"reduction": fpipe.weighted(all_counted)}, {"reduction": fpipe.weighted(counted)}
+        "weighted",
+        {"reduction": fpipe.weighted(all_counted)},
+        {"reduction": fpipe.weighted(counted)},
     ),
     "pipeline seed": Kind("seed", {"seed": 2}, {"seed": 1}),
     "call seed": Kind("seed", call={"seed": 5}, base={"seed": 1}),
@@ -95,7 +98,12 @@ KINDS = {
 
 
 def pipeline(group: Any, **options: Any) -> fpipe.Pipeline:
-    chosen = {"stages": [layer, layer], "schedule": "1F1B", "loss": squared, "microbatches": 4} | options
+    chosen = {
+        "stages": [layer, layer],
+        "schedule": "1F1B",
+        "loss": squared,
+        "microbatches": 4,
+    } | options
     return fpipe.pipeline(chosen.pop("stages"), chosen.pop("schedule"), group=group, **chosen)
 
 
@@ -114,7 +122,9 @@ def call(pipe: fpipe.Pipeline, kind: Kind | None, base: Kind) -> None:
             pipe(params, x, x)
         else:
             has_aux = more.pop("has_aux", False)
-            fpipe.value_and_grad(pipe, kind.argnums if kind else 0, has_aux=has_aux)(params, x, x, **more)
+            fpipe.value_and_grad(pipe, kind.argnums if kind else 0, has_aux=has_aux)(
+                params, x, x, **more
+            )
 
 
 def differ(kind: Kind, warm: bool, group: Any) -> None:
@@ -129,7 +139,9 @@ def differ(kind: Kind, warm: bool, group: Any) -> None:
 
 
 def names(kind: Kind, error: BaseException | None) -> bool:
-    return isinstance(error, fpipe.MismatchError) and any(word in str(error) for word in kind.name.split("|"))
+    return isinstance(error, fpipe.MismatchError) and any(
+        word in str(error) for word in kind.name.split("|")
+    )
 
 
 @pytest.mark.covering(pairs=True)
@@ -138,15 +150,22 @@ def names(kind: Kind, error: BaseException | None) -> bool:
 @pytest.mark.parametrize("name", KINDS)
 def test_one_rank_differs(name: str, warm: bool, order: str):
     ended = outcomes(partial(differ, KINDS[name], warm), 2, order=order)
-    assert all(names(KINDS[name], outcome.error) for outcome in ended), [outcome.error for outcome in ended]
+    assert all(names(KINDS[name], outcome.error) for outcome in ended), [
+        outcome.error for outcome in ended
+    ]
     assert len({str(outcome.error) for outcome in ended}) == 1
 
 
 def test_one_of_four_ranks_differs():
-    """The first ranks of a forward without a loss only send: they too learn that the last one differs."""
+    """The first ranks of a forward without a loss only send: they too learn that the last one
+    differs.
+    """
 
     def work(group: Any) -> None:
-        pipes = [pipeline(group, stages=[layer] * 4, loss=None, outputs=outputs) for outputs in ("zeros", "everywhere")]
+        pipes = [
+            pipeline(group, stages=[layer] * 4, loss=None, outputs=outputs)
+            for outputs in ("zeros", "everywhere")
+        ]
         params, x = pipes[0].place([torch.eye(4)] * 4), torch.ones(8, 4)
         for _ in range(2):
             pipes[0](params, x)
@@ -154,7 +173,8 @@ def test_one_of_four_ranks_differs():
 
     ended = outcomes(work, 4)
     assert {str(outcome.error) for outcome in ended} == {
-        "ranks disagree about outputs=: rank 0 has zeros, rank 3 has everywhere; pass the same arguments and options "
+        "ranks disagree about outputs=: rank 0 has zeros, rank 3 has everywhere; pass the same "
+        "arguments and options "
         "on every rank. This group cannot be used again"
     }
 
@@ -186,8 +206,10 @@ def test_equal_pipelines_called_in_another_order_on_one_rank():
 
     ended = outcomes(work, 2)
     assert {str(outcome.error) for outcome in ended} == {
-        "ranks disagree about plans: rank 0 has those prepared for call 0, rank 1 has those prepared for call 1; make "
-        "the same calls in the same order on every rank, with arguments of the same shapes and strides. This group "
+        "ranks disagree about plans: rank 0 has those prepared for call 0, rank 1 has those "
+        "prepared for call 1; make "
+        "the same calls in the same order on every rank, with arguments of the same shapes and "
+        "strides. This group "
         "cannot be used again"
     }
 
@@ -201,7 +223,10 @@ def test_pullbacks_called_in_another_order_on_one_rank():
             pullback(torch.ones(8, 4))
 
     ended = outcomes(work, 2)
-    assert all(names(KINDS["has_aux"]._replace(name="the pullback of call 1"), outcome.error) for outcome in ended)
+    assert all(
+        names(KINDS["has_aux"]._replace(name="the pullback of call 1"), outcome.error)
+        for outcome in ended
+    )
 
 
 def test_strides_differ_once_warm():
@@ -212,7 +237,9 @@ def test_strides_differ_once_warm():
         pipe(params, x.t().contiguous().t() if group.rank else x)
 
     ended = outcomes(work, 2)
-    assert all(names(KINDS["loss"]._replace(name="the strides of x"), outcome.error) for outcome in ended)
+    assert all(
+        names(KINDS["loss"]._replace(name="the strides of x"), outcome.error) for outcome in ended
+    )
 
 
 def test_a_rank_that_skips_a_call():
@@ -224,7 +251,9 @@ def test_a_rank_that_skips_a_call():
             call(pipe, None, KINDS["loss"])
 
     ended = outcomes(work, 2)
-    assert all(isinstance(outcome.error, fpipe.FpipeError) or outcome.rank == 1 for outcome in ended)
+    assert all(
+        isinstance(outcome.error, fpipe.FpipeError) or outcome.rank == 1 for outcome in ended
+    )
     assert any(isinstance(outcome.error, fpipe.FpipeError) for outcome in ended)
 
 
@@ -238,7 +267,7 @@ def test_a_new_signature_on_all_ranks_is_no_difference():
     assert [outcome.value for outcome in outcomes(work, 2)] == [1.0, 1.0]
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----
 def rows_differ(warm: bool, group: Any) -> None:
     """Forward only, with batches that both ranks have plans for if warm."""
     pipe = pipeline(group, loss=None)
@@ -249,15 +278,20 @@ def rows_differ(warm: bool, group: Any) -> None:
 
 
 ON_PROCESSES: dict[str, Callable[[Any], None]] = {
-    **{f"{name}, {warm}": partial(differ, KINDS[name], warm == "warm")
-       for name in ("loss", "call seed", "dtype", "forward", "outputs") for warm in ("cold", "warm")},
+    **{
+        f"{name}, {warm}": partial(differ, KINDS[name], warm == "warm")
+        for name in ("loss", "call seed", "dtype", "forward", "outputs")
+        for warm in ("cold", "warm")
+    },
     "rows, of new shapes": partial(rows_differ, False),
     "rows, of known shapes": partial(rows_differ, True),
-}  # fmt: skip
+}
 
 
 def everything(over: str) -> Iterator[tuple[str, str, float]]:
-    """The error and the seconds of each case; every one has a group of its own, since it ends the group."""
+    """The error and the seconds of each case; every one has a group of its own, since it ends the
+    group.
+    """
     fpipe.init(timeout=60)
     world = dist.group.WORLD
     assert world is not None
@@ -279,10 +313,15 @@ def listed(over: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("over", OVER)
 def test_processes_differ(over: str):
-    for first, second in zip(*fpipe.launch(listed, over, ranks=2, timeout=200, env=OVER[over]), strict=True):
+    for first, second in zip(
+        *fpipe.launch(listed, over, ranks=2, timeout=200, env=OVER[over]), strict=True
+    ):
         assert first[:2] == second[:2]
         assert first[1].startswith("MismatchError: ranks disagree about"), first
-        assert any(word in first[1] for word in KINDS.get(first[0].split(", ")[0], KINDS["rows"]).name.split("|"))
+        assert any(
+            word in first[1]
+            for word in KINDS.get(first[0].split(", ")[0], KINDS["rows"]).name.split("|")
+        )
         assert max(first[2], second[2]) < 20, "of a time-out of 60"
 
 
@@ -309,7 +348,7 @@ def test_a_message_does_not_wait_for_the_calls_of_other_ranks(over: str):
     assert waited < 1.0, "of the two seconds by which rank 2 is late"
 
 
-# ---- arguments that one rank refuses --------------------------------------------------------------------------------
+# ---- arguments that one rank refuses ----
 def bad_batch(pipe: fpipe.Pipeline, params: Any) -> None:
     fpipe.value_and_grad(pipe)(params, torch.ones(7, 4), torch.ones(7, 4))
 
@@ -329,8 +368,12 @@ def bad_leaf(pipe: fpipe.Pipeline, params: Any) -> None:
 REFUSED = {"batch": bad_batch, "seed": bad_seed, "params": bad_params, "leaf": bad_leaf}
 
 
-def refuses(group: Any, refusing: tuple[int, ...], warm: bool, bad: Callable[..., None]) -> tuple[list[str], float]:
-    """The errors of two calls that some ranks refuse, the seconds of the first, and the loss of a call after them."""
+def refuses(
+    group: Any, refusing: tuple[int, ...], warm: bool, bad: Callable[..., None]
+) -> tuple[list[str], float]:
+    """The errors of two calls that some ranks refuse, the seconds of the first, and the loss of a
+    call after them.
+    """
     pipe = pipeline(group, stages=[layer] * group.size)
     params, x = pipe.place([torch.eye(4)] * group.size), torch.linspace(-1, 1, 32).view(8, 4)
     step = partial(fpipe.value_and_grad(pipe), params, x, x)
@@ -355,8 +398,10 @@ def test_arguments_that_one_rank_refuses(name: str, warm: bool, order: str):
     first, refusing, last = (outcome.value[0] for outcome in ended)
     assert first == last
     assert [error.split(":")[0] for error in first[:2]] == ["PeerError", "PeerError"]
-    assert all(f"rank 1 refused the arguments of this call, so no rank completes it: {error}" in seen
-               for error, seen in zip(refusing[:2], first[:2], strict=True))  # fmt: skip
+    assert all(
+        f"rank 1 refused the arguments of this call, so no rank completes it: {error}" in seen
+        for error, seen in zip(refusing[:2], first[:2], strict=True)
+    )
     assert first[2] == refusing[2]
 
 
@@ -371,8 +416,10 @@ def refused_on_processes(over: str) -> list[tuple[list[str], float]]:
     assert world.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
     pg = dist.group.WORLD
     assert pg is not None
-    return [refuses(adopt(pg, timeout=60), refusing, warm, bad_batch)
-            for refusing, warm in (((1,), True), ((0,), False), ((0, 1), True), ((2,), True))]  # fmt: skip
+    return [
+        refuses(adopt(pg, timeout=60), refusing, warm, bad_batch)
+        for refusing, warm in (((1,), True), ((0,), False), ((0, 1), True), ((2,), True))
+    ]
 
 
 @pytest.mark.parametrize("over", OVER)
@@ -381,7 +428,10 @@ def test_arguments_that_a_process_refuses(over: str):
     for case, refusing in enumerate(((1,), (0,), (0, 1), (2,))):
         for rank, cases in enumerate(found):
             seen, seconds = cases[case]
-            assert all(error.startswith("BatchError" if rank in refusing else "PeerError") for error in seen[:2])
+            assert all(
+                error.startswith("BatchError" if rank in refusing else "PeerError")
+                for error in seen[:2]
+            )
             assert rank in refusing or f"rank {refusing[0]} refused" in seen[0]
             assert seen[2] == found[0][case][0][2]
             assert seconds < 20, "of a time-out of 60"

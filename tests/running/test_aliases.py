@@ -62,7 +62,9 @@ def test_each_gets_no_tensor_of_the_caller(engine: Any):
         seen.append(number)
         y[0].zero_()
 
-    pipe = fpipe.pipeline([lambda p, x: (x, x)], microbatches=2, group=fpipe.local(1), engine=engine)
+    pipe = fpipe.pipeline(
+        [lambda p, x: (x, x)], microbatches=2, group=fpipe.local(1), engine=engine
+    )
     pipe([None], x, each=each)
     assert seen == [0, 1] and torch.equal(x, X)
 
@@ -71,23 +73,32 @@ def test_each_gets_no_tensor_of_the_caller(engine: Any):
 def test_aux_and_state_are_no_tensors_of_the_caller(engine: Any):
     state, target = [torch.ones(3)], X.clone()
     pipe = fpipe.pipeline(
-        [fpipe.Stage(lambda p, s, x: (x * p, s), state=True)], loss=lambda y, t: (y.sum(), (t, t, y)), microbatches=2,
-        group=fpipe.local(1), engine=engine,
-    )  # fmt: skip
-    (_, aux, after), _ = fpipe.value_and_grad(pipe, has_aux=True)([torch.ones(3)], X, target, state=state)
+        [fpipe.Stage(lambda p, s, x: (x * p, s), state=True)],
+        loss=lambda y, t: (y.sum(), (t, t, y)),
+        microbatches=2,
+        group=fpipe.local(1),
+        engine=engine,
+    )
+    (_, aux, after), _ = fpipe.value_and_grad(pipe, has_aux=True)(
+        [torch.ones(3)], X, target, state=state
+    )
     assert apart(aux[0][0], aux[0][1], aux[0][2], aux[1][2], state[0], after[0], target)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_input_gradient_is_no_cotangent(engine: Any):
-    """Of an identity it was the cotangent that the caller passed, and of a loss that is its input the cached seed."""
+    """Of an identity it was the cotangent that the caller passed, and of a loss that is its input
+    the cached seed.
+    """
     pipe = fpipe.pipeline([lambda p, x: x], microbatches=1, group=fpipe.local(1), engine=engine)
     dy = torch.ones(4, 3)
     _, pullback = fpipe.vjp(pipe, [None], X)
     _, dx = pullback(dy)
     assert torch.equal(dx, dy) and apart(dx, dy)
 
-    pipe = fpipe.pipeline([lambda p, x: x], loss=lambda y: y, reduction="sum", group=fpipe.local(1), engine=engine)
+    pipe = fpipe.pipeline(
+        [lambda p, x: x], loss=lambda y: y, reduction="sum", group=fpipe.local(1), engine=engine
+    )
     step = fpipe.value_and_grad(pipe, argnums=1)
     batch = fpipe.Microbatches([torch.tensor(1.0), torch.tensor(2.0)])
     for _ in range(2):

@@ -1,5 +1,7 @@
-"""What trainers need from a call: a function for each output instead of all outputs, metrics without a backward, the
-scale of half precision, weights from masks; under every schedule where that could matter."""
+"""What trainers need from a call: a function for each output instead of all outputs, metrics
+without a backward, the scale of half precision, weights from masks; under every schedule where that
+could matter.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ PARTS, WIDTH = 4, 6
 def given(stages: int = 4) -> tuple[list[Tensor], Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     params = [torch.randn(WIDTH, WIDTH, generator=draw) for _ in range(stages)]
-    return params, torch.randn(2 * PARTS, WIDTH, generator=draw), torch.randn(2 * PARTS, WIDTH, generator=draw)
+    return (
+        params,
+        torch.randn(2 * PARTS, WIDTH, generator=draw),
+        torch.randn(2 * PARTS, WIDTH, generator=draw),
+    )
 
 
 def piped(schedule: str = "ZBV", stages: int = 4, **more: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline([layer] * stages, schedule, **({"microbatches": PARTS, "group": fpipe.local(2)} | more))
+    return fpipe.pipeline(
+        [layer] * stages, schedule, **({"microbatches": PARTS, "group": fpipe.local(2)} | more)
+    )
 
 
 @pytest.mark.parametrize("schedule", fpipe.schedule_names())
@@ -56,7 +64,9 @@ def test_the_plan_holds_one_output_where_each_is_given():
     pipe = fpipe.pipeline(fns, "1F1B", microbatches=PARTS, group=fpipe.local(2))
     pipe(params, x)
     pipe(params, x, each=lambda i, y: None)
-    all_of_them, one = ({r: p.peak for r, p in made.prepared.plans.items()}[1] for made in pipe.cache.plans.values())
+    all_of_them, one = (
+        {r: p.peak for r, p in made.prepared.plans.items()}[1] for made in pipe.cache.plans.values()
+    )
     output = 4 * 2 * 100 * WIDTH
     assert all_of_them >= PARTS * output and output <= one < 2 * output + 4 * WIDTH * 100 * WIDTH
 
@@ -64,7 +74,9 @@ def test_the_plan_holds_one_output_where_each_is_given():
 def test_each_gets_pytrees_and_its_errors_say_where():
     last = lambda p, x: {"y": x @ p, "n": 3}
     params, x, _ = given()
-    pipe = fpipe.pipeline([layer, layer, layer, last], "ZBV", microbatches=PARTS, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [layer, layer, layer, last], "ZBV", microbatches=PARTS, group=fpipe.local(2)
+    )
     shapes = [(y["y"].shape, y["n"], i) for i, y in enumerate(pipe(params, x, each=lambda i, y: y))]
     assert shapes == [((2, WIDTH), 3, i) for i in range(PARTS)]
     with pytest.raises(fpipe.FpipeError, match=r"each= after 3F0 on rank 0 raised KeyError.*'no'"):
@@ -75,7 +87,9 @@ def test_each_gets_pytrees_and_its_errors_say_where():
 def test_state_comes_with_each():
     counting = fpipe.Stage(lambda p, s, x: (x @ p, s + 1), state=True)
     params, x, _ = given()
-    pipe = fpipe.pipeline([layer, layer, layer, counting], "ZBV", microbatches=PARTS, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [layer, layer, layer, counting], "ZBV", microbatches=PARTS, group=fpipe.local(2)
+    )
     results, state = pipe(params, x, each=lambda i, y: i, state=[None, None, None, torch.tensor(0)])
     assert results == list(range(PARTS)) and state[3] == PARTS
 
@@ -142,7 +156,9 @@ def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch
     pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
     for rows in (1, 2, 3, 4, 1, 5, 6, 7):
         pipe(params, x[:1].expand(rows, WIDTH))
-    kept = [made.prepared.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.plans.values()]
+    kept = [
+        made.prepared.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.plans.values()
+    ]
     assert sorted(kept) == [1, 3, 4, 5, 6, 7], "what was used last stays"
 
 
@@ -154,7 +170,9 @@ def test_many_shapes_that_took_long_are_hinted_at_once(monkeypatch: pytest.Monke
     for rows in (1, 2):
         pipe(params, x[:1].expand(rows, WIDTH))
     with pytest.warns(
-        UserWarning, match=r"plans for 3 kinds of arguments .* tracing [0-9.]+ s \([0-9]+ traces?\).*fpipe.pad.*dynamic"
+        UserWarning,
+        match=r"plans for 3 kinds of arguments .* tracing [0-9.]+ s \([0-9]+ "
+        r"traces?\).*fpipe.pad.*dynamic",
     ):
         pipe(params, x[:1].expand(3, WIDTH))
     pipe(params, x[:1].expand(4, WIDTH))
@@ -174,22 +192,30 @@ def test_what_makes_no_sense_is_reported():
         fpipe.pipeline([lambda p, x, *, each: x], "GPipe", microbatches=1, group=fpipe.local(1))
 
 
-# ---- over processes -------------------------------------------------------------------------------------------------
+# ---- over processes ----
 @pytest.mark.parametrize("outputs", ["zeros", "everywhere"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV", "DualPipe"])
-def test_what_each_returns_stays_where_it_was_called_or_goes_everywhere(schedule: str, outputs: Any):
+def test_what_each_returns_stays_where_it_was_called_or_goes_everywhere(
+    schedule: str, outputs: Any
+):
     stages = fpipe.make_schedule(schedule, 2, PARTS).stages
     params, x, _ = given(stages)
     true = piped(schedule, stages)(params, x, each=lambda i, y: (i, y.sum()))
 
     def rank(group: Any) -> tuple[int, bool, Any]:
         pipe = piped(schedule, stages, group=group, outputs=outputs)
-        return group.rank, pipe.output_rank == group.rank, pipe(pipe.place(params), x, each=lambda i, y: (i, y.sum()))
+        return (
+            group.rank,
+            pipe.output_rank == group.rank,
+            pipe(pipe.place(params), x, each=lambda i, y: (i, y.sum())),
+        )
 
     found = fpipe.testing.run(rank, 2)
     assert sum(last for _, last, _ in found) == 1
     for _, last, results in found:
-        if schedule == "DualPipe" and outputs == "zeros":  # each half of the microbatches ends on another rank
+        if (
+            schedule == "DualPipe" and outputs == "zeros"
+        ):  # each half of the microbatches ends on another rank
             assert [one for one in results if one is not None] in (true[:2], true[2:])
         else:
             assert results == (true if last or outputs == "everywhere" else None)
@@ -206,12 +232,17 @@ def test_all_ranks_say_each_or_none():
         fpipe.testing.run(rank, 2)
 
 
-@pytest.mark.parametrize(("name", "values"), [
-    ("the reduction", ({"reduction": "mean"}, {"reduction": "sum"})),
-    ("the reduction", ({"reduction": "sum"}, {"reduction": fpipe.weighted(torch.numel)})),
-    ("the seed", ({"seed": 1}, {"seed": 2})),
-])  # fmt: skip
-def test_ranks_that_weigh_or_draw_otherwise_are_reported(name: str, values: tuple[dict[str, Any], dict[str, Any]]):
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("the reduction", ({"reduction": "mean"}, {"reduction": "sum"})),
+        ("the reduction", ({"reduction": "sum"}, {"reduction": fpipe.weighted(torch.numel)})),
+        ("the seed", ({"seed": 1}, {"seed": 2})),
+    ],
+)
+def test_ranks_that_weigh_or_draw_otherwise_are_reported(
+    name: str, values: tuple[dict[str, Any], dict[str, Any]]
+):
     def step(group: Any) -> Any:
         pipe = piped(group=group, loss=squared, **values[group.rank])
         params, x, t = given()
@@ -227,7 +258,10 @@ def test_weights_from_a_side_input_count_over_all_copies():
 
     params, x, t = given()
     mask = torch.tensor([1.0, 1, 1, 0, 1, 0, 0, 0])
-    more: dict[str, Any] = {"loss": loss, "reduction": fpipe.weighted(lambda t, *, mask: mask.sum())}
+    more: dict[str, Any] = {
+        "loss": loss,
+        "reduction": fpipe.weighted(lambda t, *, mask: mask.sum()),
+    }
     alone = piped("GPipe", 4, microbatches=1, group=fpipe.local(1), **more)
     whole = fpipe.value_and_grad(alone, has_aux=True)(params, x, t, mask=mask, loss_scale=2.0)
 
@@ -261,12 +295,20 @@ def test_inference_before_and_between_steps(engine: Any):
     assert torch.equal(first[0], again[0]) and all(map(torch.equal, first[1], again[1]))
 
 
-def test_a_weight_that_one_rank_cannot_compute_ends_the_call_everywhere(monkeypatch: pytest.MonkeyPatch):
-    """The call was announced, but its failure was not reported: other processes waited for its messages."""
+def test_a_weight_that_one_rank_cannot_compute_ends_the_call_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The call was announced, but its failure was not reported: other processes waited for its
+    messages.
+    """
     group, reported = fpipe.local(1), []
     monkeypatch.setattr(type(group), "failed", lambda self, error: reported.append(error))
     pipe = fpipe.pipeline(
-        [layer], loss=squared, microbatches=2, group=group, reduction=fpipe.weighted(lambda t: 1 // int(t.sum()))
+        [layer],
+        loss=squared,
+        microbatches=2,
+        group=group,
+        reduction=fpipe.weighted(lambda t: 1 // int(t.sum())),
     )
     with pytest.raises(fpipe.BatchError, match="ZeroDivisionError"):
         fpipe.grad(pipe)([torch.eye(3)], torch.ones(4, 3), torch.zeros(4, 3))

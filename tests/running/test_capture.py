@@ -1,4 +1,6 @@
-"""``capture=True``, with a stand-in for graphs of a device: it runs a step anew, and refuses what waits for it."""
+"""``capture=True``, with a stand-in for graphs of a device: it runs a step anew, and refuses what
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,16 @@ def pipes(schedule: str = "ZBV", **options: Any) -> tuple[Any, Any]:
     """The step with a graph, and without."""
     how: dict[str, Any] = {"loss": square, "microbatches": 4, **options}
     with_graph, without = (
-        fpipe.pipeline([layer] * 4, schedule, group=fpipe.local(2), capture=capture, **how) for capture in (True, False)
+        fpipe.pipeline([layer] * 4, schedule, group=fpipe.local(2), capture=capture, **how)
+        for capture in (True, False)
     )
     return fpipe.value_and_grad(with_graph), fpipe.value_and_grad(without)
 
 
 def equal(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["ZBV", "Interleaved1F1B", "DualPipeV"])
@@ -116,7 +121,9 @@ def test_parameters_that_are_written_in_place_are_read_where_they_are(recorder: 
 
 
 def fpipe_graphs(step: Any) -> list[capture.Graph]:
-    cache = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "graphs"))
+    cache = next(
+        cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "graphs")
+    )
     return list(cache.graphs.values())
 
 
@@ -157,7 +164,9 @@ def test_gradients_of_the_input_and_a_second_value(recorder: Recorder):
     group = fpipe.local(2)
     both = [
         fpipe.value_and_grad(
-            fpipe.pipeline([layer] * 4, microbatches=4, group=group, capture=captured, **how), (0, 1), has_aux=True
+            fpipe.pipeline([layer] * 4, microbatches=4, group=group, capture=captured, **how),
+            (0, 1),
+            has_aux=True,
         )
         for captured in (True, False)
     ]
@@ -172,7 +181,9 @@ def test_threads_take_turns(recorder: Recorder):
     params, batches = params_of(), [torch.randn(8, 3) for _ in range(24)]
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda x: step(params, x, x), batches))
-    assert all(equal(result, plain(params, x, x)) for result, x in zip(results, batches, strict=True))
+    assert all(
+        equal(result, plain(params, x, x)) for result, x in zip(results, batches, strict=True)
+    )
 
 
 def dropped(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -197,19 +208,30 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph(
 ):
     with_graph, without = (
         fpipe.value_and_grad(
-            fpipe.pipeline([fn] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=captured, **options)
+            fpipe.pipeline(
+                [fn] * 2,
+                loss=square,
+                microbatches=2,
+                group=fpipe.local(2),
+                capture=captured,
+                **options,
+            )
         )
         for captured in (True, False)
     )
     params, x, t = params_of(2), torch.randn(4, 3), torch.randn(4, 3)
-    with pytest.warns(UserWarning, match=f"capture=True: steps run without a graph, since .*{reason}"):
+    with pytest.warns(
+        UserWarning, match=f"capture=True: steps run without a graph, since .*{reason}"
+    ):
         steps = [with_graph(params, x, t) for _ in range(3)]
     assert all(equal(step, without(params, x, t)) for step in steps)
     assert recorder.replayed == 0
 
 
 def test_each_runs_in_every_step(recorder: Recorder):
-    pipe = fpipe.pipeline([layer] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=True)
+    pipe = fpipe.pipeline(
+        [layer] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=True
+    )
     step = fpipe.value_and_grad(pipe, each=lambda number, y, loss: number)
     with pytest.warns(UserWarning, match="each= is a function of Python that every step calls"):
         results = [step(params_of(2), torch.ones(4, 3), torch.ones(4, 3))[0][1] for _ in range(3)]
@@ -236,7 +258,9 @@ def test_an_error_of_the_first_step_is_raised(recorder: Recorder):
 
 
 def test_without_a_gpu_it_is_refused():
-    with pytest.raises(fpipe.StageError, match=r'one GPU, as fpipe.local\(devices=.*compile="cudagraphs"'):
+    with pytest.raises(
+        fpipe.StageError, match=r'one GPU, as fpipe.local\(devices=.*compile="cudagraphs"'
+    ):
         fpipe.pipeline([layer] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=True)
 
 
@@ -255,7 +279,9 @@ def test_on_a_gpu(schedule: str):
     device = torch.accelerator.current_accelerator()
     group = fpipe.local(devices=[f"{device}:0"] * 2)
     pipe = lambda captured: fpipe.value_and_grad(
-        fpipe.pipeline([layer] * 4, schedule, loss=square, microbatches=4, group=group, capture=captured)
+        fpipe.pipeline(
+            [layer] * 4, schedule, loss=square, microbatches=4, group=group, capture=captured
+        )
     )
     with_graph, plain = pipe(True), pipe(False)
     params = optree.tree_map(lambda p: p.to(device), params_of())

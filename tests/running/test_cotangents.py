@@ -1,4 +1,6 @@
-"""Cotangents of a pullback: checked before anything is consumed, as ``torch.func.vjp`` checks them."""
+"""Cotangents of a pullback: checked before anything is consumed, as ``torch.func.vjp`` checks
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_none_is_the_cotangent_of_a_leaf_that_is_not_used():
     assert torch.equal(dx, torch.ones(4, 3))
 
 
-@pytest.mark.parametrize("dy", [[torch.ones(4, 3)] * 2, (torch.ones(4, 3),), {"a": torch.ones(4, 3)}])
+@pytest.mark.parametrize(
+    "dy", [[torch.ones(4, 3)] * 2, (torch.ones(4, 3),), {"a": torch.ones(4, 3)}]
+)
 def test_a_cotangent_of_another_structure_is_refused(dy: Any):
     _, pullback = pulled(2)
     with pytest.raises(fpipe.BatchError, match="dy does not have the structure of the outputs"):
@@ -55,7 +59,9 @@ def test_a_cotangent_of_another_structure_is_refused(dy: Any):
 
 
 def test_a_cotangent_for_each_scalar_output():
-    """Outputs without axes are stacked, so the cotangent of a batch has one number for each microbatch."""
+    """Outputs without axes are stacked, so the cotangent of a batch has one number for each
+    microbatch.
+    """
     pipe = fpipe.pipeline([lambda p, x: (x * p).sum()], microbatches=2, group=fpipe.local(1))
     y, pullback = fpipe.vjp(pipe, [torch.ones(3)], X)
     assert y.shape == (2,)

@@ -1,7 +1,8 @@
-"""Copies of a pipeline: reduced gradients, ZeRO on parts, and what a plan shows of it, against one pipeline alone.
+"""Copies of a pipeline: reduced gradients, ZeRO on parts, and what a plan shows of it, against one
+pipeline alone.
 
-Most of it runs on two fake processes, each with a local pipeline of two ranks; one job of four gloo processes runs
-every schedule at every level.
+Most of it runs on two fake processes, each with a local pipeline of two ranks; one job of four gloo
+processes runs every schedule at every level.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def dropped(p: Any, x: Tensor) -> Tensor:
 def network(stages: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, 5), "b": (5,), "w2": (5, WIDTH)}
-    return [{k: torch.randn(s, generator=draw) / 3 for k, s in shapes.items()} for _ in range(stages)]
+    return [
+        {k: torch.randn(s, generator=draw) / 3 for k, s in shapes.items()} for _ in range(stages)
+    ]
 
 
 def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
@@ -51,12 +54,16 @@ def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def pipe_of(name: str, copies: Any = None, group: Any = None, fn: Any = block, **keywords: Any) -> Any:
+def pipe_of(
+    name: str, copies: Any = None, group: Any = None, fn: Any = block, **keywords: Any
+) -> Any:
     """A pipeline on two ranks: one copy of several, or one alone with the microbatches of all."""
     number = keywords.pop("microbatches", MICROBATCHES * (1 if copies is not None else 2))
     schedule = fpipe.make_schedule(name, 2, number)
     keywords = {"loss": squared, "tied": TIED if schedule.stages > 2 else []} | keywords
-    return fpipe.pipeline([fn] * schedule.stages, schedule, group=group or fpipe.local(2), dp=copies, **keywords)
+    return fpipe.pipeline(
+        [fn] * schedule.stages, schedule, group=group or fpipe.local(2), dp=copies, **keywords
+    )
 
 
 def step(pipe: Any, copies: Any = None) -> tuple[Tensor, list[Any]]:
@@ -76,11 +83,13 @@ def near(a: Any, b: Any, tolerance: float = 1e-6) -> bool:
     return all((x - y).abs().max() <= tolerance for x, y in pairs)
 
 
-# ---- every schedule, every level ------------------------------------------------------------------------------------
+# ---- every schedule, every level ----
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_are_one_pipeline(name: str):
     alone = step(pipe_of(name))
-    results = [on_copies(lambda dp, z=zero: step(pipe_of(name, dp, zero=z), dp)) for zero in range(4)]
+    results = [
+        on_copies(lambda dp, z=zero: step(pipe_of(name, dp, zero=z), dp)) for zero in range(4)
+    ]
     for both in results:
         assert same(*both), "copies must have one gradient"
         assert same(both[0], results[0][0]), "ZeRO must have the bits of plain copies"
@@ -88,7 +97,9 @@ def test_copies_are_one_pipeline(name: str):
 
 
 def on_gloo(name: str) -> tuple[int, ...]:
-    """The levels to try on real processes: the outer ones, and for three schedules all; the fakes had every one."""
+    """The levels to try on real processes: the outer ones, and for three schedules all; the fakes
+    had every one.
+    """
     return (0, 1, 2, 3) if name in ("1F1B", "ZBVZeroBubble", "DualPipe") else (0, 3)
 
 
@@ -96,11 +107,18 @@ def gloo(names: list[str]) -> dict[tuple[str, int], Any]:
     """One of four processes: loss and gradients by schedule and level."""
     group = fpipe.init(pp=2, dp=2, timeout=60)
     tried = [(name, zero) for name in names for zero in on_gloo(name)]
-    return {(name, zero): step(pipe_of(name, group.dp, group, zero=zero), group.dp) for name, zero in tried}
+    return {
+        (name, zero): step(pipe_of(name, group.dp, group, zero=zero), group.dp)
+        for name, zero in tried
+    }
 
 
 def test_four_processes(long: bool, traces: dict[str, str]):
-    names = NAMES if long else ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe"]
+    names = (
+        NAMES
+        if long
+        else ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe"]
+    )
     results = fpipe.launch(gloo, names, ranks=4, timeout=110, env=traces)
     for name in names:
         value, grads = step(pipe_of(name))
@@ -113,7 +131,7 @@ def test_four_processes(long: bool, traces: dict[str, str]):
                 assert same(results[rank][name, zero], plain), (name, zero)
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training ----
 def train(copies: Any, zero: int, exact: bool = False, **keywords: Any) -> list[Any]:
     pipe = pipe_of("ZBV", copies, zero=zero, **keywords)
     clip = fpipe.clip_by_global_norm(0.1, over=pipe, exact=exact)
@@ -141,21 +159,29 @@ def test_transforms_work_on_parts():
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_exact_norm_has_the_bits_of_whole_leaves(zero: int):
-    """Clipped and trained with it, parts make the same parameters to the bit; where some cannot be gathered, nearly."""
+    """Clipped and trained with it, parts make the same parameters to the bit; where some cannot be
+    gathered, nearly.
+    """
     plain = on_copies(lambda dp: train(dp, 0, exact=True))
     assert same(on_copies(lambda dp: train(dp, zero, exact=True)), plain)
     assert same(on_copies(lambda dp: train(dp, zero, exact=True, bucket_bytes=100)), plain)
-    own = [on_copies(lambda dp, z=z: train(dp, z, exact=True, own=["*.b"], tied=[])) for z in (0, zero)]
+    own = [
+        on_copies(lambda dp, z=z: train(dp, z, exact=True, own=["*.b"], tied=[])) for z in (0, zero)
+    ]
     assert own[1][0][1] == own[1][1][1] and near(own[1][0][0][0]["w1"], own[1][1][0][0]["w1"], 0)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_copies_clip_and_skip_alike_where_each_has_leaves_of_its_own(exact: bool):
-    """A norm counts what copies share once and what they have apart all; else what they share would drift apart."""
+    """A norm counts what copies share once and what they have apart all; else what they share would
+    drift apart.
+    """
 
     def run(dp: Any, zero: int, bad: bool = False) -> tuple[Any, Any]:
         pipe = pipe_of("1F1B", dp, zero=zero, own=["*.b"])
-        tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe, exact=exact))
+        tx = fpipe.chain(
+            fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe, exact=exact)
+        )
         params = pipe.shard(network(2))
         grads = fpipe.grad(pipe)(params, *(t.chunk(2)[dp.here[0]] for t in batch()))
         if bad and dp.here[0]:
@@ -166,8 +192,12 @@ def test_copies_clip_and_skip_alike_where_each_has_leaves_of_its_own(exact: bool
     found = [on_copies(lambda dp, z=zero: run(dp, z)) for zero in (0, 2)]
     (mine, (grads, state)), (others, (theirs, _)) = found[0]
     assert same([p["w1"] for p in mine], [p["w1"] for p in others]) and not same(grads, theirs)
-    counted = optree.tree_leaves([[p["w1"], p["w2"], p["b"], q["b"]] for p, q in zip(grads, theirs, strict=True)])
-    assert state[1].norm.item() == pytest.approx(torch.cat([g.flatten() for g in counted]).norm().item(), rel=1e-5)
+    counted = optree.tree_leaves(
+        [[p["w1"], p["w2"], p["b"], q["b"]] for p, q in zip(grads, theirs, strict=True)]
+    )
+    assert state[1].norm.item() == pytest.approx(
+        torch.cat([g.flatten() for g in counted]).norm().item(), rel=1e-5
+    )
     assert found[1][0][1][1][1].norm.item() == pytest.approx(state[1].norm.item(), rel=1e-6)
     assert [after for after, _ in on_copies(lambda dp: run(dp, 0, bad=True))] == [None, None]
 
@@ -213,16 +243,20 @@ def test_noise_is_another_in_each_part():
     assert (noise - other).abs().min() > 0
 
 
-# ---- options of the reduction -------------------------------------------------------------------------------------
+# ---- options of the reduction ----
 def test_more_copies_than_elements():
-    results = on_copies(lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4)
+    results = on_copies(
+        lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4
+    )
     for copy in results:
         for level in copy:
             assert same(level, results[0][0])
 
 
 def test_weights_count_over_all_copies():
-    """Copies with other numbers of tokens: the gradient is that of the whole batch, not the mean of two means."""
+    """Copies with other numbers of tokens: the gradient is that of the whole batch, not the mean of
+    two means.
+    """
     tokens = fpipe.weighted(lambda t: (t[:, 0] > 0).sum())
 
     def masked(y: Tensor, t: Tensor) -> Tensor:
@@ -230,7 +264,9 @@ def test_weights_count_over_all_copies():
         return (y - t)[kept].square().sum() / (kept.sum().clamp(min=1) * WIDTH)
 
     def run(dp: Any) -> Any:
-        return step(pipe_of("1F1B", dp, loss=fpipe.Stage(masked, engine="eager"), reduction=tokens), dp)
+        return step(
+            pipe_of("1F1B", dp, loss=fpipe.Stage(masked, engine="eager"), reduction=tokens), dp
+        )
 
     (value, grads), other = on_copies(run)
     assert same(other, (value, grads))
@@ -242,13 +278,18 @@ def test_weights_count_over_all_copies():
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_sums(zero: int):
-    (value, grads), _ = on_copies(lambda dp: step(pipe_of("1F1B", dp, reduction="sum", zero=zero), dp))
+    (value, grads), _ = on_copies(
+        lambda dp: step(pipe_of("1F1B", dp, reduction="sum", zero=zero), dp)
+    )
     assert near((value, grads), step(pipe_of("1F1B", reduction="sum")), 1e-5)
 
 
 def test_a_dtype_to_reduce_in():
     def run(dp: Any) -> Any:
-        return [step(pipe_of("1F1B", dp, reduce_dtype=torch.bfloat16, zero=zero), dp) for zero in range(4)]
+        return [
+            step(pipe_of("1F1B", dp, reduce_dtype=torch.bfloat16, zero=zero), dp)
+            for zero in range(4)
+        ]
 
     results = on_copies(run)[0]
     _, whole = step(pipe_of("1F1B"))
@@ -260,7 +301,11 @@ def test_a_dtype_to_reduce_in():
 
 
 def test_a_dtype_to_accumulate_in():
-    results = on_copies(lambda dp: [step(pipe_of("1F1B", dp, accumulate=torch.float64, zero=z), dp) for z in range(4)])
+    results = on_copies(
+        lambda dp: [
+            step(pipe_of("1F1B", dp, accumulate=torch.float64, zero=z), dp) for z in range(4)
+        ]
+    )
     assert all(same(level, results[0][0]) for level in results[0])
     assert all(leaf.dtype == torch.float64 for leaf in optree.tree_leaves(results[0][3][1]))
 
@@ -290,8 +335,15 @@ def test_leaves_that_each_copy_has_for_itself(zero: int):
         return step(pipe_of("1F1B", dp, zero=zero, own=["*.b"]), dp)
 
     results = on_copies(run)
-    both = [step(fpipe.pipeline([block] * 2, "1F1B", loss=squared, microbatches=MICROBATCHES, group=fpipe.local(2)), g)
-            for g in on_copies(lambda dp: dp)]  # fmt: skip
+    both = [
+        step(
+            fpipe.pipeline(
+                [block] * 2, "1F1B", loss=squared, microbatches=MICROBATCHES, group=fpipe.local(2)
+            ),
+            g,
+        )
+        for g in on_copies(lambda dp: dp)
+    ]
     for (_, mine), (_, alone) in zip(results, both, strict=True):
         for stage in range(2):
             assert torch.equal(mine[stage]["b"], alone[stage]["b"] / 2)
@@ -321,7 +373,7 @@ def test_forward_alone_and_pullbacks(zero: int):
     assert near(torch.cat([results[0][2], results[1][2]]), dx)
 
 
-# ---- plans and bytes ------------------------------------------------------------------------------------------------
+# ---- plans and bytes ----
 def plans(name: str, **keywords: Any) -> dict[int, Plan]:
     def run(dp: Any) -> Any:
         pipe = pipe_of(name, dp, **keywords)
@@ -358,10 +410,16 @@ def test_every_stage_is_reduced_once(name: str):
     """After its copies on other ranks, and what it is tied to, were added."""
     for plan in plans(name).values():
         seen = [ins.kind for ins in plan.instructions]
-        stages = [ins.share.stage for ins in plan.instructions if ins.kind == "REDUCE" and ins.share is not None]
+        stages = [
+            ins.share.stage
+            for ins in plan.instructions
+            if ins.kind == "REDUCE" and ins.share is not None
+        ]
         assert len(stages) == len(set(stages)) == 2
         shared = [place for place, kind in enumerate(seen) if kind == "SUM"]
-        assert max(place for place, kind in enumerate(seen) if kind == "REDUCE") > max(shared, default=0)
+        assert max(place for place, kind in enumerate(seen) if kind == "REDUCE") > max(
+            shared, default=0
+        )
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
@@ -370,7 +428,15 @@ def test_stages_whole_at_once(bound: int):
 
     def run(dp: Any) -> Any:
         schedule = fpipe.make_schedule("Interleaved1F1B", 2, 4, 8)
-        pipe = fpipe.pipeline([block] * 8, schedule, loss=squared, group=fpipe.local(2), dp=dp, zero=3, unsharded=bound)
+        pipe = fpipe.pipeline(
+            [block] * 8,
+            schedule,
+            loss=squared,
+            group=fpipe.local(2),
+            dp=dp,
+            zero=3,
+            unsharded=bound,
+        )
         x, y = (t.chunk(2)[dp.here[0]] for t in batch())
         return pipe.plan(pipe.shard(network(8)), x, y).by_rank
 
@@ -400,7 +466,9 @@ def test_the_other_levels_gather_once():
 
 
 class Asleep(LocalGroup):
-    """The first of two copies, of which the other does nothing, so that only this process holds tensors."""
+    """The first of two copies, of which the other does nothing, so that only this process holds
+    tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__((torch.device("cpu"),))
@@ -429,10 +497,14 @@ def few_objects() -> Callable[[], None]:
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 @pytest.mark.parametrize("bound", [1, 2, 3])
-def test_bytes_held_are_parts_and_whole_stages(bound: int, engine: Any, few_objects: Callable[[], None]):
-    """By measurement: after every instruction, all memory alive of the size of a stage's large leaf, or of its part.
+def test_bytes_held_are_parts_and_whole_stages(
+    bound: int, engine: Any, few_objects: Callable[[], None]
+):
+    """By measurement: after every instruction, all memory alive of the size of a stage's large
+    leaf, or of its part.
 
-    That leaf is frozen, so that no gradient has its size. A stage on autograd keeps what its graph holds.
+    That leaf is frozen, so that no gradient has its size. A stage on autograd keeps what its graph
+    holds.
     """
     width, stages = 64, 6
 
@@ -440,8 +512,17 @@ def test_bytes_held_are_parts_and_whole_stages(bound: int, engine: Any, few_obje
         return x + torch.tanh(x @ p["w"]) * p["scale"]
 
     schedule = fpipe.make_schedule("Interleaved1F1B", 1, 4, stages)
-    pipe = fpipe.pipeline([wide] * stages, schedule, loss=squared, group=fpipe.local(1), dp=Asleep(), zero=3,
-                          unsharded=bound, frozen=["*.w"], engine=engine)  # fmt: skip
+    pipe = fpipe.pipeline(
+        [wide] * stages,
+        schedule,
+        loss=squared,
+        group=fpipe.local(1),
+        dp=Asleep(),
+        zero=3,
+        unsharded=bound,
+        frozen=["*.w"],
+        engine=engine,
+    )
     network = [{"w": torch.eye(width), "scale": torch.ones(width)} for _ in range(stages)]
     x = torch.zeros(4, width)
     fpipe.grad(pipe)(pipe.shard(network), x, x)
@@ -454,7 +535,9 @@ def test_bytes_held_are_parts_and_whole_stages(bound: int, engine: Any, few_obje
         def step(r: Any) -> Any:
             nonlocal most
             out = one(r)
-            tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.layout is torch.strided]
+            tensors = [
+                t for t in gc.get_objects() if type(t) is Tensor and t.layout is torch.strided
+            ]
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
             most = max(most, sum(size for size in held.values() if size in (whole, part)))
             return out
@@ -470,15 +553,21 @@ def test_bytes_held_are_parts_and_whole_stages(bound: int, engine: Any, few_obje
         assert most == stages * part + bound * whole
         assert cached.prepared.plans[0].peak > bound * whole, "the plan counts them"
     else:
-        assert most > stages * part + bound * whole, "documented: autograd's graph keeps parameters to the backward"
+        assert most > stages * part + bound * whole, (
+            "documented: autograd's graph keeps parameters to the backward"
+        )
 
 
-# ---- layouts --------------------------------------------------------------------------------------------------------
+# ---- layouts ----
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("limit", [1, 200, 1 << 20])
 def test_parts_make_the_whole(parts: int, limit: int):
     shapes = [(3, 5), (7,), (), (40,), (0, 3), (2, 2)]
-    leaves = [torch.randn(shape) for shape in shapes] + [torch.randn(4).bfloat16(), torch.arange(3), "text"]
+    leaves = [torch.randn(shape) for shape in shapes] + [
+        torch.randn(4).bfloat16(),
+        torch.arange(3),
+        "text",
+    ]
     flags = [True, False, True, True, True, False, True, False, False]
     layouts = [Layout.of(leaves, flags, part, parts, limit) for part in range(parts)]
     cuts = [layout.cut(leaves) for layout in layouts]
@@ -487,7 +576,8 @@ def test_parts_make_the_whole(parts: int, limit: int):
     for bucket in layouts[0].buckets:
         assert {flags[i] for i in bucket.leaves} == {bucket.trained}
         memories = [
-            layout.fill(bucket, [cut[i] for i in bucket.leaves]) for layout, cut in zip(layouts, cuts, strict=True)
+            layout.fill(bucket, [cut[i] for i in bucket.leaves])
+            for layout, cut in zip(layouts, cuts, strict=True)
         ]
         whole = (
             torch.cat([memory.chunk(parts)[part] for part, memory in enumerate(memories)])
@@ -496,10 +586,12 @@ def test_parts_make_the_whole(parts: int, limit: int):
         )
         for index, leaf in zip(bucket.leaves, layouts[0].whole(bucket, whole), strict=True):
             assert torch.equal(leaf, leaves[index])
-        assert torch.equal(layouts[0].pack(bucket, [leaves[i] for i in bucket.leaves], bucket.dtype), whole)
+        assert torch.equal(
+            layouts[0].pack(bucket, [leaves[i] for i in bucket.leaves], bucket.dtype), whole
+        )
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ----
 def test_mistakes_are_reported():
     with pytest.raises(fpipe.StageError, match="zero=2 needs copies"):
         pipe_of("1F1B", zero=2)
@@ -522,8 +614,13 @@ def test_one_copy_is_none():
         x, y = (t[: MICROBATCHES * ROWS] for t in batch())
         pipe = pipe_of("ZBV", fpipe.local(1), zero=zero)
         value, grads = fpipe.value_and_grad(pipe)(pipe.shard(network(4)), x, y)
-        plain = fpipe.pipeline([block] * 4, fpipe.make_schedule("ZBV", 2, MICROBATCHES), loss=squared,
-                               group=fpipe.local(2), tied=TIED)  # fmt: skip
+        plain = fpipe.pipeline(
+            [block] * 4,
+            fpipe.make_schedule("ZBV", 2, MICROBATCHES),
+            loss=squared,
+            group=fpipe.local(2),
+            tied=TIED,
+        )
         assert same((value, pipe.unshard(grads)), fpipe.value_and_grad(plain)(network(4), x, y))
 
 
@@ -542,7 +639,9 @@ def test_copies_that_differ_are_reported():
 
 def test_an_own_pattern_that_fits_nothing_is_refused():
     def run(dp: Any) -> None:
-        fpipe.grad(pipe_of("1F1B", dp, own=["*.bb"]))(network(2), *(t.chunk(2)[dp.here[0]] for t in batch()))
+        fpipe.grad(pipe_of("1F1B", dp, own=["*.bb"]))(
+            network(2), *(t.chunk(2)[dp.here[0]] for t in batch())
+        )
 
     with pytest.raises(fpipe.StageError, match=r"own='\*\.bb' matches no leaf"):
         on_copies(run)
@@ -554,7 +653,9 @@ def test_to_module_joins_the_parts_of_copies(zero: int):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
         stages, params = fpipe.from_module(model, cuts=["2"])
-        pipe = fpipe.pipeline(stages, "1F1B", microbatches=1, group=fpipe.local(2), dp=dp, zero=zero)
+        pipe = fpipe.pipeline(
+            stages, "1F1B", microbatches=1, group=fpipe.local(2), dp=dp, zero=zero
+        )
         parts = tree.tree_map(lambda t: t + 1, pipe.shard(params))
         before = [p.clone() for p in model.parameters()]
         fpipe.to_module(model, parts, gather=pipe)
@@ -565,11 +666,18 @@ def test_to_module_joins_the_parts_of_copies(zero: int):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_microbatches_are_added_and_copies_averaged(weighted: bool):
-    """As trainers count that multiply a loss by the number of copies: the sum of a copy, then the mean over copies."""
+    """As trainers count that multiply a loss by the number of copies: the sum of a copy, then the
+    mean over copies.
+    """
     reduction = fpipe.weighted(lambda t: t[0, 0].abs()) if weighted else "sum"
-    alone = [step(pipe_of("1F1B", reduction=reduction, group=fpipe.local(2), microbatches=4), part(n)) for n in (0, 1)]
+    alone = [
+        step(pipe_of("1F1B", reduction=reduction, group=fpipe.local(2), microbatches=4), part(n))
+        for n in (0, 1)
+    ]
     want = optree.tree_map(lambda a, b: (a + b) / 2, *alone, namespace="fpipe")
-    both = on_copies(lambda dp: step(pipe_of("1F1B", dp, reduction=reduction, dp_reduction="mean"), dp))
+    both = on_copies(
+        lambda dp: step(pipe_of("1F1B", dp, reduction=reduction, dp_reduction="mean"), dp)
+    )
     assert near(both[0], want)
     assert same(*both)
 

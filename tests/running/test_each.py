@@ -16,9 +16,18 @@ PARAMS = [torch.eye(4) * (s + 1) / 4 for s in range(4)]
 X, T = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 
 
-def piped(schedule: str = "1F1B", loss: Any = squared, ranks: int = 2, **more: Any) -> fpipe.Pipeline:
+def piped(
+    schedule: str = "1F1B", loss: Any = squared, ranks: int = 2, **more: Any
+) -> fpipe.Pipeline:
     microbatches = more.pop("microbatches", 4)
-    return fpipe.pipeline([layer] * 4, schedule, loss=loss, microbatches=microbatches, group=fpipe.local(ranks), **more)
+    return fpipe.pipeline(
+        [layer] * 4,
+        schedule,
+        loss=loss,
+        microbatches=microbatches,
+        group=fpipe.local(ranks),
+        **more,
+    )
 
 
 def plain(number: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +44,8 @@ def test_each_gets_output_and_loss(schedule: str, engine: str):
     ranks = 4 if schedule == "1F1B" else 2
     without = fpipe.value_and_grad(piped(schedule, ranks=ranks, engine=engine))(PARAMS, X, T)
     step = fpipe.value_and_grad(
-        piped(schedule, ranks=ranks, engine=engine), each=lambda number, y, loss: {"n": number, "y": y, "loss": loss}
+        piped(schedule, ranks=ranks, engine=engine),
+        each=lambda number, y, loss: {"n": number, "y": y, "loss": loss},
     )
     (loss, results), grads = step(PARAMS, X, T)
     assert same((loss, grads), without)
@@ -49,7 +59,9 @@ def test_each_gets_all_that_the_loss_returned():
     step = fpipe.value_and_grad(piped(loss=loss), has_aux=True, each=lambda number, y, out: out)
     (_, results), _ = step(PARAMS, X, T)
     assert [float(scalar) for scalar, _ in results] == [float(plain(n)[1]) for n in range(4)]
-    assert [float(aux["mean"]) for _, aux in results] == [float(plain(n)[0].mean()) for n in range(4)]
+    assert [float(aux["mean"]) for _, aux in results] == [
+        float(plain(n)[0].mean()) for n in range(4)
+    ]
     assert {aux["name"] for _, aux in results} == {"constant"}
 
 
@@ -62,7 +74,9 @@ class Metric:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_a_loss_on_autograd_returns_metrics_of_any_kind(schedule: str):
-    """Python numbers that differ in every microbatch and call, objects, tensors: no trace, no plan for each value."""
+    """Python numbers that differ in every microbatch and call, objects, tensors: no trace, no plan
+    for each value.
+    """
     calls = []
 
     def loss(y: Tensor, t: Tensor) -> tuple[Tensor, Any]:
@@ -97,9 +111,13 @@ def test_forward_only_with_a_loss():
 
 
 def test_outputs_that_the_loss_does_not_read_reach_each():
-    """A leaf that stages pass on, and that only ``each`` reads, is sent to the rank of the last stage."""
+    """A leaf that stages pass on, and that only ``each`` reads, is sent to the rank of the last
+    stage.
+    """
     stages = [lambda p, x: (x[0] @ p, x[1])] * 2
-    pipe = fpipe.pipeline(stages, loss=lambda y, t: squared(y[0], t), microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        stages, loss=lambda y, t: squared(y[0], t), microbatches=2, group=fpipe.local(2)
+    )
     step = fpipe.value_and_grad(pipe, each=lambda number, y, loss: y[1])
     (_, results), _ = step(PARAMS[:2], (X, torch.arange(8)), T)
     assert [row.tolist() for row in results] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -111,7 +129,11 @@ def test_state_and_weights():
 
     stages = [fpipe.Stage(counted, state=True, initial_state=torch.tensor(0)), layer]
     pipe = fpipe.pipeline(
-        stages, loss=squared, microbatches=2, group=fpipe.local(2), reduction=fpipe.weighted(lambda t: len(t))
+        stages,
+        loss=squared,
+        microbatches=2,
+        group=fpipe.local(2),
+        reduction=fpipe.weighted(lambda t: len(t)),
     )
     (_, results, state), _ = fpipe.value_and_grad(pipe, each=lambda n, y, loss: n)(PARAMS[:2], X, T)
     assert results == [0, 1]
@@ -122,16 +144,25 @@ def test_other_ranks_get_none():
     def rank(group: Any) -> Any:
         stages = [layer] * 2
         pipe = fpipe.pipeline(stages, loss=squared, microbatches=2, group=group)
-        everywhere = fpipe.pipeline(stages, loss=squared, microbatches=2, group=group, outputs="everywhere")
+        everywhere = fpipe.pipeline(
+            stages, loss=squared, microbatches=2, group=group, outputs="everywhere"
+        )
         each = lambda number, y, loss: float(loss)
-        found = [fpipe.value_and_grad(p, each=each)(p.place(PARAMS[:2]), X, T)[0][1] for p in (pipe, everywhere)]
+        found = [
+            fpipe.value_and_grad(p, each=each)(p.place(PARAMS[:2]), X, T)[0][1]
+            for p in (pipe, everywhere)
+        ]
         try:
-            fpipe.value_and_grad(pipe, each=each if group.here == (0,) else None)(pipe.place(PARAMS[:2]), X, T)
+            fpipe.value_and_grad(pipe, each=each if group.here == (0,) else None)(
+                pipe.place(PARAMS[:2]), X, T
+            )
         except fpipe.MismatchError as error:
             return *found, str(error)
         raise AssertionError("ranks that disagree about each= must be refused")
 
-    (first, all_first, text), (last, all_last, _) = fpipe.testing.run(rank, ranks=2, order="buffered", seed=0)
+    (first, all_first, text), (last, all_last, _) = fpipe.testing.run(
+        rank, ranks=2, order="buffered", seed=0
+    )
     assert first is None
     assert last == all_first == all_last
     assert len(last) == 2
@@ -156,7 +187,9 @@ def test_inside_a_transform():
     pipe = piped(microbatches=2)
 
     def value(p: Tensor) -> Tensor:
-        (loss, results), _ = fpipe.value_and_grad(pipe, each=lambda n, y, loss: loss)([p, *PARAMS[1:]], X, T)
+        (loss, results), _ = fpipe.value_and_grad(pipe, each=lambda n, y, loss: loss)(
+            [p, *PARAMS[1:]], X, T
+        )
         return loss + 0 * results[0]
 
     assert torch.allclose(torch.func.vmap(value)(torch.stack([PARAMS[0]] * 2)), pipe(PARAMS, X, T))

@@ -1,4 +1,6 @@
-"""Arguments and stages that only another process has: ``fpipe.elsewhere``, ``fpipe.Stage.elsewhere``."""
+"""Arguments and stages that only another process has: ``fpipe.elsewhere``,
+``fpipe.Stage.elsewhere``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def step_alone(schedule: str, group: Any, x: Any, t: Any, stages: Any = None, **
     stages, ranks = stages or [layer] * 4, group.size
     placement = fpipe.make_schedule(schedule, ranks, 4, stages=4).placement
     pipe = fpipe.pipeline(
-        cut(stages, placement, group), schedule, loss=more.pop("loss", squared), microbatches=4, group=group, **more
+        cut(stages, placement, group),
+        schedule,
+        loss=more.pop("loss", squared),
+        microbatches=4,
+        group=group,
+        **more,
     )
     params = [p if s in pipe.here else None for s, p in enumerate(PARAMS)]
     has = lambda stage: stage in pipe.here
@@ -48,9 +55,13 @@ def step_alone(schedule: str, group: Any, x: Any, t: Any, stages: Any = None, **
 def test_ranks_have_what_is_theirs_alone(schedule: str, shaped: bool):
     ranks = 4 if schedule in ("1F1B", "DualPipe") else 2
     absent = fpipe.elsewhere((8, 4), torch.float32) if shaped else fpipe.elsewhere()
-    pipe = fpipe.pipeline([layer] * 4, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks))
+    pipe = fpipe.pipeline(
+        [layer] * 4, schedule, loss=squared, microbatches=4, group=fpipe.local(ranks)
+    )
     loss, grads = fpipe.value_and_grad(pipe)(PARAMS, X, T)
-    for (value, parts), mine in on_ranks(lambda group: step_alone(schedule, group, absent, absent), ranks):
+    for (value, parts), mine in on_ranks(
+        lambda group: step_alone(schedule, group, absent, absent), ranks
+    ):
         assert same(value, loss)
         for stage in range(4):
             assert same(parts[stage], grads[stage] if stage in mine.here else None)
@@ -90,7 +101,10 @@ def test_a_later_shape_where_each_call_says_it():
         pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=2, group=group)
         step, params = fpipe.value_and_grad(pipe), pipe.place(PARAMS[:2])
         away = lambda rows: fpipe.elsewhere((rows, 4), torch.float32)
-        losses = [float(step(params, X[:n] if first else away(n), T[:n] if last else away(n))[0]) for n in (4, 8, 4)]
+        losses = [
+            float(step(params, X[:n] if first else away(n), T[:n] if last else away(n))[0])
+            for n in (4, 8, 4)
+        ]
         with pytest.raises(fpipe.MismatchError, match="disagree about the shape of x"):
             step(params, X[:2] if first else away(6), T[:2] if last else away(6))
         return losses
@@ -132,7 +146,9 @@ def test_microbatches_of_several_lengths_elsewhere(whole: bool):
 
 
 def test_trees_side_inputs_and_weights():
-    """A batch of several leaves, one passed on to the last stage; a mask of the loss; weights by targets."""
+    """A batch of several leaves, one passed on to the last stage; a mask of the loss; weights by
+    targets.
+    """
     stages = [lambda p, x: {"h": x["h"] @ p, "id": x["id"]}] * 2
 
     def loss(y: Any, t: Tensor, *, mask: Tensor) -> Tensor:
@@ -141,15 +157,25 @@ def test_trees_side_inputs_and_weights():
     batch = {"h": X.T.contiguous().T, "id": torch.arange(8.0)}  # x is not contiguous
     mask = torch.arange(8) % 2
     make = lambda group: fpipe.pipeline(
-        stages, loss=loss, microbatches=2, group=group, reduction=fpipe.weighted(lambda t, *, mask: mask.sum())
+        stages,
+        loss=loss,
+        microbatches=2,
+        group=group,
+        reduction=fpipe.weighted(lambda t, *, mask: mask.sum()),
     )
 
     def rank(group: Any) -> Any:
-        away = {"x": fpipe.elsewhere(), "t": fpipe.elsewhere((8, 4)), "mask": fpipe.elsewhere((8,), torch.int64)}
+        away = {
+            "x": fpipe.elsewhere(),
+            "t": fpipe.elsewhere((8, 4)),
+            "mask": fpipe.elsewhere((8,), torch.int64),
+        }
         have = {"x": batch} if group.here == (0,) else {"t": T, "mask": mask}
         args = away | have
         pipe = make(group)
-        return fpipe.value_and_grad(pipe)(pipe.place(PARAMS[:2]), args["x"], args["t"], mask=args["mask"])
+        return fpipe.value_and_grad(pipe)(
+            pipe.place(PARAMS[:2]), args["x"], args["t"], mask=args["mask"]
+        )
 
     value, grads = fpipe.value_and_grad(make(fpipe.local(2)))(PARAMS[:2], batch, T, mask=mask)
     (first, one), (second, two) = on_ranks(rank)
@@ -169,7 +195,13 @@ def test_what_other_ranks_know_of_a_stage():
 
     stages = [
         fpipe.Stage(embed, ties=(("w", "table"),)),
-        fpipe.Stage(counted, state=True, initial_state=torch.tensor(0), frozen=("b",), ties=(("w", "table"),)),
+        fpipe.Stage(
+            counted,
+            state=True,
+            initial_state=torch.tensor(0),
+            frozen=("b",),
+            ties=(("w", "table"),),
+        ),
     ]
     params = [{"w": PARAMS[0]}, {"w": PARAMS[0], "b": torch.ones(4)}]
     make = lambda group, mine: fpipe.pipeline(mine, loss=squared, microbatches=2, group=group)
@@ -178,7 +210,10 @@ def test_what_other_ranks_know_of_a_stage():
 
     def rank(group: Any) -> Any:
         here = group.here[0]
-        pipe = make(group, [stage if s == here else fpipe.Stage.elsewhere() for s, stage in enumerate(stages)])
+        pipe = make(
+            group,
+            [stage if s == here else fpipe.Stage.elsewhere() for s, stage in enumerate(stages)],
+        )
         assert pipe.tied == (("0.w", "1.w"),)
         assert pipe.config.frozen == ("1.b",)
         mine = [p if s == here else None for s, p in enumerate(params)]
@@ -197,7 +232,11 @@ def test_what_other_ranks_know_of_a_stage():
 @pytest.mark.parametrize(
     ("x", "t", "match"),
     [
-        (fpipe.elsewhere(), fpipe.elsewhere(), "target 0 is elsewhere, but it is read with stage 1"),
+        (
+            fpipe.elsewhere(),
+            fpipe.elsewhere(),
+            "target 0 is elsewhere, but it is read with stage 1",
+        ),
         ({"a": X, "b": fpipe.elsewhere((8, 4))}, T, "beside fpipe.elsewhere"),
         ({"a": fpipe.elsewhere(), "b": fpipe.elsewhere((8, 4))}, T, "stands for a whole argument"),
         (fpipe.elsewhere((7, 4)), T, "x has 7 rows, which 2 microbatches do not divide"),
@@ -265,15 +304,23 @@ def test_one_rank_leaves_stages_out_and_another_calls():
     assert all("every rank builds the pipeline" in text for text in on_ranks(rank))
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----
 def _clients() -> Any:
-    """What a client has: a mesh, the modules of its own stages, inputs on one rank and targets on another."""
+    """What a client has: a mesh, the modules of its own stages, inputs on one rank and targets on
+    another.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
     group = fpipe.adopt(mesh["pp"], device="cpu:0", timeout=30)
     out = []
     for adopted in (group, fpipe.adopt(dist.new_group(), timeout=30)):  # type: ignore[arg-type]
         (loss, grads), pipe = step_alone("ZBV", adopted, fpipe.elsewhere(), fpipe.elsewhere())
-        out.append((loss, [None if g is None else g.sum() for g in grads], adopted.here[0] == pipe.output_rank))
+        out.append(
+            (
+                loss,
+                [None if g is None else g.sum() for g in grads],
+                adopted.here[0] == pipe.output_rank,
+            )
+        )
     with pytest.raises(fpipe.GroupError, match="one of them, as in mesh"):
         fpipe.adopt(mesh)
     with pytest.raises(fpipe.GroupError, match="carries"):

@@ -1,5 +1,6 @@
-"""Forward-only calls over processes: logits on the rank of the last stage, zeros of their shape elsewhere, and no trace
-of it in the training steps around them."""
+"""Forward-only calls over processes: logits on the rank of the last stage, zeros of their shape
+elsewhere, and no trace of it in the training steps around them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def _everything() -> list[str]:
     model = language_model()
     tokens, targets = batch(2 * MICROBATCHES)
     want = model(tokens).detach()
-    return [fault for name in SCHEDULES for fault in _one(name, group, model, tokens, targets, want)]
+    return [
+        fault for name in SCHEDULES for fault in _one(name, group, model, tokens, targets, want)
+    ]
 
 
 def _one(name: str, group: Any, model: Any, tokens: Any, targets: Any, want: Any) -> list[str]:
@@ -59,7 +62,9 @@ def _one(name: str, group: Any, model: Any, tokens: Any, targets: Any, want: Any
     forward("between steps")
     again, same = train(params, tokens, targets)
     pairs = [(own[n], other[n]) for own, other in zip(grads, same, strict=True) for n in own or ()]
-    if not torch.equal(loss, again) or not all(a is b is None or torch.equal(a, b) for a, b in pairs):
+    if not torch.equal(loss, again) or not all(
+        a is b is None or torch.equal(a, b) for a, b in pairs
+    ):
         faults.append(f"{name}: the gradient changed")
     everywhere = fpipe.pipeline(stages, name, outputs="everywhere", **ask)(params, tokens)
     if not torch.allclose(everywhere, want, rtol=1e-5, atol=1e-5):
@@ -80,5 +85,6 @@ def test_outputs_in_the_shorter_order_have_the_same_bits(name: str, ranks: int):
     x = torch.randn(16, 3)
     pipe = fpipe.pipeline([layer] * schedule.stages, schedule, group=fpipe.local(ranks))
     assert torch.equal(
-        pipe(params, x), torch.cat([reduce(lambda y, p: layer(p, y), params, part) for part in x.chunk(8)])
+        pipe(params, x),
+        torch.cat([reduce(lambda y, p: layer(p, y), params, part) for part in x.chunk(8)]),
     )

@@ -1,4 +1,6 @@
-"""Forward mode, Hessians and meta-gradients of pipelines, beside plain torch.func on the unsplit model."""
+"""Forward mode, Hessians and meta-gradients of pipelines, beside plain torch.func on the unsplit
+model.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ def head(p: Any, x: Tensor) -> Tensor:
 def parameters(seed: int) -> list[Any]:
     draw = torch.Generator().manual_seed(seed)
     wte = torch.randn(WORDS, WIDTH, generator=draw)
-    return [{"wte": wte}, *({"qkv": torch.randn(WIDTH, 3 * WIDTH, generator=draw) / 2} for _ in "ab"),
-            {"wte": wte.clone()}]  # fmt: skip
+    return [
+        {"wte": wte},
+        *({"qkv": torch.randn(WIDTH, 3 * WIDTH, generator=draw) / 2} for _ in "ab"),
+        {"wte": wte.clone()},
+    ]
 
 
 def unsplit(params: list[Any], tied: bool = False) -> Tensor:
@@ -85,7 +90,10 @@ def test_on_a_local_group():
 def test_on_two_ranks():
     found = fpipe.launch(on_a_process, ranks=2, timeout=100)
     assert torch.equal(found[0][0][1], found[1][0][1])
-    check(found[0][0], [part if part is not None else found[1][1][s] for s, part in enumerate(found[0][1])])
+    check(
+        found[0][0],
+        [part if part is not None else found[1][1][s] for s, part in enumerate(found[0][1])],
+    )
 
 
 def layers() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -98,7 +106,9 @@ def layers() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
 def test_along_the_input(engine: Any):
     """Without a loss outputs come back, and x may change too."""
     params, v, x, dx = layers()
-    pipe = fpipe.pipeline([layer, layer], "GPipe", microbatches=2, group=fpipe.local(2), engine=engine)
+    pipe = fpipe.pipeline(
+        [layer, layer], "GPipe", microbatches=2, group=fpipe.local(2), engine=engine
+    )
     want = torch.func.jvp(lambda p, x: layer(p[1], layer(p[0], x)), (params, x), (v, dx))
     close(fpipe.jvp(pipe, (params, x), (v, dx)), want)
     parts = [fpipe.Microbatches(batch.split(2)) for batch in (x, dx)]
@@ -110,7 +120,9 @@ def test_along_the_input(engine: Any):
 
 def test_frozen_leaves():
     params, v, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), frozen=["0"])
+    pipe = fpipe.pipeline(
+        [layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), frozen=["0"]
+    )
     found = fpipe.hvp(pipe, params, v, x, t)
     model = lambda p: squared(layer(p[1], layer(p[0], x)), t)
     want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
@@ -128,16 +140,24 @@ def test_bad_tangents():
     with pytest.raises(StageError, match="not have its form"):
         fpipe.jvp(pipe, ([{"w": p} for p in params],), (v,), x, t)
     with pytest.raises(StageError, match="needs a loss"):
-        fpipe.hvp(fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1)), params[:1], v[:1], x)
-    stateful = fpipe.pipeline([fpipe.Stage(lambda p, s, x: (x, s), state=True)], microbatches=1, group=fpipe.local(1))
+        fpipe.hvp(
+            fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1)), params[:1], v[:1], x
+        )
+    stateful = fpipe.pipeline(
+        [fpipe.Stage(lambda p, s, x: (x, s), state=True)], microbatches=1, group=fpipe.local(1)
+    )
     with pytest.raises(StageError, match="with state"):
         fpipe.jvp(stateful, (params[:1],), (v[:1],), x)
 
 
 def test_meta_gradient():
-    """The learning rate of one inner step, by torch.func over a function that calls the pipeline."""
+    """The learning rate of one inner step, by torch.func over a function that calls the
+    pipeline.
+    """
     params, _, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], "1F1B", loss=squared, microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [layer, layer], "1F1B", loss=squared, microbatches=2, group=fpipe.local(2)
+    )
     whole = lambda p: squared(layer(p[1], layer(p[0], x)), t)
 
     def after(rate: Tensor, loss: Any) -> Tensor:
@@ -154,7 +174,9 @@ def test_meta_gradient():
 def test_meta_gradients_by_parameters_and_input(schedule: str):
     """fpipe's gradient inside torch.func's: the start value, and the rows."""
     params, v, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], schedule, loss=squared, microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [layer, layer], schedule, loss=squared, microbatches=2, group=fpipe.local(2)
+    )
     whole = lambda p, x: squared(layer(p[1], layer(p[0], x)), t)
 
     def after(params: Any, x: Tensor, both: Any, loss: Any) -> Tensor:
@@ -170,18 +192,24 @@ def test_meta_gradients_by_parameters_and_input(schedule: str):
     close(torch.func.grad(after, (0, 1))(params, x, *arguments), want)
     along = torch.func.jvp(lambda p: after(p, x, *arguments), (params,), (v,))[1]
     wanted = sum((g * d).sum() for g, d in zip(want[0], v, strict=True))
-    torch.testing.assert_close(along.float(), wanted, rtol=1e-4, atol=1e-5)  # torch's tangents of scalars are doubles
+    torch.testing.assert_close(
+        along.float(), wanted, rtol=1e-4, atol=1e-5
+    )  # torch's tangents of scalars are doubles
     many = torch.vmap(lambda x: after(params, x, *arguments))(torch.stack([x, 2 * x]))
     close(many, torch.stack([after(params, rows, plain, whole) for rows in (x, 2 * x)]))
 
 
 def test_gradients_inside_a_transform_have_their_form():
-    """Frozen leaves, further values, scales and Microbatches: as without a transform, if nothing is differentiated."""
+    """Frozen leaves, further values, scales and Microbatches: as without a transform, if nothing is
+    differentiated.
+    """
     params, _, x, t = layers()
     own = [{"w": p, "n": 2} for p in params]
     stage = lambda p, x: layer(p["w"], x) * p["n"]
     loss = lambda y, t: (squared(y, t), {"most": y.max()})
-    pipe = fpipe.pipeline([stage, stage], loss=loss, microbatches=2, group=fpipe.local(2), frozen=["0"])
+    pipe = fpipe.pipeline(
+        [stage, stage], loss=loss, microbatches=2, group=fpipe.local(2), frozen=["0"]
+    )
     parts = fpipe.Microbatches(x.split([1, 3])), fpipe.Microbatches(t.split([1, 3]))
     both = fpipe.value_and_grad(pipe, (0, 1), has_aux=True)
     outside = both(own, *parts, loss_scale=4.0)
@@ -196,19 +224,28 @@ def test_gradients_inside_a_transform_have_their_form():
 
     torch.func.grad(watched)(torch.tensor(0.0))
     value, aux, grads, dx = seen[0]
-    assert optree.tree_structure(grads) == optree.tree_structure(outside[1][0]) and grads[0] == {"n": None, "w": None}
+    assert optree.tree_structure(grads) == optree.tree_structure(outside[1][0]) and grads[0] == {
+        "n": None,
+        "w": None,
+    }
     close((value, aux, grads, dx), (*outside[0], outside[1][0], list(outside[1][1])))
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch", "instance"])
 def test_hessians_through_norms(norm: str):
-    """The second derivative counts what a normalization's statistics do, as forward over reverse does."""
+    """The second derivative counts what a normalization's statistics do, as forward over reverse
+    does.
+    """
 
     def normed(p: Tensor, x: Tensor) -> Tensor:
         h = (x @ p)[:, None].expand(-1, 2, -1) * torch.tensor([1.0, 2.0])[:, None]
         if norm == "layer":
             return F.layer_norm(h, (3,), p[0], p[1])
-        return F.batch_norm(h, None, None, p[0, :2], training=True) if norm == "batch" else F.instance_norm(h)
+        return (
+            F.batch_norm(h, None, None, p[0, :2], training=True)
+            if norm == "batch"
+            else F.instance_norm(h)
+        )
 
     params, v, x, _ = layers()
     cubes = lambda y: y.pow(3).mean()
@@ -235,8 +272,13 @@ def test_an_error_of_a_stage_inside_a_transform_names_the_stage(place: str):
         moved = [p + rate for p in params]
         return pipe(moved, x, each=wrong)[0] if place == "each" else pipe(moved, x, t)
 
-    what = {"stage": r"stage \S*wrong on microbatch 0", "loss": r"the loss \S*wrong on microbatch 0"}
+    what = {
+        "stage": r"stage \S*wrong on microbatch 0",
+        "loss": r"the loss \S*wrong on microbatch 0",
+    }
     text = what.get(place, "each= after microbatch 0")
-    with pytest.raises(fpipe.ActionError, match=rf"{text} raised AttributeError at .*\.py:\d+ \(return len") as caught:
+    with pytest.raises(
+        fpipe.ActionError, match=rf"{text} raised AttributeError at .*\.py:\d+ \(return len"
+    ) as caught:
         torch.func.grad(value)(torch.tensor(0.0))
     assert isinstance(caught.value.__cause__, AttributeError)

@@ -82,7 +82,9 @@ def counts_inside(option: str, pipe: fpipe.Pipeline, params: list[Tensor]) -> No
 def test_ties_count_inside_torch_func():
     params = parameters()
     params[1] = params[0].clone()
-    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), tied=[("0", "1")])
+    pipe = fpipe.pipeline(
+        [layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), tied=[("0", "1")]
+    )
     counts_inside("tied", pipe, params)
 
 
@@ -90,13 +92,17 @@ def test_seeds_count_inside_torch_func():
     def noisy(p: Tensor, x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(layer(p, x), 0.5)
 
-    pipe = fpipe.pipeline([noisy, noisy], loss=squared, microbatches=2, group=fpipe.local(2), seed=3)
+    pipe = fpipe.pipeline(
+        [noisy, noisy], loss=squared, microbatches=2, group=fpipe.local(2), seed=3
+    )
     counts_inside("seed", pipe, parameters())
 
 
 def test_accumulate_counts_inside_torch_func():
     params = [p.bfloat16() for p in parameters()]
-    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=4, group=fpipe.local(2), accumulate=torch.float32)
+    pipe = fpipe.pipeline(
+        [layer, layer], loss=squared, microbatches=4, group=fpipe.local(2), accumulate=torch.float32
+    )
     x, y = X.bfloat16(), Y.bfloat16()
     _, plain = fpipe.value_and_grad(pipe)(params, x, y)
 
@@ -106,9 +112,9 @@ def test_accumulate_counts_inside_torch_func():
 
     try:
         torch.func.grad(outer)(params)
-        _, grads = torch.func.vmap(lambda _: fpipe.value_and_grad(pipe)(params, x, y), randomness="same")(
-            torch.zeros(1)
-        )
+        _, grads = torch.func.vmap(
+            lambda _: fpipe.value_and_grad(pipe)(params, x, y), randomness="same"
+        )(torch.zeros(1))
     except fpipe.FpipeError as error:
         assert "accumulate" in str(error)
         return
@@ -121,7 +127,11 @@ def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: Any):
 
     def outer(scale: Tensor) -> Tensor:
         pipe = fpipe.pipeline(
-            [layer, lambda p, x: layer(p, x) * scale], loss=squared, microbatches=1, group=fpipe.local(2), engine=engine
+            [layer, lambda p, x: layer(p, x) * scale],
+            loss=squared,
+            microbatches=1,
+            group=fpipe.local(2),
+            engine=engine,
         )
         value, _ = fpipe.value_and_grad(pipe)(params, X, Y)
         return value
@@ -138,9 +148,16 @@ def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: Any):
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 def test_an_inner_step_inside_a_stage(engine: Any):
-    """The gradient of an inner pipeline is differentiated again, with ties and a dtype of accumulation."""
+    """The gradient of an inner pipeline is differentiated again, with ties and a dtype of
+    accumulation.
+    """
     inner = fpipe.pipeline(
-        [layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), tied=[("0", "1")], accumulate=torch.float64
+        [layer, layer],
+        loss=squared,
+        microbatches=2,
+        group=fpipe.local(2),
+        tied=[("0", "1")],
+        accumulate=torch.float64,
     )
     params = parameters()[:1]
 
@@ -149,7 +166,9 @@ def test_an_inner_step_inside_a_stage(engine: Any):
         assert grads[0].dtype == torch.float64
         return layer(p - 0.1 * grads[0].float(), x)
 
-    pipe = fpipe.pipeline([adapted], loss=squared, microbatches=1, group=fpipe.local(1), engine=engine)
+    pipe = fpipe.pipeline(
+        [adapted], loss=squared, microbatches=1, group=fpipe.local(1), engine=engine
+    )
     value, grads = fpipe.value_and_grad(pipe)(params, X, Y)
 
     def plain(p: Tensor) -> Tensor:
@@ -167,7 +186,9 @@ def test_an_inner_step_inside_a_stage(engine: Any):
 def test_a_seed_inside_a_stage_is_refused():
     inner = fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1), seed=1)
     pipe = fpipe.pipeline([lambda p, x: inner([p], x)], microbatches=1, group=fpipe.local(1))
-    with pytest.raises(fpipe.StageError, match=r"seed= is not defined for a pipeline inside stage .*lambda"):
+    with pytest.raises(
+        fpipe.StageError, match=r"seed= is not defined for a pipeline inside stage .*lambda"
+    ):
         pipe(parameters(1), X)
 
 
@@ -189,15 +210,21 @@ def test_a_vjp_inside_a_transform_or_a_stage_is_refused():
 
 def test_the_first_call_inside_a_transform():
     """A stage that no call has traced before could not be traced there."""
-    pipe = fpipe.pipeline([lambda p, x: torch.tanh(x @ p)], loss=squared, microbatches=1, group=fpipe.local(1))
+    pipe = fpipe.pipeline(
+        [lambda p, x: torch.tanh(x @ p)], loss=squared, microbatches=1, group=fpipe.local(1)
+    )
     params = parameters(1)
-    inside = torch.vmap(lambda scale: scale * fpipe.value_and_grad(pipe)(params, X, Y)[0])(torch.ones(2))
+    inside = torch.vmap(lambda scale: scale * fpipe.value_and_grad(pipe)(params, X, Y)[0])(
+        torch.ones(2)
+    )
     torch.testing.assert_close(inside, pipe(params, X, Y).expand(2))
 
 
 @pytest.mark.parametrize("around", ["stage", "transform"])
 def test_stages_of_an_inner_pipeline_write_into_copies(around: str):
-    """A write into the input changed the batch of the caller, so the stage around it computed other numbers."""
+    """A write into the input changed the batch of the caller, so the stage around it computed other
+    numbers.
+    """
 
     def doubling(p: Tensor, x: Tensor) -> Tensor:
         return x.mul_(2) @ p
@@ -216,7 +243,9 @@ def test_stages_of_an_inner_pipeline_write_into_copies(around: str):
 def test_an_inner_pipeline_does_not_write_into_parameters():
     params = parameters(1)
     inner = fpipe.pipeline([lambda p, x: x @ p.mul_(2)], microbatches=1, group=fpipe.local(1))
-    with pytest.raises(fpipe.TraceError, match="writes into its parameters or side inputs in place"):
+    with pytest.raises(
+        fpipe.TraceError, match="writes into its parameters or side inputs in place"
+    ):
         torch.vmap(lambda x: inner(params, x))(X[None])
 
 
@@ -231,7 +260,9 @@ def test_results_of_functions_are_checked_inside_a_transform():
 
     expected = value(squared)
     torch.testing.assert_close(value(lambda y, target: (squared(y, target), 1)), expected)
-    with pytest.raises(fpipe.StageError, match=r"must return one scalar tensor.*it returned float32"):
+    with pytest.raises(
+        fpipe.StageError, match=r"must return one scalar tensor.*it returned float32"
+    ):
         value(lambda y, target: (y - target).square().mean(0))
     with pytest.raises(fpipe.StageError, match="must be floating"):
         value(lambda y, target: (y > target).sum())
@@ -245,7 +276,10 @@ def test_results_of_functions_are_checked_inside_a_transform():
 
 def test_aux_of_a_gradient_inside_a_transform_may_hold_numbers():
     pipe = fpipe.pipeline(
-        [layer], loss=lambda y, t: (squared(y, t), {"y": y, "n": 1}), microbatches=2, group=fpipe.local(1)
+        [layer],
+        loss=lambda y, t: (squared(y, t), {"y": y, "n": 1}),
+        microbatches=2,
+        group=fpipe.local(1),
     )
     both, params = fpipe.value_and_grad(pipe, has_aux=True), parameters(1)
     (_, aux), _ = both(params, X, Y)
@@ -261,7 +295,11 @@ def test_aux_of_a_gradient_inside_a_transform_may_hold_numbers():
 def test_complex_gradients_inside_a_transform_have_the_dtype_of_accumulation():
     params = [torch.ones(4, dtype=torch.complex64)]
     pipe = fpipe.pipeline(
-        [lambda p, x: (x * p).abs()], loss=squared, microbatches=2, group=fpipe.local(1), accumulate=torch.float64
+        [lambda p, x: (x * p).abs()],
+        loss=squared,
+        microbatches=2,
+        group=fpipe.local(1),
+        accumulate=torch.float64,
     )
     (plain,) = fpipe.grad(pipe)(params, X, Y)
     (found,) = torch.func.vmap(lambda x: fpipe.grad(pipe)(params, x, Y))(X[None])

@@ -17,7 +17,11 @@ from fpipe.schedules.pictures import notebook
 
 def texts(html: str) -> list[str]:
     """The texts of well-formed HTML."""
-    return ["".join(one.itertext()) for one in ElementTree.fromstring(f"<div>{html}</div>").iter() if one.text]
+    return [
+        "".join(one.itertext())
+        for one in ElementTree.fromstring(f"<div>{html}</div>").iter()
+        if one.text
+    ]
 
 
 def test_a_schedule_is_shown_with_the_figures_of_compare():
@@ -31,17 +35,23 @@ def test_a_schedule_that_cannot_run_is_shown_as_its_error():
 
 
 def test_pictures_of_one_page_keep_their_own_colours():
-    one, two = (fpipe.make_schedule(name, 2, 2).simulate()._repr_html_() for name in ("1F1B", "ZBV"))
+    one, two = (
+        fpipe.make_schedule(name, 2, 2).simulate()._repr_html_() for name in ("1F1B", "ZBV")
+    )
     (first,), (second,) = (re.findall(r'<svg[^>]* id="(fp\w+)"', html) for html in (one, two))
     assert first != second
-    style = re.findall(r"<style>(.*?)</style>", one)[0].replace("@media(prefers-color-scheme:dark){", "")
+    style = re.findall(r"<style>(.*?)</style>", one)[0].replace(
+        "@media(prefers-color-scheme:dark){", ""
+    )
     rules = [rule for rule in style.split("}") if rule]
     assert rules and all(rule.startswith(f"#{first} ") for rule in rules)
 
 
 def pipe_and_batch() -> tuple[Any, tuple[Any, ...]]:
     layer = lambda p, x: torch.tanh(x @ p)
-    pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=lambda y: y.sum(), microbatches=4, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [layer] * 4, "ZBV", loss=lambda y: y.sum(), microbatches=4, group=fpipe.local(2)
+    )
     return pipe, ([torch.eye(2)] * 4, torch.ones(8, 2))
 
 

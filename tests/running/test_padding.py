@@ -1,4 +1,6 @@
-"""``pad``: lengths, fills, stripping, and that a pad adds exactly nothing where the model masks it."""
+"""``pad``: lengths, fills, stripping, and that a pad adds exactly nothing where the model masks
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def test_every_leaf_is_its_own_again(lengths: list[int], multiple: int, uniform:
     assert sizes == ([max(rounded)] * len(lengths) if uniform else rounded)
     for old, new, size in zip(before, after, sizes, strict=True):
         length = old["input_ids"].shape[1]
-        for name, fill in {"input_ids": 0, "attention_mask": False, "labels": -100, "advantage": 0.0}.items():
+        for name, fill in {
+            "input_ids": 0,
+            "attention_mask": False,
+            "labels": -100,
+            "advantage": 0.0,
+        }.items():
             assert new[name].dtype == old[name].dtype
             assert torch.equal(new[name][:, :length], old[name])
             assert (new[name][:, length:] == fill).all()
@@ -55,7 +62,11 @@ def test_every_leaf_is_its_own_again(lengths: list[int], multiple: int, uniform:
 
 
 def test_values_by_name_and_pattern():
-    given_one = {"a": {"mask": torch.ones(1, 2)}, "b": torch.ones(1, 2), "log_probs": torch.ones(1, 2)}
+    given_one = {
+        "a": {"mask": torch.ones(1, 2)},
+        "b": torch.ones(1, 2),
+        "log_probs": torch.ones(1, 2),
+    }
     (made,), _ = fpipe.pad([given_one], 4, values={"a.mask": 7, "*": 5, "log_*": None})
     assert made["a"]["mask"].tolist() == [[1, 1, 7, 7]]
     assert made["b"].tolist() == [[1, 1, 5, 5]]
@@ -85,8 +96,14 @@ def test_arguments_are_left_alone_and_whole_lengths_are_not_copied():
 
 def test_lengths_are_reported_by_what_must_be_a_sequence():
     ids, row = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 1)
-    for other in (row, torch.ones(2, 3, 4, 4), torch.ones(2, 16)):  # a number a row, an image, features
-        (made,), _ = fpipe.pad([{"another": other, "input_ids": ids, "log_probs": torch.ones(2, 9)}], 4)
+    for other in (
+        row,
+        torch.ones(2, 3, 4, 4),
+        torch.ones(2, 16),
+    ):  # a number a row, an image, features
+        (made,), _ = fpipe.pad(
+            [{"another": other, "input_ids": ids, "log_probs": torch.ones(2, 9)}], 4
+        )
         assert made["another"] is other
         assert made["input_ids"].shape == made["log_probs"].shape == (2, 12)
     packed = {"begins": torch.tensor([0, 3]), "tokens": torch.ones(5)}
@@ -95,7 +112,7 @@ def test_lengths_are_reported_by_what_must_be_a_sequence():
     assert unpad(made["tokens"], 0).shape == (5,)
 
 
-# ---- a pad adds nothing ---------------------------------------------------------------------------------------------
+# ---- a pad adds nothing ----
 def embed(p: Any, x: Tensor) -> Tensor:
     return p["table"][x]
 
@@ -108,7 +125,9 @@ def attend(p: Any, x: Tensor, *, keep: Tensor) -> Tensor:
 
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def test_a_pad_adds_nothing_to_loss_and_gradients():
@@ -119,7 +138,10 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
     pipe = fpipe.pipeline(stages, "1F1B", loss=summed, reduction="sum", group=fpipe.local(2))
 
     def run(parts: Any) -> Any:
-        x, labels, keep = (fpipe.Microbatches(mb[n] for mb in parts) for n in ("input_ids", "labels", "attention_mask"))
+        x, labels, keep = (
+            fpipe.Microbatches(mb[n] for mb in parts)
+            for n in ("input_ids", "labels", "attention_mask")
+        )
         return fpipe.value_and_grad(pipe)(params, x, labels, keep=keep)
 
     parts = [microbatch(length, seed=length) for length in (3, 5, 4)]
@@ -129,20 +151,27 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
         more, again = run(padded)
         torch.testing.assert_close(more, loss, rtol=1e-14, atol=0)
         torch.testing.assert_close(again, grads, rtol=1e-13, atol=1e-14)
-        other, _ = fpipe.pad(parts, multiple, uniform, values={"input_ids": 5})  # for any values in the pad
+        other, _ = fpipe.pad(
+            parts, multiple, uniform, values={"input_ids": 5}
+        )  # for any values in the pad
         same, once_more = run(other)
         assert torch.equal(same, more)
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(once_more, again, strict=True) for n in a)
+        assert all(
+            torch.equal(a[n], b[n]) for a, b in zip(once_more, again, strict=True) for n in a
+        )
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ----
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: fpipe.pad([microbatch(3)], 0), "multiple=0; give a whole number"),
         (lambda: fpipe.pad([microbatch(3)], True), "multiple=True; give a whole number"),
         (lambda: fpipe.pad([]), "empty"),
-        (lambda: fpipe.pad([microbatch(3), {"reward": torch.ones(2)}]), "microbatch 1 has no tensor with an axis 1"),
+        (
+            lambda: fpipe.pad([microbatch(3), {"reward": torch.ones(2)}]),
+            "microbatch 1 has no tensor with an axis 1",
+        ),
         (
             lambda: fpipe.pad([microbatch(3)], values={"labels": "ignore"}),
             r"values\['labels'\] is 'ignore'; give a number",
@@ -152,16 +181,25 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
             r"'mask' of shape \[2, 1, 3, 3\] looks like a mask from tokens to tokens",
         ),
         (
-            lambda: fpipe.pad([{"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3, 3, dtype=torch.bool)}], 4),
+            lambda: fpipe.pad(
+                [{"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3, 3, dtype=torch.bool)}], 4
+            ),
             r"'seen' of shape \[2, 3, 3\] looks like a mask from tokens to tokens",
         ),
         (
             lambda: fpipe.pad([{"a": torch.ones(2, 1), "b": torch.ones(2, 3)}], 4),
-            r"several lengths on axis 1: 'a' of 1, 'b' of 3; name one that has .*, as in length='input_ids'",
+            r"several lengths on axis 1: 'a' of 1, 'b' of 3; name one that has .*, as in "
+            r"length='input_ids'",
         ),
-        (lambda: fpipe.pad([microbatch(3)], length="ids"), "no tensor called 'ids' with an axis 1.* axis= or length="),
+        (
+            lambda: fpipe.pad([microbatch(3)], length="ids"),
+            "no tensor called 'ids' with an axis 1.* axis= or length=",
+        ),
         (lambda: fpipe.pad([microbatch(3)], 4)[1]([1, 2]), "one for each of the 1 microbatches"),
-        (lambda: fpipe.pad([microbatch(3)], 4)[1](torch.ones(1, 4)), r"pass unpad\(output, index\) for a single one"),
+        (
+            lambda: fpipe.pad([microbatch(3)], 4)[1](torch.ones(1, 4)),
+            r"pass unpad\(output, index\) for a single one",
+        ),
     ],
 )
 def test_mistakes(call: Any, message: str):

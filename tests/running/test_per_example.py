@@ -1,4 +1,6 @@
-"""Norms per example over all stages, and gradients of scaled examples, beside torch.func on the unsplit model."""
+"""Norms per example over all stages, and gradients of scaled examples, beside torch.func on the
+unsplit model.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def example(params: list[Any], x: Tensor, t: Tensor, gain: Tensor) -> Tensor:
 def expected(frozen: bool = False) -> tuple[Tensor, list[Any], Tensor]:
     """Value, clipped gradients and norms by vmap of grad."""
     leaves, spec = optree.tree_flatten(parameters())
-    live = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not (frozen and i == 0)]
+    live = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not (frozen and i == 0)
+    ]
 
     def loss(*args: Any) -> Tensor:
         full = list(leaves)
@@ -77,7 +81,9 @@ def close(got: Any, want: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"frozen": ["0"]}, {"engine": "eager"}], ids=["whole", "frozen", "eager"])
+@pytest.mark.parametrize(
+    "options", [{}, {"frozen": ["0"]}, {"engine": "eager"}], ids=["whole", "frozen", "eager"]
+)
 def test_on_a_local_group(options: Any):
     close(compute(fpipe.local(4), "ZB1P", **options), expected("frozen" in options))
 
@@ -94,20 +100,27 @@ def test_on_two_ranks(traces: dict[str, str]):
 
 
 def test_other_scales_and_parts():
-    """Without a scale the gradients are plain ones; a function decides otherwise; microbatches may differ in rows."""
+    """Without a scale the gradients are plain ones; a function decides otherwise; microbatches may
+    differ in rows.
+    """
     pipe = language(block, head, fpipe.local(2), "Interleaved1F1B", reduction="sum")
     x, t, gain = data()
     params, cut = parameters(), [1, 3, 1, 3]
     parts = [fpipe.Microbatches(part.split(cut)) for part in (x, t)]
     sides = {"gain": fpipe.Microbatches(gain.split(cut))}
-    value, _, norms = fpipe.per_example(pipe, lambda n: (n > LIMIT).float())(params, *parts, **sides)
+    value, _, norms = fpipe.per_example(pipe, lambda n: (n > LIMIT).float())(
+        params, *parts, **sides
+    )
     want = expected()
     torch.testing.assert_close(value, want[0] * ROWS, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(norms, want[2], rtol=1e-5, atol=1e-6)
     grads = fpipe.per_example(pipe)(params, *parts, **sides)[1]
-    total = lambda p: sum(example([{"wte": p}, *params[1:]], *row) for row in
-                          zip(x, t, gain, strict=True))  # type: ignore[arg-type]  # fmt: skip
-    torch.testing.assert_close(grads[0]["wte"], torch.func.grad(total)(params[0]["wte"]), rtol=1e-5, atol=1e-5)
+    total = lambda p: sum(
+        example([{"wte": p}, *params[1:]], *row) for row in zip(x, t, gain, strict=True)
+    )  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        grads[0]["wte"], torch.func.grad(total)(params[0]["wte"]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_refusals():
@@ -115,7 +128,11 @@ def test_refusals():
     with pytest.raises(StageError, match="above 0"):
         fpipe.per_example(pipe, 0.0)
     with pytest.raises(StageError, match="tied"):
-        fpipe.per_example(fpipe.pipeline([head, head], loss=cross_entropy, group=fpipe.local(2), tied=[("0.w", "1.w")]))
+        fpipe.per_example(
+            fpipe.pipeline(
+                [head, head], loss=cross_entropy, group=fpipe.local(2), tied=[("0.w", "1.w")]
+            )
+        )
     with pytest.raises(StageError, match="need a loss"):
         fpipe.per_example(fpipe.pipeline([head], group=fpipe.local(1)))
     x, t, gain = data()

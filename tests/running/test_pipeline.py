@@ -1,4 +1,6 @@
-"""The pipeline as API.md writes it: a function, its transforms, and what goes in and comes out of them."""
+"""The pipeline as API.md writes it: a function, its transforms, and what goes in and comes out of
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,15 @@ def parts(tree: Any, m: int = PARTS) -> list[Any]:
     return [optree.tree_unflatten(spec, row) for row in zip(*columns, strict=True)]
 
 
-def plain(fns: Any, params: Any, xs: Any, ts: Any, loss: Any = squared, shares: Any = None) -> tuple[Tensor, Any]:
+def plain(
+    fns: Any, params: Any, xs: Any, ts: Any, loss: Any = squared, shares: Any = None
+) -> tuple[Tensor, Any]:
     """Loss and gradients by plain autograd, microbatch after microbatch."""
     flat, spec = optree.tree_flatten(params)
-    flat = [leaf.detach().clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in flat]
+    flat = [
+        leaf.detach().clone().requires_grad_() if leaf.is_floating_point() else leaf
+        for leaf in flat
+    ]
     leaves = optree.tree_unflatten(spec, flat)
     wrt = [leaf for leaf in flat if leaf.requires_grad]
     total, sums = [], []
@@ -59,7 +66,9 @@ def plain(fns: Any, params: Any, xs: Any, ts: Any, loss: Any = squared, shares: 
         value = loss(y, ts[m]) * (1.0 / len(xs) if shares is None else shares[m])
         grads = torch.autograd.grad(value, wrt, allow_unused=True)
         total.append(value.detach())
-        sums.append([torch.zeros_like(w) if g is None else g for w, g in zip(wrt, grads, strict=True)])
+        sums.append(
+            [torch.zeros_like(w) if g is None else g for w, g in zip(wrt, grads, strict=True)]
+        )
     added = iter(reduce(lambda a, b: [u + v for u, v in zip(a, b, strict=True)], sums))
     grads = [next(added) if leaf.requires_grad else None for leaf in flat]
     return reduce(torch.add, total), optree.tree_unflatten(spec, grads)
@@ -70,7 +79,7 @@ def close(a: Any, b: Any) -> bool:
     return all(torch.allclose(u, v, atol=1e-6) for u, v in pairs)
 
 
-# ---- the first page -------------------------------------------------------------------------------------------------
+# ---- the first page ----
 def test_the_first_example_of_the_api():
     torch.manual_seed(0)
 
@@ -90,7 +99,9 @@ def test_the_first_example_of_the_api():
     wte = lambda: {"wte": torch.randn(7, 4)}
     params = [wte(), *({"w1": torch.randn(4, 5), "w2": torch.randn(5, 4)} for _ in range(6)), wte()]
     tokens, targets = torch.randint(7, (16, 3)), torch.randint(7, (16, 3))
-    pipe = fpipe.pipeline(stages, schedule="ZBV", loss=cross_entropy, microbatches=8, group=fpipe.local(4))
+    pipe = fpipe.pipeline(
+        stages, schedule="ZBV", loss=cross_entropy, microbatches=8, group=fpipe.local(4)
+    )
     true_loss, true = plain(stages, params, tokens.chunk(8), targets.chunk(8), cross_entropy)
     assert torch.equal(pipe(params, tokens, targets), true_loss)
     loss, grads = fpipe.value_and_grad(pipe)(params, tokens, targets)
@@ -137,14 +148,18 @@ def test_two_leaves_with_one_gradient(schedule: str, x: Tensor, t: Tensor):
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_what_is_traced_first_under_another_grad_mode_is_traced_right(around: Any, params: list[Tensor], x: Tensor):
+def test_what_is_traced_first_under_another_grad_mode_is_traced_right(
+    around: Any, params: list[Tensor], x: Tensor
+):
     fresh = lambda p, v: torch.tanh(v @ p)  # it was not traced before
     loss = lambda y: y.square().mean()
     pipe = piped([fresh] * STAGES, "1F1B", 1, loss=loss)
     with around():
         fpipe.value_and_grad(pipe)(params, x)
     made = fpipe.value_and_grad(pipe)(params, x)
-    assert same(made, plain([fresh] * STAGES, params, parts(x), [None] * PARTS, lambda y, _: loss(y)))
+    assert same(
+        made, plain([fresh] * STAGES, params, parts(x), [None] * PARTS, lambda y, _: loss(y))
+    )
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -177,7 +192,9 @@ def test_place_and_here(params: list[Tensor]):
 
 
 @pytest.mark.parametrize("kind", ["name", "Schedule", "csv", "function"])
-def test_a_schedule_is_a_name_a_value_a_file_or_a_function(kind: str, tmp_path: Any, params: Any, x: Any, t: Any):
+def test_a_schedule_is_a_name_a_value_a_file_or_a_function(
+    kind: str, tmp_path: Any, params: Any, x: Any, t: Any
+):
     schedule = fpipe.make_schedule("ZBV", 2, PARTS)
     schedule.to_csv(tmp_path / "plan.csv")
     given = {
@@ -190,13 +207,15 @@ def test_a_schedule_is_a_name_a_value_a_file_or_a_function(kind: str, tmp_path: 
     assert same(made, plain([layer] * STAGES, params, parts(x), parts(t)))
 
 
-# ---- gradients of what ----------------------------------------------------------------------------------------------
+# ---- gradients of what ----
 def test_argnums(params: list[Tensor], x: Tensor, t: Tensor):
     pipe = piped()
     loss, (dx, dp) = fpipe.value_and_grad(pipe, argnums=(1, 0))(params, x, t)
     leaf = x.clone().requires_grad_()
     y = [reduce(lambda v, p: layer(p, v), params, part) for part in leaf.chunk(PARTS)]
-    true = torch.autograd.grad(sum(squared(a, b) / PARTS for a, b in zip(y, t.chunk(PARTS), strict=True)), leaf)[0]
+    true = torch.autograd.grad(
+        sum(squared(a, b) / PARTS for a, b in zip(y, t.chunk(PARTS), strict=True)), leaf
+    )[0]
     assert torch.equal(loss, pipe(params, x, t)) and torch.allclose(dx, true)
     assert same(dp, fpipe.grad(pipe)(params, x, t))
     assert torch.equal(fpipe.grad(pipe, argnums=1)(params, x, t), dx)
@@ -214,12 +233,18 @@ def test_gradient_of_a_tree_of_inputs(params: list[Tensor], x: Tensor, t: Tensor
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
-@pytest.mark.parametrize("fns", [
-    [lambda p, v: v + p, lambda p, v: p],
-    [lambda p, v: v + p, lambda p, v: v.detach() * p],
-    [lambda p, v: (v * p, v + p), lambda p, v: v[0] * p],
-], ids=["ignored", "detached", "one of two"])  # fmt: skip
-def test_a_gradient_that_is_a_cotangent_which_nobody_gives(fns: Any, schedule: str, x: Tensor, t: Tensor):
+@pytest.mark.parametrize(
+    "fns",
+    [
+        [lambda p, v: v + p, lambda p, v: p],
+        [lambda p, v: v + p, lambda p, v: v.detach() * p],
+        [lambda p, v: (v * p, v + p), lambda p, v: v[0] * p],
+    ],
+    ids=["ignored", "detached", "one of two"],
+)
+def test_a_gradient_that_is_a_cotangent_which_nobody_gives(
+    fns: Any, schedule: str, x: Tensor, t: Tensor
+):
     params = [torch.randn(2, WIDTH) for _ in fns]
     found = fpipe.value_and_grad(piped(fns, schedule))(params, x, t)
     assert same(found, plain(fns, params, parts(x), parts(t)))
@@ -227,11 +252,15 @@ def test_a_gradient_that_is_a_cotangent_which_nobody_gives(fns: Any, schedule: s
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 @pytest.mark.parametrize("rows", [PARTS, 2 * PARTS])
-def test_a_stage_that_sums_all_up_on_one_row_or_more(rows: int, engine: Any, params: list[Tensor], x: Tensor):
+def test_a_stage_that_sums_all_up_on_one_row_or_more(
+    rows: int, engine: Any, params: list[Tensor], x: Tensor
+):
     fns = [layer, lambda p, v: p[0, 0] + v.sum()]
     pipe = piped(fns, "GPipe", loss=lambda y: y * 2, engine=engine)
     found = fpipe.value_and_grad(pipe)(params[:2], x[:rows])
-    assert same(found, plain(fns, params[:2], parts(x[:rows]), [None] * PARTS, loss=lambda y, _: y * 2))
+    assert same(
+        found, plain(fns, params[:2], parts(x[:rows]), [None] * PARTS, loss=lambda y, _: y * 2)
+    )
 
 
 def test_a_default_device_is_not_where_a_pipeline_lives(params: list[Tensor], x: Tensor, t: Tensor):
@@ -241,27 +270,52 @@ def test_a_default_device_is_not_where_a_pipeline_lives(params: list[Tensor], x:
 
 
 @pytest.mark.parametrize("which", ["the parameters of stage 0", "x", "target 0"])
-def test_numbers_that_are_not_there_are_refused(which: str, params: list[Tensor], x: Tensor, t: Tensor):
+def test_numbers_that_are_not_there_are_refused(
+    which: str, params: list[Tensor], x: Tensor, t: Tensor
+):
     away = lambda name, value: value.to("meta") if name == which else value
-    given = [away("the parameters of stage 0", params[0]), *params[1:]], away("x", x), away("target 0", t)
+    given = (
+        [away("the parameters of stage 0", params[0]), *params[1:]],
+        away("x", x),
+        away("target 0", t),
+    )
     with pytest.raises(fpipe.BatchError, match=f"{which} is on meta and rank 0 is on cpu"):
         fpipe.value_and_grad(piped())(*given)
 
 
-def test_a_tensor_without_axes_is_the_same_for_every_microbatch(params: list[Tensor], x: Tensor, t: Tensor):
+def test_a_tensor_without_axes_is_the_same_for_every_microbatch(
+    params: list[Tensor], x: Tensor, t: Tensor
+):
     heated = lambda p, v, *, heat: layer(p, v) * heat
     pipe = piped([heated, *[layer] * (STAGES - 1)])
     found = fpipe.value_and_grad(pipe)(params, x, t, heat=torch.tensor(0.5))
     assert same(found, fpipe.value_and_grad(pipe)(params, x, t, heat=0.5))
 
 
-@pytest.mark.parametrize(("make", "raised", "said"), [
-    (lambda: piped(engine="jit"), fpipe.StageError, "engine='jit'; give one of 'trace', 'eager'"),
-    (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
-    (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not available"),
-    (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "'gpu' is not a device; name a type"),
-])  # fmt: skip
-def test_what_cannot_be_is_reported_before_anything_runs(make: Any, raised: type[Exception], said: str):
+@pytest.mark.parametrize(
+    ("make", "raised", "said"),
+    [
+        (
+            lambda: piped(engine="jit"),
+            fpipe.StageError,
+            "engine='jit'; give one of 'trace', 'eager'",
+        ),
+        (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
+        (
+            lambda: fpipe.local(devices=["cpu", "cuda:99"]),
+            fpipe.GroupError,
+            "device 'cuda:99' is not available",
+        ),
+        (
+            lambda: fpipe.local(devices=["gpu"]),
+            fpipe.GroupError,
+            "'gpu' is not a device; name a type",
+        ),
+    ],
+)
+def test_what_cannot_be_is_reported_before_anything_runs(
+    make: Any, raised: type[Exception], said: str
+):
     with pytest.raises(raised, match=said):
         make()
 
@@ -274,7 +328,13 @@ def test_a_scalar_without_a_total_to_join_is_refused(params: list[Tensor], x: Te
 
 def test_has_aux(params: list[Tensor], x: Tensor, t: Tensor):
     def loss(y, target):
-        return squared(y, target), {"y": y, "target": target, "n": 3, "none": None, "mean": y.mean()}
+        return squared(y, target), {
+            "y": y,
+            "target": target,
+            "n": 3,
+            "none": None,
+            "mean": y.mean(),
+        }
 
     (value, aux), grads = fpipe.value_and_grad(piped(loss=loss), has_aux=True)(params, x, t)
     true_loss, true = plain([layer] * STAGES, params, parts(x), parts(t))
@@ -290,7 +350,9 @@ def test_has_aux(params: list[Tensor], x: Tensor, t: Tensor):
 def test_a_loss_that_passes_on_what_it_was_given(params: list[Tensor], x: Tensor):
     total = lambda p, v: (v @ p).sum()
     for ranks in (1, 2):
-        pipe = piped([layer, layer, layer, total], "1F1B" if ranks == 1 else "ZBV", ranks, loss=lambda y: y)
+        pipe = piped(
+            [layer, layer, layer, total], "1F1B" if ranks == 1 else "ZBV", ranks, loss=lambda y: y
+        )
         made = fpipe.value_and_grad(pipe)(params, x)
         true = plain([layer, layer, layer, total], params, parts(x), [None] * PARTS, lambda y, _: y)
         assert same(made, true)
@@ -315,7 +377,10 @@ def test_vjp_with_a_loss_over_the_whole_batch(schedule: str, params: list[Tensor
     dparams, dx = pullback(torch.func.grad(contrast)(y))
     whole = lambda ps, v: contrast(reduce(lambda h, p: layer(p, h), ps, v))
     true = torch.func.grad(whole, argnums=(0, 1))(params, x)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip([*dparams, dx], [*true[0], true[1]], strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip([*dparams, dx], [*true[0], true[1]], strict=True)
+    )
 
 
 def test_a_pullback_is_called_once_or_kept(params: list[Tensor], x: Tensor):
@@ -330,7 +395,9 @@ def test_a_pullback_is_called_once_or_kept(params: list[Tensor], x: Tensor):
 def test_vjp_of_microbatches_and_trees(params: list[Tensor]):
     last = lambda p, v: {"a": layer(p, v), "positive": v > 0, "n": 2}
     xs = [torch.randn(n, WIDTH) for n in (1, 4, 2)]
-    y, pullback = fpipe.vjp(piped([layer, layer, layer, last], loss=None), params, fpipe.Microbatches(xs))
+    y, pullback = fpipe.vjp(
+        piped([layer, layer, layer, last], loss=None), params, fpipe.Microbatches(xs)
+    )
     assert [part["a"].shape[0] for part in y] == [1, 4, 2] and y[0]["n"] == 2
     dparams, dx = pullback(fpipe.Microbatches([{**part, "a": part["a"] * 2} for part in y]))
     leaves = [p.clone().requires_grad_() for p in params]
@@ -344,13 +411,15 @@ def test_torch_func_agrees(params: list[Tensor], x: Tensor, t: Tensor):
     pipe = piped(fns=[layer, layer, lambda p, v, *, scale: layer(p, v) * scale, layer])
     grads = torch.func.grad(lambda p: pipe(p, x, t, scale=x))(params)
     assert close(grads, fpipe.grad(pipe)(params, x, t, scale=x))
-    aux = piped([fpipe.Stage(lambda p, v: (layer(p, v), v.square().mean()), aux_loss=True)] * STAGES)
+    aux = piped(
+        [fpipe.Stage(lambda p, v: (layer(p, v), v.square().mean()), aux_loss=True)] * STAGES
+    )
     assert close(torch.func.grad(lambda p: aux(p, x, t))(params), fpipe.grad(aux)(params, x, t))
     each = torch.func.vmap(lambda v: pipe(params, v, t, scale=x))(torch.stack([x, 2 * x]))
     assert close(each, torch.stack([pipe(params, x, t, scale=x), pipe(params, 2 * x, t, scale=x)]))
 
 
-# ---- microbatches, sides, reductions --------------------------------------------------------------------------------
+# ---- microbatches, sides, reductions ----
 def test_microbatches_of_other_shapes_and_counts_from_call_to_call(params: list[Tensor]):
     pipe = piped()
     step = fpipe.value_and_grad(pipe)
@@ -372,7 +441,9 @@ def test_microbatches_of_other_structure(params: list[Tensor], x: Tensor, t: Ten
     assert same(made, plain([first, layer, layer, layer], params, xs, ts))
 
 
-def plain_with_sides(params: Any, x: Tensor, t: Tensor, mask: Tensor, weight: Tensor | None, scale: float) -> Tensor:
+def plain_with_sides(
+    params: Any, x: Tensor, t: Tensor, mask: Tensor, weight: Tensor | None, scale: float
+) -> Tensor:
     masked = lambda p, v: layer(p, v) * mask * scale
     loss = squared if weight is None else lambda y, a: (squared(y, a) * weight).mean()
     return plain([layer, masked, layer, masked], params, [x], [t], loss, [1 / PARTS])[0]
@@ -418,15 +489,21 @@ def test_a_weighted_gradient_does_not_depend_on_the_cut(params: list[Tensor], x:
         assert close(made, whole), sizes
 
 
-# ---- randomness -----------------------------------------------------------------------------------------------------
-def test_draws_are_a_function_of_seed_stage_and_microbatch(params: list[Tensor], x: Tensor, t: Tensor):
+# ---- randomness ----
+def test_draws_are_a_function_of_seed_stage_and_microbatch(
+    params: list[Tensor], x: Tensor, t: Tensor
+):
     noisy = lambda p, v: F.dropout(layer(p, v), 0.5)
     fns = [noisy] * STAGES
     first = fpipe.value_and_grad(piped(fns, "1F1B", 1, seed=5))(params, x, t)
     for schedule, ranks in (("GPipe", 4), ("1F1B", 2), ("ZBV", 2), ("DualPipeV", 2), ("Hanayo", 1)):
-        assert same(fpipe.value_and_grad(piped(fns, schedule, ranks, seed=5))(params, x, t), first), schedule
+        assert same(
+            fpipe.value_and_grad(piped(fns, schedule, ranks, seed=5))(params, x, t), first
+        ), schedule
     assert not same(fpipe.value_and_grad(piped(fns, seed=6))(params, x, t), first)
-    assert same(fpipe.value_and_grad(piped(fns, seed=6))(params, x, t, seed=5), first), "a seed for one call"
+    assert same(fpipe.value_and_grad(piped(fns, seed=6))(params, x, t, seed=5), first), (
+        "a seed for one call"
+    )
     assert torch.equal(piped(fns, seed=5)(params, x, t), first[0]), "forward alone draws the same"
     unseeded = piped(fns)
     assert not same(*(fpipe.value_and_grad(unseeded)(params, x, t) for _ in range(2)))
@@ -434,25 +511,39 @@ def test_draws_are_a_function_of_seed_stage_and_microbatch(params: list[Tensor],
 
 def test_a_loss_may_draw(params: list[Tensor], x: Tensor, t: Tensor):
     loss = lambda y, a: squared(F.dropout(y, 0.5), a)
-    made = [fpipe.value_and_grad(piped(schedule=s, loss=loss, seed=1))(params, x, t) for s in ("ZBV", "DualPipeV")]
+    made = [
+        fpipe.value_and_grad(piped(schedule=s, loss=loss, seed=1))(params, x, t)
+        for s in ("ZBV", "DualPipeV")
+    ]
     assert same(*made)
 
 
-# ---- parameters -----------------------------------------------------------------------------------------------------
+# ---- parameters ----
 def test_frozen_leaves_get_none_and_cost_nothing(x: Tensor, t: Tensor):
     def affine(p, v):
         return torch.tanh(v @ p["w"] + p["norm"]["b"])
 
-    params = [{"w": torch.randn(WIDTH, WIDTH), "norm": {"b": torch.randn(WIDTH)}} for _ in range(STAGES)]
+    params = [
+        {"w": torch.randn(WIDTH, WIDTH), "norm": {"b": torch.randn(WIDTH)}} for _ in range(STAGES)
+    ]
     _, true = plain([affine] * STAGES, params, parts(x), parts(t))
     grads = fpipe.grad(piped([affine] * STAGES, frozen=["0.*", "2.norm", "3.w"]))(params, x, t)
     assert grads[0] == {"w": None, "norm": {"b": None}}
     assert grads[2]["norm"] == {"b": None} and grads[3]["w"] is None
     assert same(grads[1], true[1])
-    assert torch.equal(grads[2]["w"], true[2]["w"]) and torch.equal(grads[3]["norm"]["b"], true[3]["norm"]["b"])
+    assert torch.equal(grads[2]["w"], true[2]["w"]) and torch.equal(
+        grads[3]["norm"]["b"], true[3]["norm"]["b"]
+    )
     plan = piped([affine] * STAGES, frozen=["0.*", "1.*"]).plan(params, x, t)
-    backwards = [str(i.action) for r in (0, 1) for i in plan[r].instructions if i.program and i.program.name != "F"]
-    assert not any(word.startswith(("0", "1")) for word in backwards), "a frozen stage below all others ran backward"
+    backwards = [
+        str(i.action)
+        for r in (0, 1)
+        for i in plan[r].instructions
+        if i.program and i.program.name != "F"
+    ]
+    assert not any(word.startswith(("0", "1")) for word in backwards), (
+        "a frozen stage below all others ran backward"
+    )
 
 
 def test_a_frozen_pattern_that_fits_nothing_is_reported(params: list[Tensor], x: Tensor, t: Tensor):
@@ -463,7 +554,9 @@ def test_a_frozen_pattern_that_fits_nothing_is_reported(params: list[Tensor], x:
 def test_copies_of_a_tied_parameter_are_frozen_together():
     """Otherwise one copy is trained and the other is not."""
     tied = [("0.w", "2.w")]
-    with pytest.raises(fpipe.StageError, match=r"0\.w is frozen and 2\.w is not, but they are tied"):
+    with pytest.raises(
+        fpipe.StageError, match=r"0\.w is frozen and 2\.w is not, but they are tied"
+    ):
         piped(frozen=["0.*"], tied=tied)
     piped(frozen=["0.*", "*.w"], tied=tied)
 
@@ -508,11 +601,15 @@ def test_accumulation_in_a_wider_dtype(params: list[Tensor], x: Tensor, t: Tenso
     narrow = [p.bfloat16() for p in params]
     grads = fpipe.grad(piped(accumulate=torch.float32))(narrow, x.bfloat16(), t.bfloat16())
     assert all(g.dtype is torch.float32 for g in grads)
-    each = [plain([layer] * STAGES, narrow, [a], [b], shares=[1 / PARTS])[1]
-            for a, b in zip(parts(x.bfloat16()), parts(t.bfloat16()), strict=True)]  # fmt: skip
+    each = [
+        plain([layer] * STAGES, narrow, [a], [b], shares=[1 / PARTS])[1]
+        for a, b in zip(parts(x.bfloat16()), parts(t.bfloat16()), strict=True)
+    ]
     true = [reduce(torch.add, [one[s].float() for one in each]) for s in range(STAGES)]
     assert same(grads, true)
-    assert all(g.dtype is torch.bfloat16 for g in fpipe.grad(piped())(narrow, x.bfloat16(), t.bfloat16()))
+    assert all(
+        g.dtype is torch.bfloat16 for g in fpipe.grad(piped())(narrow, x.bfloat16(), t.bfloat16())
+    )
 
 
 def test_auxiliary_losses_join_the_total(params: list[Tensor], x: Tensor, t: Tensor):
@@ -530,7 +627,9 @@ def test_auxiliary_losses_join_the_total(params: list[Tensor], x: Tensor, t: Ten
     assert torch.allclose(loss, true_loss) and close(grads, true)
 
 
-def test_state_goes_from_microbatch_to_microbatch_and_from_call_to_call(params: list[Tensor], x: Tensor, t: Tensor):
+def test_state_goes_from_microbatch_to_microbatch_and_from_call_to_call(
+    params: list[Tensor], x: Tensor, t: Tensor
+):
     def counting(p, state, v):
         return layer(p, v) + state["n"], {"n": state["n"] + 1}
 
@@ -547,7 +646,7 @@ def test_state_goes_from_microbatch_to_microbatch_and_from_call_to_call(params: 
     assert after[0]["n"] == 3 * PARTS and pullback(y)[0][0].shape == (WIDTH, WIDTH)
 
 
-# ---- outputs --------------------------------------------------------------------------------------------------------
+# ---- outputs ----
 @pytest.mark.parametrize("mode", ["zeros", "everywhere", "last"])
 def test_outputs(mode: Any, params: list[Tensor], x: Tensor):
     y = piped(loss=None, outputs=mode)(params, x)
@@ -557,7 +656,12 @@ def test_outputs(mode: Any, params: list[Tensor], x: Tensor):
 def test_outputs_of_any_kind(params: list[Tensor], x: Tensor):
     last = lambda p, v: (v.sum(), {"y": v @ p, "n": 7, "none": None})
     total, more = piped([layer, layer, layer, last], loss=None)(params, x)
-    assert total.shape == (PARTS,) and more["y"].shape == x.shape and more["n"] == 7 and more["none"] is None
+    assert (
+        total.shape == (PARTS,)
+        and more["y"].shape == x.shape
+        and more["n"] == 7
+        and more["none"] is None
+    )
 
 
 @pytest.mark.parametrize("schedule", fpipe.schedule_names())
@@ -567,10 +671,12 @@ def test_forward_alone(schedule: str, x: Tensor):
     pipe = piped([layer] * count, schedule, loss=None)
     assert torch.equal(pipe(params, x), reduce(lambda v, p: layer(p, v), params, x))
     (cached,) = pipe.cache.plans.values()
-    assert not any(ins.kind in "BIW" for plan in cached.prepared.plans.values() for ins in plan.instructions)
+    assert not any(
+        ins.kind in "BIW" for plan in cached.prepared.plans.values() for ins in plan.instructions
+    )
 
 
-# ---- what goes between stages ---------------------------------------------------------------------------------------
+# ---- what goes between stages ----
 class Carried(NamedTuple):
     """A pytree of every kind of leaf."""
 
@@ -667,17 +773,27 @@ TREES = {
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("GPipe", 1), ("ZBV", 2), ("DualPipeV", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("1F1B", 4), ("GPipe", 1), ("ZBV", 2), ("DualPipeV", 2)]
+)
 @pytest.mark.parametrize("name", TREES)
-def test_pytrees_between_stages(name: str, schedule: str, ranks: int, params: list[Tensor], x: Tensor, t: Tensor):
+def test_pytrees_between_stages(
+    name: str, schedule: str, ranks: int, params: list[Tensor], x: Tensor, t: Tensor
+):
     made = fpipe.value_and_grad(piped(TREES[name], schedule, ranks))(params, x, t)
     assert same(made, plain(TREES[name], params, parts(x), parts(t)))
 
 
-def test_a_skip_goes_straight_from_its_maker_to_its_user(params: list[Tensor], x: Tensor, t: Tensor):
-    """Between ranks 1 and 2 only the layers' output travels; the skip goes from rank 0 to rank 3, and straight back."""
+def test_a_skip_goes_straight_from_its_maker_to_its_user(
+    params: list[Tensor], x: Tensor, t: Tensor
+):
+    """Between ranks 1 and 2 only the layers' output travels; the skip goes from rank 0 to rank 3,
+    and straight back.
+    """
     plan = piped(TREES["skip"], "GPipe", 4).plan(params, x, t)
-    sent = {(r, ins.peer): 0 for r in range(4) for ins in plan[r].instructions if ins.kind == "SEND"}
+    sent = {
+        (r, ins.peer): 0 for r in range(4) for ins in plan[r].instructions if ins.kind == "SEND"
+    }
     for rank in range(4):
         for ins in plan[rank].instructions:
             if ins.kind == "SEND":
@@ -686,7 +802,7 @@ def test_a_skip_goes_straight_from_its_maker_to_its_user(params: list[Tensor], x
     assert sent == once
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
+# ---- plans ----
 def test_a_plan_prints(params: list[Tensor], x: Tensor, t: Tensor):
     plan = piped().plan(params, x, t)
     text = str(plan)
@@ -705,5 +821,7 @@ def test_sends_and_receives_have_one_order(x: Tensor):
         for a in range(4):
             for b in range(4):
                 sends = [i.specs for i in plan[a].instructions if i.kind == "SEND" and i.peer == b]
-                receives = [i.specs for i in plan[b].instructions if i.kind == "WAIT" and i.peer == a]
+                receives = [
+                    i.specs for i in plan[b].instructions if i.kind == "WAIT" and i.peer == a
+                ]
                 assert sends == receives, (name, a, b)

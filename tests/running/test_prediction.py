@@ -1,4 +1,6 @@
-"""New sizes: the interfaces of all stages are expected, confirmed in one message, and exchanged where they differ."""
+"""New sizes: the interfaces of all stages are expected, confirmed in one message, and exchanged
+where they differ.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,10 @@ def test_new_lengths_are_those_of_autograd(name: str):
     for number, length in enumerate(LENGTHS):
         params = [torch.eye(3).requires_grad_(), (torch.eye(3) / 2).requires_grad_()]
         x = torch.arange(2.0 * length * 3).reshape(2, length, 3) / 50
-        total = sum(squared(MODELS[name][1](params[1], MODELS[name][0](params[0], part))) / 2 for part in x.chunk(2))
+        total = sum(
+            squared(MODELS[name][1](params[1], MODELS[name][0](params[0], part))) / 2
+            for part in x.chunk(2)
+        )
         total.backward()  # type: ignore[union-attr]
         for rank in (0, 1):
             torch.testing.assert_close(found[rank][number][1], total)
@@ -93,13 +98,20 @@ def test_new_lengths_are_those_of_autograd(name: str):
 
 @pytest.mark.parametrize("name", ["same", "other size", "unused output"])
 def test_a_new_length_costs_one_message(name: str):
-    gathers = [each for each, _, _ in run(lambda group: steps(group, MODELS[name], LENGTHS), ranks=2)[0]]
+    gathers = [
+        each for each, _, _ in run(lambda group: steps(group, MODELS[name], LENGTHS), ranks=2)[0]
+    ]
     assert min(gathers[:2]) > 2
     assert gathers[-3:] == [1, 1, 1]
 
 
 def test_a_wrong_expectation_costs_an_exchange():
-    gathers = [each for each, _, _ in run(lambda group: steps(group, MODELS["bounded"], (4, 6, 8, 12)), ranks=2)[0]]
+    gathers = [
+        each
+        for each, _, _ in run(
+            lambda group: steps(group, MODELS["bounded"], (4, 6, 8, 12)), ranks=2
+        )[0]
+    ]
     assert gathers[2] == 1
     assert gathers[3] > 1, "10 rows of 12, where 4, 6 and 8 were all"
 

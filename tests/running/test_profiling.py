@@ -1,4 +1,6 @@
-"""Profiles: what ran, when, on which rank; what it costs; and that a simulation by these costs comes out like it."""
+"""Profiles: what ran, when, on which rank; what it costs; and that a simulation by these costs
+comes out like it.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,31 @@ def did(kind: str, name: str, start: float, end: float, **more: Any) -> Event:
 
 #: Two ranks, one microbatch: 0F0 sent over in 1 and 3 on the way, 1B0 sent back the same.
 BY_HAND = (
-    Run(0, (did("F", "0F0", 0, 10), did("SEND", "0F0", 10, 11, peer=1, number=0, nbytes=64), did("RECV", "", 11, 11.5),
-            did("WAIT", "1B0", 12, 54, peer=1, number=0), did("B", "0B0", 54, 70)),
-        (Action(0, "F", 0), Action(0, "B", 0))),
-    Run(1, (did("RECV", "", 0, 0.5), did("WAIT", "0F0", 1, 14, peer=0, number=0), did("F", "1F0", 14, 30),
-            did("F", "1F0", 30, 31), did("B", "1B0", 31, 49), did("SEND", "1B0", 49, 50, peer=0, number=0, nbytes=64),
-            did("ADD", "1B0", 50, 52)),
-        (Action(1, "F", 0), Action(1, "B", 0))),
-)  # fmt: skip
+    Run(
+        0,
+        (
+            did("F", "0F0", 0, 10),
+            did("SEND", "0F0", 10, 11, peer=1, number=0, nbytes=64),
+            did("RECV", "", 11, 11.5),
+            did("WAIT", "1B0", 12, 54, peer=1, number=0),
+            did("B", "0B0", 54, 70),
+        ),
+        (Action(0, "F", 0), Action(0, "B", 0)),
+    ),
+    Run(
+        1,
+        (
+            did("RECV", "", 0, 0.5),
+            did("WAIT", "0F0", 1, 14, peer=0, number=0),
+            did("F", "1F0", 14, 30),
+            did("F", "1F0", 30, 31),
+            did("B", "1B0", 31, 49),
+            did("SEND", "1B0", 49, 50, peer=0, number=0, nbytes=64),
+            did("ADD", "1B0", 50, 52),
+        ),
+        (Action(1, "F", 0), Action(1, "B", 0)),
+    ),
+)
 
 
 def test_an_action_lasts_from_its_first_program_to_its_last():
@@ -47,25 +66,54 @@ def test_an_action_lasts_from_its_first_program_to_its_last():
 
 
 def test_what_ran_at_once_is_one_fused_action():
-    run = Run(0, (did("F", "0F1", 0, 2), did("B", "1B0", 2, 4), did("F", "0F1", 4, 5), did("B", "1B0", 5, 7),
-                  did("F", "0F2", 7, 9)), ())  # fmt: skip
+    run = Run(
+        0,
+        (
+            did("F", "0F1", 0, 2),
+            did("B", "1B0", 2, 4),
+            did("F", "0F1", 4, 5),
+            did("B", "1B0", 5, 7),
+            did("F", "0F2", 7, 9),
+        ),
+        (),
+    )
     together = Fused((Action(0, "F", 1), Action(1, "B", 0)))
     assert list(spans([run])) == [(0, together, 0, 7), (0, Action(0, "F", 2), 7, 9)]
 
 
 def test_an_action_with_nothing_to_do_takes_no_time():
-    """The first stage's input gradient is not needed: its I has no instruction, and its W cannot run without it."""
-    run = Run(0, (did("F", "0F0", 0, 2), did("W", "0W0", 3, 5)), tuple(Action(0, op, 0) for op in "FIW"))  # type: ignore[arg-type]
+    """The first stage's input gradient is not needed: its I has no instruction, and its W cannot
+    run without it.
+    """
+    run = Run(
+        0, (did("F", "0F0", 0, 2), did("W", "0W0", 3, 5)), tuple(Action(0, op, 0) for op in "FIW")
+    )  # type: ignore[arg-type]
     assert [(str(action), start, end) for _, action, start, end in spans([run])] == [
-        ("0F0", 0, 2), ("0I0", 2, 2), ("0W0", 3, 5),
-    ]  # fmt: skip
+        ("0F0", 0, 2),
+        ("0I0", 2, 2),
+        ("0W0", 3, 5),
+    ]
     assert timeline([run]).total == 5
 
 
 def test_messages_are_matched_by_their_number():
     there, back = messages(BY_HAND)
-    assert (there.src, there.dst, there.boundary, there.sent, there.asked, there.had) == (0, 1, 0, 11, 1, 14)
-    assert (back.src, back.dst, back.boundary, back.sent, back.asked, back.had) == (1, 0, 0, 50, 12, 54)
+    assert (there.src, there.dst, there.boundary, there.sent, there.asked, there.had) == (
+        0,
+        1,
+        0,
+        11,
+        1,
+        14,
+    )
+    assert (back.src, back.dst, back.boundary, back.sent, back.asked, back.had) == (
+        1,
+        0,
+        0,
+        50,
+        12,
+        54,
+    )
     assert list(messages(BY_HAND[:1])) == []
 
 
@@ -73,20 +121,28 @@ def test_costs_of_actions_and_messages():
     price = costs([BY_HAND])
     assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 21), (8, 10.5), (8, 10.5))
     assert price.send == (1.0,) and price.boundary == (64.0,) and price.unit == "s"
-    # no message arrived before its WAIT, so only 3 and 4 from send to arrival are known; half a unit of RECV for each
+    # no message arrived before its WAIT, so only 3 and 4 from send to arrival are known; half a
+    # unit of RECV for each
     assert price.comm == (0.0,) and price.receive == (13.5,)
 
 
 def test_receiving_is_distinguished_from_a_message_that_had_arrived():
     """Three waits of 5 for a message under way, and three of 2 for one that lay there."""
-    sent = [did("SEND", f"0F{m}", 100 * m, 100 * m + 1, peer=1, number=m, nbytes=8) for m in range(6)]
+    sent = [
+        did("SEND", f"0F{m}", 100 * m, 100 * m + 1, peer=1, number=m, nbytes=8) for m in range(6)
+    ]
     asked = [*(100 * m - 50 for m in range(3)), *(100 * m + 50 for m in range(3, 6))]
     had = [*(100 * m + 6 for m in range(3)), *(100 * m + 52 for m in range(3, 6))]
     waits = [did("WAIT", f"0F{m}", asked[m], had[m], peer=0, number=m) for m in range(6)]
     ran = [did("F", f"{stage}F{m}", 100 * m - 1, 100 * m) for stage in (0, 1) for m in range(6)]
     runs = (Run(0, (*ran[:6], *sent), ()), Run(1, (*ran[6:], *waits), ()))
     price = costs([runs])
-    assert (price.comm, price.send, price.receive, price.boundary) == ((3.0,), (1.0,), (2.0,), (8.0,))
+    assert (price.comm, price.send, price.receive, price.boundary) == (
+        (3.0,),
+        (1.0,),
+        (2.0,),
+        (8.0,),
+    )
 
 
 def test_a_simulation_by_these_costs_is_what_was_measured():
@@ -94,10 +150,15 @@ def test_a_simulation_by_these_costs_is_what_was_measured():
     price = Costs(F=10, B=16, comm=3, send=1, receive=2)
     line = fpipe.Schedule.parse("[0F0, 0B0]\n[1F0, 1B0]").simulate(price)
     assert [(str(s.action), s.start, s.end) for s in line] == [
-        ("0F0", 0, 10), ("0B0", 10 + 1 + 3 + 2 + 26 + 1 + 3 + 2, 64), ("1F0", 16, 26), ("1B0", 26, 42),
-    ]  # fmt: skip
+        ("0F0", 0, 10),
+        ("0B0", 10 + 1 + 3 + 2 + 26 + 1 + 3 + 2, 64),
+        ("1F0", 16, 26),
+        ("1B0", 26, 42),
+    ]
     busy = fpipe.Schedule.parse("[0F0, 0F1]\n[1F0, 1F1]").simulate(price)
-    assert [span.start for span in busy] == [0, 10 + 1, 16, 26 + 2], "sending and receiving take their rank's time"
+    assert [span.start for span in busy] == [0, 10 + 1, 16, 26 + 2], (
+        "sending and receiving take their rank's time"
+    )
     one_rank = fpipe.Schedule.parse("[0F0, 1F0, 1B0, 0B0]").simulate(price)
     assert one_rank.total == 10 + 10 + 16 + 16, "nothing is sent within a rank"
 
@@ -107,7 +168,7 @@ def test_how_a_rank_spent_its_time():
     assert found == {"programs": 26, "sending": 1, "posting": 0.5, "waiting": 42, "between": 0.5}
 
 
-# ---- a step on processes --------------------------------------------------------------------------------------------
+# ---- a step on processes ----
 @pytest.fixture(scope="module")
 def on_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("naps")
@@ -128,22 +189,38 @@ def test_measured_on_processes_by_one_clock(on_processes: tuple[dict[str, Any], 
     start = {str(span.action): span.start for span in line}
     for maker, user in (("0F0", "1F0"), ("0F1", "1F1"), ("0F2", "1F2")):
         assert end[maker] <= start[user], f"{user} started before {maker} was over"
-    for maker, user in (("1B0", "0B0"), ("1B2", "0B2")):  # a gradient is sent, and only then added up
-        assert start[maker] + 4 * sleeping_stages.UNIT <= start[user], f"{user} started before {maker} was over"
-    assert line.total > 0.9 * sleeping_stages.UNIT * (1 + 3 * (2 + 4) + 2), "all naps of the critical path"
+    for maker, user in (
+        ("1B0", "0B0"),
+        ("1B2", "0B2"),
+    ):  # a gradient is sent, and only then added up
+        assert start[maker] + 4 * sleeping_stages.UNIT <= start[user], (
+            f"{user} started before {maker} was over"
+        )
+    assert line.total > 0.9 * sleeping_stages.UNIT * (1 + 3 * (2 + 4) + 2), (
+        "all naps of the critical path"
+    )
 
 
 @pytest.mark.xdist_group("profiling")
 def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Path]):
     found = on_processes[0]
     assert found["simulated"].total == pytest.approx(found["timeline"].total, rel=0.15)
-    for price, lines in ((found["costs"], [found["timeline"]]), (found["measured"], found["whole and split"])):
+    for price, lines in (
+        (found["costs"], [found["timeline"]]),
+        (found["measured"], found["whole and split"]),
+    ):
         for op, units in (("F", (1, 2)), ("B", (2, 4))):
             for stage, unit in enumerate(units):
                 times = [
-                    s.end - s.start for line in lines for s in line if (s.action.op, s.action.stage) == (op, stage)
+                    s.end - s.start
+                    for line in lines
+                    for s in line
+                    if (s.action.op, s.action.stage) == (op, stage)
                 ]
-                assert getattr(price, op)[stage] == pytest.approx(fmean(times), rel=1e-3), (op, stage)
+                assert getattr(price, op)[stage] == pytest.approx(fmean(times), rel=1e-3), (
+                    op,
+                    stage,
+                )
                 assert min(times) >= unit * sleeping_stages.UNIT, (op, stage)
     again = fpipe.make_schedule("1F1B", 2, 3).simulate(found["measured"]).total
     assert again == pytest.approx(found["whole and split"][0].total, rel=0.2)
@@ -162,12 +239,15 @@ def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Pa
     assert {"F", "B", "SEND", "RECV", "WAIT"} <= kinds
 
 
-# ---- in one process -------------------------------------------------------------------------------------------------
+# ---- in one process ----
 def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Tensor], torch.Tensor]:
     pipe = fpipe.pipeline(
-        [lambda p, x: torch.tanh(x @ p)] * 4, name, loss=lambda y: y.square().mean(), microbatches=microbatches,
+        [lambda p, x: torch.tanh(x @ p)] * 4,
+        name,
+        loss=lambda y: y.square().mean(),
+        microbatches=microbatches,
         group=fpipe.local(2),
-    )  # fmt: skip
+    )
     return pipe, [torch.eye(3)] * 4, torch.ones(microbatches, 3)
 
 
@@ -219,7 +299,9 @@ def test_both_phases_of_vjp_are_one_run():
 
 def test_on_fake_ranks_each_has_the_whole_picture():
     def program(group: Any) -> tuple[float, list[float]]:
-        pipe = fpipe.pipeline([lambda p, x: x * p] * 3, loss=lambda y: y.sum(), microbatches=2, group=group)
+        pipe = fpipe.pipeline(
+            [lambda p, x: x * p] * 3, loss=lambda y: y.sum(), microbatches=2, group=group
+        )
         profiled = fpipe.profile(fpipe.value_and_grad(pipe))
         profiled(pipe.place([torch.ones(())] * 3), torch.ones(2))
         assert profiled.timeline.ranks == 3
@@ -246,7 +328,9 @@ class Far:
         return Done()
 
     def recv(self, *message: Any) -> Done:
-        return Done((torch.tensor([time.perf_counter() + 5], dtype=torch.float64).view(torch.uint8),))
+        return Done(
+            (torch.tensor([time.perf_counter() + 5], dtype=torch.float64).view(torch.uint8),)
+        )
 
     def barrier(self) -> None: ...
 
@@ -260,8 +344,12 @@ def test_clocks_of_other_machines_are_set_right():
     moved = tuple(each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].did)
     ((mine, theirs),) = gathered(Far([Run(1, moved, ())]), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
     assert mine == BY_HAND[0]
-    assert [each.start for each in theirs.did] == pytest.approx([each.start for each in BY_HAND[1].did], abs=0.01)
-    assert [each.end for each in theirs.did] == pytest.approx([each.end for each in BY_HAND[1].did], abs=0.01)
+    assert [each.start for each in theirs.did] == pytest.approx(
+        [each.start for each in BY_HAND[1].did], abs=0.01
+    )
+    assert [each.end for each in theirs.did] == pytest.approx(
+        [each.end for each in BY_HAND[1].did], abs=0.01
+    )
 
 
 def test_ranks_that_ran_differently_are_reported():
@@ -271,7 +359,9 @@ def test_ranks_that_ran_differently_are_reported():
 
 @pytest.mark.parametrize("name", fpipe.schedule_names())
 def test_costs_of_any_schedule(name: str):
-    """Whole and split, every schedule stays one that can be checked, and its costs can be measured."""
+    """Whole and split, every schedule stays one that can be checked, and its costs can be
+    measured.
+    """
     try:
         schedule = fpipe.make_schedule(name, 2, 4)
     except FpipeError:
@@ -300,11 +390,27 @@ def test_a_pipeline_under_another_schedule():
         pipe.under(fpipe.make_schedule("Interleaved1F1B", 2, 4))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from fpipe.command.cli import main
 
     monkeypatch.chdir(tmp_path)
-    made = ["ZBV", "-p", "1", "-m", "2", "--width", "4", "--tokens", "2", "--steps", "1", "--picture", "step.svg"]
+    made = [
+        "ZBV",
+        "-p",
+        "1",
+        "-m",
+        "2",
+        "--width",
+        "4",
+        "--tokens",
+        "2",
+        "--steps",
+        "1",
+        "--picture",
+        "step.svg",
+    ]
     assert main(["profile", *made, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["files"] == ["costs.json", "step.svg"] and found["seconds"]["simulated"] > 0
@@ -325,7 +431,9 @@ def test_its_help_says_what_it_does():
 
 @pytest.mark.parametrize(("name", "kinds"), [("1F1B", "F B"), ("ZBH1", "F I W")])
 def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
-    pipe = fpipe.pipeline([lambda p, x: x * p] * 2, name, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p] * 2, name, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2)
+    )
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     assert repr(step) == "Profile(no step yet)"
     step([torch.ones(())] * 2, torch.ones(4))
@@ -336,7 +444,9 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
 
 
 def test_a_profile_shows_what_preparation_took():
-    pipe = fpipe.pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2)
+    )
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     arguments = [torch.ones(())] * 2, torch.ones(4)
     step(*arguments)

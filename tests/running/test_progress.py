@@ -29,7 +29,12 @@ def traced() -> None:
         time.sleep(0.05)
         return x * p
 
-    pipe = fpipe.pipeline([slow, lambda p, x: slow(p, x)], loss=lambda y: y.sum(), group=fpipe.local(2), microbatches=2)
+    pipe = fpipe.pipeline(
+        [slow, lambda p, x: slow(p, x)],
+        loss=lambda y: y.sum(),
+        group=fpipe.local(2),
+        microbatches=2,
+    )
     fpipe.grad(pipe)([torch.ones(())] * 2, torch.ones(4))
 
 
@@ -38,7 +43,9 @@ def test_a_long_trace_shows_its_stages_and_erases_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(progress, "DELAY", 0.01)
     traced()
     text = terminal.getvalue()
-    assert "fpipe: tracing stage 1 of 2 ..." in text and "stage 2 of 2" in text and "the loss" in text
+    assert (
+        "fpipe: tracing stage 1 of 2 ..." in text and "stage 2 of 2" in text and "the loss" in text
+    )
     assert text.endswith("\r\x1b[2K")
 
 

@@ -1,5 +1,7 @@
 # ruff: noqa: PT017
-"""Pullbacks: values that change between the phases of a call, and several backwards of one forward."""
+"""Pullbacks: values that change between the phases of a call, and several backwards of one
+forward.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_value_changed_before_the_pullback_is_reported(changed: str, engine: A
 def test_a_value_that_the_backward_needs_changed(changed: str, remat: bool, engine: Any):
     """One microbatch, so that the output is the tensor that its stage saved."""
     fn = lambda p, x: (x * p).exp()
-    pipe = fpipe.pipeline([fpipe.remat(fn) if remat else fn], microbatches=1, group=fpipe.local(1), engine=engine)
+    pipe = fpipe.pipeline(
+        [fpipe.remat(fn) if remat else fn], microbatches=1, group=fpipe.local(1), engine=engine
+    )
     p, x = torch.ones(3, requires_grad=True), X.clone()
     y, pullback = fpipe.vjp(pipe, [p], x)
     if changed == "optimizer":
@@ -74,7 +78,9 @@ def test_a_value_that_no_backward_needs_may_change(engine: Any):
 def test_a_retained_pullback_gives_the_same_again(schedule: str, engine: Any):
     """On autograd the graph was freed by the first."""
     fn = lambda p, x: torch.tanh(x * p).exp()
-    pipe = fpipe.pipeline([fn, fpipe.remat(fn)], schedule, microbatches=2, group=fpipe.local(2), engine=engine)
+    pipe = fpipe.pipeline(
+        [fn, fpipe.remat(fn)], schedule, microbatches=2, group=fpipe.local(2), engine=engine
+    )
     y, pullback = fpipe.vjp(pipe, [torch.ones(3), torch.ones(3)], X)
     first = [pullback(torch.ones_like(y), retain=True) for _ in range(2)]
     first.append(pullback(torch.ones_like(y)))
@@ -85,13 +91,15 @@ def test_a_retained_pullback_gives_the_same_again(schedule: str, engine: Any):
         pullback(torch.ones_like(y))
 
 
-# ---- stages with replicas -------------------------------------------------------------------------------------------
+# ---- stages with replicas ----
 @pytest.mark.parametrize("order", ["lockstep", "buffered"])
 @pytest.mark.parametrize(("schedule", "stages", "ranks"), [("DualPipe", 4, 4), ("BitPipe", 4, 2)])
 def test_each_rank_with_a_replica_has_all_outputs_and_the_whole_gradient_of_the_input(
     schedule: str, stages: int, ranks: int, order: Any
 ):
-    """Each had those of its microbatches alone, None with outputs="last", and the gradient of the input was lost."""
+    """Each had those of its microbatches alone, None with outputs="last", and the gradient of the
+    input was lost.
+    """
     params = [torch.linspace(0.5, 1, 3) + stage for stage in range(stages)]
     x = torch.linspace(-1, 1, 24).view(8, 3)
     layer = lambda p, x: torch.tanh(x * p)
@@ -106,20 +114,32 @@ def test_each_rank_with_a_replica_has_all_outputs_and_the_whole_gradient_of_the_
         return y.detach(), list(torch.autograd.grad(loss(y), leaves))
 
     def rank(group: Any, outputs: Any) -> Any:
-        pipe = fpipe.pipeline([layer] * stages, schedule, microbatches=4, group=group, outputs=outputs)
+        pipe = fpipe.pipeline(
+            [layer] * stages, schedule, microbatches=4, group=group, outputs=outputs
+        )
         y, pullback = fpipe.vjp(pipe, pipe.place(params), x)
         assert all(map(torch.equal, [y] if y is not None else [], [pipe(pipe.place(params), x)]))
         by_value = fpipe.pipeline(
-            [layer] * stages, schedule, microbatches=4, group=group, loss=lambda y: y.sum(), reduction="sum"
+            [layer] * stages,
+            schedule,
+            microbatches=4,
+            group=group,
+            loss=lambda y: y.sum(),
+            reduction="sum",
         )
-        two = fpipe.grad(by_value, argnums=1)(pipe.place(params), x), pullback(torch.ones_like(x), retain=True)[1]
+        two = (
+            fpipe.grad(by_value, argnums=1)(pipe.place(params), x),
+            pullback(torch.ones_like(x), retain=True)[1],
+        )
         assert two == (None, None) if 0 not in pipe.here else torch.equal(*two)
         dy = torch.func.grad(loss)(y) if group.rank == pipe.output_rank else None
         return stages - 1 in pipe.here, 0 in pipe.here, y, *pullback(dy)
 
     true, (true_dx, *true_grads) = unsplit()
     for outputs in ("zeros", "everywhere", "last"):
-        for last, first, y, grads, dx in fpipe.testing.run(lambda g, o=outputs: rank(g, o), ranks, order=order):
+        for last, first, y, grads, dx in fpipe.testing.run(
+            lambda g, o=outputs: rank(g, o), ranks, order=order
+        ):
             if last or outputs == "everywhere":
                 torch.testing.assert_close(y, true)
             else:

@@ -1,4 +1,6 @@
-"""Scalars through Python have torch's bits; and a process that fpipe starts keeps the memory that it frees."""
+"""Scalars through Python have torch's bits; and a process that fpipe starts keeps the memory that
+it frees.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ SINGLE = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("=f", struct.p
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(numbers=st.lists(SINGLE, min_size=1, max_size=9), weight=st.none() | st.sampled_from([1.0, 1 / 3, 0.125, 1e-40]))
+@given(
+    numbers=st.lists(SINGLE, min_size=1, max_size=9),
+    weight=st.none() | st.sampled_from([1.0, 1 / 3, 0.125, 1e-40]),
+)
 def test_added_as_torch_adds_them(dtype: torch.dtype, numbers: list[float], weight: float | None):
     values = [torch.tensor(number).to(dtype) for number in numbers]
     wanted = values[0] if weight is None else values[0] * weight
@@ -48,7 +53,10 @@ def test_scalars_stay_on_the_cpu_whatever_the_default_device_is():
     values = [torch.tensor(1.0), torch.tensor(2.0)]
     with torch.device("meta"):
         assert added(values, 0.5).item() == 1.5
-        assert [value.item() for value in unpacked(packed(values), [torch.float32] * 2)] == [1.0, 2.0]
+        assert [value.item() for value in unpacked(packed(values), [torch.float32] * 2)] == [
+            1.0,
+            2.0,
+        ]
 
 
 def test_a_lazy_minus_is_packed_as_what_it_means():
@@ -77,25 +85,35 @@ def faults() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.skipif("MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment")
+@pytest.mark.skipif(
+    "MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment"
+)
 def test_processes_that_are_launched_keep_what_they_free():
-    kept, given_back = (fpipe.launch(faults, ranks=1, env=env)[0] for env in ({}, {"MALLOC_ARENA_MAX": "8"}))
+    kept, given_back = (
+        fpipe.launch(faults, ranks=1, env=env)[0] for env in ({}, {"MALLOC_ARENA_MAX": "8"})
+    )
     assert kept < 1_000 < given_back, "one page has some KiB"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.skipif("MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment")
+@pytest.mark.skipif(
+    "MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment"
+)
 def test_a_process_group_that_init_starts_keeps_what_its_rank_frees():
     """As under torchrun, whose processes are started with glibc as it comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = (
-        "import fpipe, test_scalars; before = test_scalars.faults(); fpipe.init(); print(before, test_scalars.faults())"
+        "import fpipe, test_scalars; before = test_scalars.faults(); fpipe.init(); "
+        "print(before, test_scalars.faults())"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **env, "PYTHONPATH": paths}, capture_output=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **env, "PYTHONPATH": paths},
+        capture_output=True,
+        check=True,
     )
     given_back, kept = map(int, done.stdout.split())
     assert kept < 1_000 < given_back

@@ -15,21 +15,46 @@ from common import same
 from fpipe.errors import BatchError, ScheduleError, StageError
 from sample import also
 from schedule_table import TABLE, cases
-from sliced_models import MODELS, B, D, K, M, S, attention, batch, parameters, plain, random_stage, squared, stage
+from sliced_models import (
+    MODELS,
+    B,
+    D,
+    K,
+    M,
+    S,
+    attention,
+    batch,
+    parameters,
+    plain,
+    random_stage,
+    squared,
+    stage,
+)
 
 ATTENTION = MODELS["attention"]
 
 
-def pipe_of(stages: int, ranks: int, schedule: Any = "Seq1F1B", *, model: str = "attention", **options: Any) -> Any:
+def pipe_of(
+    stages: int, ranks: int, schedule: Any = "Seq1F1B", *, model: str = "attention", **options: Any
+) -> Any:
     given = {"slices": K, "loss": squared, "microbatches": M, "group": fpipe.local(ranks)} | options
     return fpipe.pipeline([stage(model)] * stages, schedule, **given)
 
 
-def check(pipe: Any, models: list[Any], microbatches: int = M, slices: int = K, tokens: int = S, seed: int = 0) -> None:
+def check(
+    pipe: Any,
+    models: list[Any],
+    microbatches: int = M,
+    slices: int = K,
+    tokens: int = S,
+    seed: int = 0,
+) -> None:
     """Loss, gradients and the gradient of x have the bits of plain autograd."""
     params, (x, t) = parameters(len(models), seed), batch(microbatches, tokens, seed)
     loss, (grads, dx) = fpipe.value_and_grad(pipe, argnums=(0, 1))(params, x, t)
-    total, expected, dx_expected = plain(models, params, x, t, microbatches, slices, pipe.schedule(microbatches))
+    total, expected, dx_expected = plain(
+        models, params, x, t, microbatches, slices, pipe.schedule(microbatches)
+    )
     assert torch.equal(loss, total)
     assert torch.equal(dx, dx_expected)
     for got, wanted in zip(grads, expected, strict=True):
@@ -37,20 +62,27 @@ def check(pipe: Any, models: list[Any], microbatches: int = M, slices: int = K, 
             assert torch.equal(got[name], wanted.get(name, torch.zeros(D, D))), name
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
+# ---- bits ----
 @pytest.mark.covering
 @pytest.mark.parametrize(("name", "stages", "ranks"), [("SeqZBH1", 3, 1), ("Seq1F1B", 2, 2)])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ["trace", "eager"])
-def test_bits_of_plain_autograd(model: str, engine: str, name: str, stages: int, ranks: int) -> None:
+def test_bits_of_plain_autograd(
+    model: str, engine: str, name: str, stages: int, ranks: int
+) -> None:
     check(pipe_of(stages, ranks, name, model=model, engine=engine), [MODELS[model]] * stages)
 
 
 def test_random_stages(long: bool) -> None:
-    # 349: a carry was copied in the second trace of a slice alone, and had other strides than the next slice expected
+    # 349: a carry was copied in the second trace of a slice alone, and had other strides than the
+    # next slice expected
     for seed in range(400) if long else (0, 349):
         draw = random.Random(seed)
-        stages, slices, microbatches = draw.choice([1, 2, 2, 3]), draw.choice([2, 4]), draw.choice([1, 2, 3])
+        stages, slices, microbatches = (
+            draw.choice([1, 2, 2, 3]),
+            draw.choice([2, 4]),
+            draw.choice([1, 2, 3]),
+        )
         models = [random_stage(draw) for _ in range(stages)]
         engines = [draw.choice(["trace", "eager"]) for _ in models]
         made = [
@@ -60,7 +92,9 @@ def test_random_stages(long: bool) -> None:
         ranks = draw.choice([r for r in (1, 2, 3) if stages % r == 0])
         name = draw.choice(["Seq1F1B", "SeqZBH1", "GPipe", "ZBH1"])
         group = fpipe.local(ranks)
-        pipe = fpipe.pipeline(made, name, slices=slices, loss=squared, microbatches=microbatches, group=group)
+        pipe = fpipe.pipeline(
+            made, name, slices=slices, loss=squared, microbatches=microbatches, group=group
+        )
         check(pipe, models, microbatches, slices, seed=seed)
 
 
@@ -74,7 +108,9 @@ def test_every_schedule_of_the_catalogue(family: Any, long: bool) -> None:
     ranks = (2, 4) if long else (4,) if family.replicas else (2,)
     for case in cases(ranks, (4,), name=family.name):
         for slices in (2, 4) if long else (2,):
-            made = pipe_of(case.stages, case.ranks, case.name, model="summed", slices=slices, microbatches=4)
+            made = pipe_of(
+                case.stages, case.ranks, case.name, model="summed", slices=slices, microbatches=4
+            )
             assert made.schedule(4).slices == slices
             check(made, [MODELS["summed"]] * case.stages, 4, slices)
 
@@ -97,7 +133,7 @@ def test_one_slice_is_a_whole_sequence() -> None:
     check(pipe_of(2, 2, slices=1), [ATTENTION] * 2, M, 1)
 
 
-# ---- what goes in and out -------------------------------------------------------------------------------------------
+# ---- what goes in and out ----
 def test_outputs_and_cotangents_are_joined_along_the_second_axis() -> None:
     params, (x, dy) = parameters(2), batch()
     outputs = pipe_of(2, 2, loss=None)
@@ -120,12 +156,16 @@ def test_microbatches_that_differ_in_length() -> None:
     loss, (_, dx) = fpipe.value_and_grad(pipe, argnums=(0, 1))(
         params, fpipe.Microbatches(draw), fpipe.Microbatches(targets)
     )
-    alone = [fpipe.value_and_grad(pipe_of(2, 1, microbatches=1), argnums=(0, 1))(params, x, t)
-             for x, t in zip(draw, targets, strict=True)]  # fmt: skip
+    alone = [
+        fpipe.value_and_grad(pipe_of(2, 1, microbatches=1), argnums=(0, 1))(params, x, t)
+        for x, t in zip(draw, targets, strict=True)
+    ]
     assert torch.allclose(loss, sum(value for value, _ in alone) / 2)
     assert [part.shape for part in dx] == [x.shape for x in draw]
-    assert all(torch.allclose(part * 2, grads[1], rtol=1e-4, atol=1e-6)
-               for part, (_, grads) in zip(dx, alone, strict=True))  # fmt: skip
+    assert all(
+        torch.allclose(part * 2, grads[1], rtol=1e-4, atol=1e-6)
+        for part, (_, grads) in zip(dx, alone, strict=True)
+    )
 
 
 def test_leaves_with_one_axis_go_to_every_slice_and_side_inputs_are_cut() -> None:
@@ -145,7 +185,11 @@ def test_leaves_with_one_axis_go_to_every_slice_and_side_inputs_are_cut() -> Non
             carry = torch.zeros(())
             for at in range(0, 4, 2):
                 cut = slice(rows, rows + 2), slice(at, at + 2)
-                y = x["tokens"][cut] * p * mask[cut] * 2.0 + x["gain"][rows : rows + 2, None] + carry
+                y = (
+                    x["tokens"][cut] * p * mask[cut] * 2.0
+                    + x["gain"][rows : rows + 2, None]
+                    + carry
+                )
                 carry = carry + y.sum()
                 total = total + (y.sum(1) * label[rows : rows + 2]).sum() / 4
         return total
@@ -153,11 +197,21 @@ def test_leaves_with_one_axis_go_to_every_slice_and_side_inputs_are_cut() -> Non
     p, mask, label = torch.tensor(1.5), torch.rand(4, 4), torch.rand(4)
     x = {"tokens": torch.rand(4, 4), "gain": torch.rand(4)}
     pipe = fpipe.pipeline(
-        [fpipe.Stage(gained, carry=True, initial_carry=torch.zeros(()))], "Seq1F1B", slices=2, microbatches=2,
-        loss=loss, group=fpipe.local(1),
-    )  # fmt: skip
-    value, (grads, dx) = fpipe.value_and_grad(pipe, argnums=(0, 1))([p], x, label, mask=mask, scale=2.0)
-    live = [p.clone().requires_grad_(), x["tokens"].clone().requires_grad_(), x["gain"].clone().requires_grad_()]
+        [fpipe.Stage(gained, carry=True, initial_carry=torch.zeros(()))],
+        "Seq1F1B",
+        slices=2,
+        microbatches=2,
+        loss=loss,
+        group=fpipe.local(1),
+    )
+    value, (grads, dx) = fpipe.value_and_grad(pipe, argnums=(0, 1))(
+        [p], x, label, mask=mask, scale=2.0
+    )
+    live = [
+        p.clone().requires_grad_(),
+        x["tokens"].clone().requires_grad_(),
+        x["gain"].clone().requires_grad_(),
+    ]
     expected = whole(live[0], {"tokens": live[1], "gain": live[2]}, label, mask)
     expected.backward()
     assert set(seen) == {(2, 2, 2)}
@@ -169,17 +223,23 @@ def test_stages_without_carry_run_slice_by_slice() -> None:
     params, (x, t) = parameters(3), batch()
     dense = lambda p, x: torch.tanh(x @ p["q"])
     mixed = [dense, stage("attention"), dense]
-    pipe = fpipe.pipeline(mixed, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=fpipe.local(3))
-    one = fpipe.pipeline(mixed, "Seq1F1B", slices=1, loss=squared, microbatches=M, group=fpipe.local(1))
+    pipe = fpipe.pipeline(
+        mixed, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=fpipe.local(3)
+    )
+    one = fpipe.pipeline(
+        mixed, "Seq1F1B", slices=1, loss=squared, microbatches=M, group=fpipe.local(1)
+    )
     loss, grads = fpipe.value_and_grad(pipe)(params, x, t)
     expected, whole = fpipe.value_and_grad(one)(params, x, t)
     assert torch.allclose(loss, expected)
     assert all(
-        torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6) for a, b in zip(grads, whole, strict=True) for n in "qkvo"
+        torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
+        for a, b in zip(grads, whole, strict=True)
+        for n in "qkvo"
     )
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ----
 def test_reductions_and_results_of_each_slice() -> None:
     params, (x, t) = parameters(2), batch()
     per_slice = lambda y, t: (squared(y, t), y.sum())
@@ -188,17 +248,25 @@ def test_reductions_and_results_of_each_slice() -> None:
     y = pipe_of(2, 1, loss=None)(params, x)
     cut = [part for rows in y.chunk(M) for part in rows.chunk(K, 1)]
     wanted = [part for rows in t.chunk(M) for part in rows.chunk(K, 1)]
-    assert len(aux) == M * K and all(torch.allclose(a, b.sum(), rtol=1e-4) for a, b in zip(aux, cut, strict=True))
+    assert len(aux) == M * K and all(
+        torch.allclose(a, b.sum(), rtol=1e-4) for a, b in zip(aux, cut, strict=True)
+    )
     losses = torch.stack([squared(a, b) for a, b in zip(cut, wanted, strict=True)])
     assert torch.allclose(value, losses.mean())
     assert torch.allclose(pipe_of(2, 2, reduction="sum")(params, x, t), losses.sum())
     counts = torch.arange(1.0, M * K + 1)
-    weights = torch.stack([c.expand(B, S // K) for c in counts]).reshape(M, K, B, S // K).transpose(1, 2)
+    weights = (
+        torch.stack([c.expand(B, S // K) for c in counts]).reshape(M, K, B, S // K).transpose(1, 2)
+    )
     weights = weights.reshape(M * B, S, 1).expand(-1, -1, D).contiguous()
-    weighted = pipe_of(2, 2, loss=lambda y, t, w: squared(y, t), reduction=fpipe.weighted(lambda t, w: w.mean()))
+    weighted = pipe_of(
+        2, 2, loss=lambda y, t, w: squared(y, t), reduction=fpipe.weighted(lambda t, w: w.mean())
+    )
     assert torch.allclose(weighted(params, x, t, weights), (losses * counts).sum() / counts.sum())
     numbers: list[str] = []
-    step = fpipe.value_and_grad(pipe_of(2, 2), each=lambda n, y, loss: numbers.append(f"{n} {n:d}") or loss)
+    step = fpipe.value_and_grad(
+        pipe_of(2, 2), each=lambda n, y, loss: numbers.append(f"{n} {n:d}") or loss
+    )
     (_, each), _ = step(params, x, t)
     assert numbers == [f"{m}.{s} {m * K + s}" for m in range(M) for s in range(K)]
     assert torch.allclose(torch.stack(each), losses)
@@ -211,17 +279,28 @@ def test_draws_depend_on_seed_stage_microbatch_and_slice_alone() -> None:
 
     params, (x, t) = parameters(2), batch()
     make = lambda ranks, schedule, **more: fpipe.pipeline(
-        [fpipe.Stage(noisy, carry=True, initial_carry=torch.zeros(()))] * 2, schedule, slices=K, microbatches=M, seed=3,
-        group=fpipe.local(ranks), **more,
-    )  # fmt: skip
+        [fpipe.Stage(noisy, carry=True, initial_carry=torch.zeros(()))] * 2,
+        schedule,
+        slices=K,
+        microbatches=M,
+        seed=3,
+        group=fpipe.local(ranks),
+        **more,
+    )
     first = fpipe.value_and_grad(make(2, "Seq1F1B", loss=squared))(params, x, t)
     for ranks, name in ((1, "GPipe"), (2, "ZBH1")):
         value, grads = fpipe.value_and_grad(make(ranks, name, loss=squared))(params, x, t)
         assert torch.equal(value, first[0])
-        assert all(torch.allclose(g[n], f[n]) for g, f in zip(grads, first[1], strict=True) for n in "qkvo")
-    alone = fpipe.Stage(lambda p, c, x: (torch.nn.functional.dropout(x, 0.5), c), carry=True, initial_carry=None)
+        assert all(
+            torch.allclose(g[n], f[n]) for g, f in zip(grads, first[1], strict=True) for n in "qkvo"
+        )
+    alone = fpipe.Stage(
+        lambda p, c, x: (torch.nn.functional.dropout(x, 0.5), c), carry=True, initial_carry=None
+    )
     options: dict[str, Any] = {"slices": K, "microbatches": M, "seed": 3}
-    masks = fpipe.pipeline([alone], "GPipe", group=fpipe.local(1), **options)([None], torch.ones(B * M, S, D))
+    masks = fpipe.pipeline([alone], "GPipe", group=fpipe.local(1), **options)(
+        [None], torch.ones(B * M, S, D)
+    )
     parts = [part for rows in masks.chunk(M) for part in rows.chunk(K, 1)]
     assert not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
 
@@ -231,15 +310,34 @@ def test_state_goes_from_slice_to_slice_and_on_to_the_next_microbatch() -> None:
         return x @ p["q"] + carry, carry + 1, x.mean(), state + carry
 
     params, (x, t) = parameters(2), batch()
-    made = fpipe.Stage(counting, carry=True, initial_carry=torch.zeros(()), state=True, initial_state=torch.zeros(()),
-                       aux_loss=True)  # fmt: skip
-    pipe = fpipe.pipeline([made] * 2, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=fpipe.local(2))
-    (loss, state), _ = fpipe.value_and_grad(pipe)(params, x, t, state=[torch.zeros(()), torch.ones(())])
+    made = fpipe.Stage(
+        counting,
+        carry=True,
+        initial_carry=torch.zeros(()),
+        state=True,
+        initial_state=torch.zeros(()),
+        aux_loss=True,
+    )
+    pipe = fpipe.pipeline(
+        [made] * 2, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=fpipe.local(2)
+    )
+    (loss, state), _ = fpipe.value_and_grad(pipe)(
+        params, x, t, state=[torch.zeros(()), torch.ones(())]
+    )
     assert [s.item() for s in state] == [M * sum(range(K)), M * sum(range(K)) + 1]
     plain_loss = fpipe.pipeline(
-        [fpipe.Stage(lambda p, c, x: (x @ p["q"] + c, c + 1), carry=True, initial_carry=torch.zeros(()))] * 2, "GPipe",
-        slices=K, loss=squared, microbatches=M, group=fpipe.local(1),
-    )(params, x, t)  # fmt: skip
+        [
+            fpipe.Stage(
+                lambda p, c, x: (x @ p["q"] + c, c + 1), carry=True, initial_carry=torch.zeros(())
+            )
+        ]
+        * 2,
+        "GPipe",
+        slices=K,
+        loss=squared,
+        microbatches=M,
+        group=fpipe.local(1),
+    )(params, x, t)
     assert loss > plain_loss or loss < plain_loss  # the auxiliary losses join it
 
 
@@ -256,11 +354,19 @@ def test_remat_frozen_tied_and_accumulate() -> None:
         again = run(carrying(fpipe.remat(attention), engine=engine))
         assert same(again, (loss, grads))
     _, frozen = run(carrying(attention), frozen=["0.*", "1.q"])
-    assert frozen[0] == dict.fromkeys("qkvo") and frozen[1]["q"] is None and torch.equal(frozen[1]["k"], grads[1]["k"])
+    assert (
+        frozen[0] == dict.fromkeys("qkvo")
+        and frozen[1]["q"] is None
+        and torch.equal(frozen[1]["k"], grads[1]["k"])
+    )
     _, tied = run(carrying(attention), tied=[("0.o", "1.o")])
-    assert torch.equal(tied[0]["o"], tied[1]["o"]) and torch.allclose(tied[0]["o"], grads[0]["o"] + grads[1]["o"])
+    assert torch.equal(tied[0]["o"], tied[1]["o"]) and torch.allclose(
+        tied[0]["o"], grads[0]["o"] + grads[1]["o"]
+    )
     _, wide = run(carrying(attention), accumulate=torch.float64)
-    assert wide[0]["q"].dtype == torch.float64 and torch.allclose(wide[0]["q"].float(), grads[0]["q"], rtol=1e-4)
+    assert wide[0]["q"].dtype == torch.float64 and torch.allclose(
+        wide[0]["q"].float(), grads[0]["q"], rtol=1e-4
+    )
 
 
 def test_a_new_length_is_not_traced_again_and_again() -> None:
@@ -271,8 +377,14 @@ def test_a_new_length_is_not_traced_again_and_again() -> None:
         return attention(p, carry, x)
 
     params = parameters(1)
-    pipe = fpipe.pipeline([fpipe.Stage(counted, carry=True, initial_carry=None)], "Seq1F1B", slices=4, loss=squared,
-                          microbatches=1, group=fpipe.local(1))  # fmt: skip
+    pipe = fpipe.pipeline(
+        [fpipe.Stage(counted, carry=True, initial_carry=None)],
+        "Seq1F1B",
+        slices=4,
+        loss=squared,
+        microbatches=1,
+        group=fpipe.local(1),
+    )
     step = fpipe.value_and_grad(pipe)
     for tokens in (8, 12, 16):
         step(params, *batch(1, tokens))
@@ -288,7 +400,9 @@ def test_seq_1f1b_holds_less() -> None:
 
     def peak(name: str, slices: int) -> int:
         stages = [stage("recurrent", dynamic=False)] * 2
-        pipe = fpipe.pipeline(stages, name, slices=slices, loss=squared, microbatches=8, group=fpipe.local(2))
+        pipe = fpipe.pipeline(
+            stages, name, slices=slices, loss=squared, microbatches=8, group=fpipe.local(2)
+        )
         return max(pipe.plan(params, x, t).peak.values())
 
     assert peak("Seq1F1B", 4) < 0.75 * peak("1F1B", 1)
@@ -309,7 +423,9 @@ def test_inside_a_torch_func_transform() -> None:
     grads = torch.func.grad(lambda p: pipe(p, x, t))(params)
     expected = fpipe.grad(pipe)(params, x, t)
     assert all(
-        torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6) for a, b in zip(grads, expected, strict=True) for n in "qkvo"
+        torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
+        for a, b in zip(grads, expected, strict=True)
+        for n in "qkvo"
     )
 
 
@@ -325,10 +441,12 @@ def test_costs_are_those_of_whole_microbatches() -> None:
     assert set(figures["F"]) == {0, 1}
 
 
-# ---- several processes ----------------------------------------------------------------------------------------------
+# ---- several processes ----
 def on_a_rank(group: Any = None) -> Any:
     params, (x, t) = parameters(4), batch()
-    pipe = fpipe.pipeline([stage("attention")] * 4, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=group)
+    pipe = fpipe.pipeline(
+        [stage("attention")] * 4, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=group
+    )
     loss, grads = fpipe.value_and_grad(pipe)(pipe.place(params), x, t)
     return loss, [grads[s] for s in pipe.here]
 
@@ -343,21 +461,30 @@ def test_stages_and_arguments_that_are_elsewhere() -> None:
         first, (x, t) = group.here[0] == 0, batch()
         there = fpipe.Stage.elsewhere()
         stages = [stage("attention"), there] if first else [there, stage("attention")]
-        pipe = fpipe.pipeline(stages, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=group)
+        pipe = fpipe.pipeline(
+            stages, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=group
+        )
         elsewhere = fpipe.elsewhere()
         return pipe(pipe.place(parameters(2)), x if first else elsewhere, elsewhere if first else t)
 
     expected = pipe_of(2, 1)(parameters(2), *batch())
-    assert all(torch.equal(loss, expected) for loss in fpipe.testing.run(rank, ranks=2, order="buffered", seed=0))
+    assert all(
+        torch.equal(loss, expected)
+        for loss in fpipe.testing.run(rank, ranks=2, order="buffered", seed=0)
+    )
 
 
 def test_ranks_that_disagree_about_slices() -> None:
     def rank(group: Any) -> Any:
         stages, slices = [stage("attention")] * 2, 2 + 2 * group.here[0]
-        pipe = fpipe.pipeline(stages, "Seq1F1B", slices=slices, loss=squared, microbatches=M, group=group)
+        pipe = fpipe.pipeline(
+            stages, "Seq1F1B", slices=slices, loss=squared, microbatches=M, group=group
+        )
         return pipe(pipe.place(parameters(2)), *batch())
 
-    with pytest.raises(fpipe.MismatchError, match="disagree about slices: rank 0 has 2, rank 1 has 4"):
+    with pytest.raises(
+        fpipe.MismatchError, match="disagree about slices: rank 0 has 2, rank 1 has 4"
+    ):
         fpipe.testing.run(rank, ranks=2, order="buffered", seed=0)
 
 
@@ -372,14 +499,20 @@ def test_copies_of_a_pipeline() -> None:
     expected = fpipe.value_and_grad(pipe_of(2, 1))(params, x, t)
 
     def copy(group: Any) -> Any:
-        pipe, rows = pipe_of(2, 2, microbatches=1, dp=group, zero=3), slice(B * group.here[0], B * (group.here[0] + 1))
+        pipe, rows = (
+            pipe_of(2, 2, microbatches=1, dp=group, zero=3),
+            slice(B * group.here[0], B * (group.here[0] + 1)),
+        )
         loss, grads = fpipe.value_and_grad(pipe)(pipe.shard(params), x[rows], t[rows])
         return loss, pipe.unshard(grads)
 
     for loss, grads in fpipe.testing.run(copy, ranks=M, order="buffered", seed=0):
         assert torch.allclose(loss, expected[0])
-        assert all(torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
-                   for a, b in zip(grads, expected[1], strict=True) for n in "qkvo")  # fmt: skip
+        assert all(
+            torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
+            for a, b in zip(grads, expected[1], strict=True)
+            for n in "qkvo"
+        )
 
 
 def test_on_processes(traces: dict[str, str]) -> None:
@@ -392,16 +525,20 @@ def _equal_to_one_process(found: Any) -> None:
     assert same([part for _, parts in found for part in parts], grads)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors ----
 def test_lengths_that_slices_do_not_divide() -> None:
     params, (x, t) = parameters(2), batch(tokens=6)
     with pytest.raises(
-        BatchError, match=r"x is a tensor of shape \[4, 6, 4\], and 4 slices do not divide the 6 .* pad it to 8"
+        BatchError,
+        match=r"x is a tensor of shape \[4, 6, 4\], and 4 slices do not divide the 6 "
+        r".* pad it to 8",
     ):
         pipe_of(2, 2)(params, x, t)
     with pytest.raises(BatchError, match=r"x\[1\] has the leaf 'a\.0'"):
         pipe_of(2, 2, microbatches=None)(
-            params, fpipe.Microbatches([{"a": [x[:, :4]]}, {"a": [x]}]), fpipe.Microbatches([t[:, :4]] * 2)
+            params,
+            fpipe.Microbatches([{"a": [x[:, :4]]}, {"a": [x]}]),
+            fpipe.Microbatches([t[:, :4]] * 2),
         )
 
 
@@ -411,25 +548,63 @@ def test_x_without_a_sequence() -> None:
 
 
 WRONG = [
-    (lambda: pipe_of(2, 2, fpipe.make_schedule("1F1B", 2, M)), StageError, r"slices=4, but the schedule has 1 slice a"),
-    (lambda: pipe_of(2, 2, fpipe.make_schedule("Seq1F1B", 2, M, slices=2)), StageError, "give slices=2"),
+    (
+        lambda: pipe_of(2, 2, fpipe.make_schedule("1F1B", 2, M)),
+        StageError,
+        r"slices=4, but the schedule has 1 slice a",
+    ),
+    (
+        lambda: pipe_of(2, 2, fpipe.make_schedule("Seq1F1B", 2, M, slices=2)),
+        StageError,
+        "give slices=2",
+    ),
     (lambda: pipe_of(2, 2, slices=0), StageError, "slices=0; give a number of slices"),
     (lambda: pipe_of(2, 2, slices=True), StageError, "slices=True; give a number"),
     (lambda: pipe_of(2, 2, "auto"), StageError, 'slices=4 with schedule="auto"'),
-    (lambda: fpipe.pipeline([fpipe.Stage(attention, carry=True)], group=fpipe.local(1)), StageError,
-     r"stage 0 \(attention\) has carry=True without initial_carry="),
-    (lambda: fpipe.pipeline([fpipe.Stage(attention, initial_carry=0)], group=fpipe.local(1)), StageError,
-     "has initial_carry= without carry=True"),
-    (lambda: fpipe.pipeline([fpipe.Stage(attention, carry=True, initial_carry=torch.ones(1, requires_grad=True))],
-                            group=fpipe.local(1)), StageError, "requires a gradient"),
-    (lambda: pipe_of(1, 1, loss=fpipe.Stage(squared, carry=True, initial_carry=0)), StageError, "the loss has carry="),
-    (lambda: fpipe.jvp(pipe_of(1, 1), (parameters(1),), (parameters(1),), *batch()), StageError, "with carries is not"),
-    (lambda: fpipe.trace(stage("attention"), parameters(1)[0], batch()[0]), StageError, "stage attention has a carry"),
-    (lambda: fpipe.per_example(pipe_of(1, 1)), StageError, "norms per example of a pipeline with slices"),
-]  # fmt: skip
+    (
+        lambda: fpipe.pipeline([fpipe.Stage(attention, carry=True)], group=fpipe.local(1)),
+        StageError,
+        r"stage 0 \(attention\) has carry=True without initial_carry=",
+    ),
+    (
+        lambda: fpipe.pipeline([fpipe.Stage(attention, initial_carry=0)], group=fpipe.local(1)),
+        StageError,
+        "has initial_carry= without carry=True",
+    ),
+    (
+        lambda: fpipe.pipeline(
+            [fpipe.Stage(attention, carry=True, initial_carry=torch.ones(1, requires_grad=True))],
+            group=fpipe.local(1),
+        ),
+        StageError,
+        "requires a gradient",
+    ),
+    (
+        lambda: pipe_of(1, 1, loss=fpipe.Stage(squared, carry=True, initial_carry=0)),
+        StageError,
+        "the loss has carry=",
+    ),
+    (
+        lambda: fpipe.jvp(pipe_of(1, 1), (parameters(1),), (parameters(1),), *batch()),
+        StageError,
+        "with carries is not",
+    ),
+    (
+        lambda: fpipe.trace(stage("attention"), parameters(1)[0], batch()[0]),
+        StageError,
+        "stage attention has a carry",
+    ),
+    (
+        lambda: fpipe.per_example(pipe_of(1, 1)),
+        StageError,
+        "norms per example of a pipeline with slices",
+    ),
+]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), WRONG, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("make", "error", "message"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
+)
 def test_mistakes(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make().schedule(M)
@@ -438,10 +613,17 @@ def test_mistakes(make: Any, error: type[Exception], message: str) -> None:
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 def test_a_function_that_returns_no_carry(engine: Any) -> None:
     for fn, what in ((lambda p, c, x: x, "a Tensor"), (lambda p, c, x: (x, c, c), "a tuple of 3")):
-        pipe = fpipe.pipeline([fpipe.Stage(fn, carry=True, initial_carry=None, name="a")], slices=K, microbatches=M,
-                              loss=squared, group=fpipe.local(1), engine=engine)  # fmt: skip
+        pipe = fpipe.pipeline(
+            [fpipe.Stage(fn, carry=True, initial_carry=None, name="a")],
+            slices=K,
+            microbatches=M,
+            loss=squared,
+            group=fpipe.local(1),
+            engine=engine,
+        )
         with pytest.raises(
-            StageError, match=rf"stage 0: stage a has carry=True, so it must return \(y, carry\).*{what}"
+            StageError,
+            match=rf"stage 0: stage a has carry=True, so it must return \(y, carry\).*{what}",
         ):
             fpipe.grad(pipe)(parameters(1), *batch())
 

@@ -20,7 +20,7 @@ def test_an_instruction_takes_a_dozen_lines(schedule: str, ranks: int):
         """The lines of a warm step, and its instructions."""
         pipe = fpipe.pipeline(
             [layer] * 4, schedule, loss=squared, microbatches=microbatches, group=fpipe.local(ranks)
-        )  # fmt: skip
+        )
         params, x = [torch.eye(3)] * 4, torch.ones(2 * microbatches, 3)
         step = fpipe.value_and_grad(pipe)
         step(params, x, x)
@@ -33,9 +33,14 @@ def test_an_instruction_takes_a_dozen_lines(schedule: str, ranks: int):
 
 
 def test_a_value_that_is_not_wanted_is_not_kept():
-    """A program returns several values, of which the plan keeps some: the others are freed with its step."""
+    """A program returns several values, of which the plan keeps some: the others are freed with its
+    step.
+    """
     pipe = fpipe.pipeline(
-        [lambda p, x: (x * p, x.sin()), lambda p, xs: xs[0] * p], "1F1B", microbatches=2, group=fpipe.local(2)
+        [lambda p, x: (x * p, x.sin()), lambda p, xs: xs[0] * p],
+        "1F1B",
+        microbatches=2,
+        group=fpipe.local(2),
     )
     x = torch.arange(4.0)
     with fpipe.debug():
@@ -44,7 +49,9 @@ def test_a_value_that_is_not_wanted_is_not_kept():
 
 @pytest.mark.parametrize("how", ["value_and_grad", "each", "forward", "vjp"])
 def test_a_call_leaves_no_reference_cycle(how: str):
-    """A cycle would hold the registers, with the batch and the gradients, until the next collection."""
+    """A cycle would hold the registers, with the batch and the gradients, until the next
+    collection.
+    """
     loss = None if how == "vjp" else squared
     pipe = fpipe.pipeline([layer] * 2, "1F1B", loss=loss, microbatches=2, group=fpipe.local(2))
     params = [torch.eye(3)] * 2

@@ -20,7 +20,10 @@ def test_first_calls_in_two_threads():
     def work(number: int) -> None:
         stage = lambda p, x: x + torch.tanh(x * p) * number
         pipe = fpipe.pipeline(
-            [stage] * 2, loss=lambda y, t: (y - t).square().mean(), microbatches=2, group=fpipe.local(2)
+            [stage] * 2,
+            loss=lambda y, t: (y - t).square().mean(),
+            microbatches=2,
+            group=fpipe.local(2),
         )
         try:
             fpipe.value_and_grad(pipe)([torch.ones(64)] * 2, X, X)
@@ -39,7 +42,11 @@ def test_first_calls_in_two_threads():
 def test_one_pipeline_in_two_threads_is_right_or_refused():
     stage = lambda p, x: x + torch.tanh(x * p)
     pipe = fpipe.pipeline(
-        [stage] * 4, "1F1B", loss=lambda y, t: (y - t).square().mean(), microbatches=8, group=fpipe.local(4)
+        [stage] * 4,
+        "1F1B",
+        loss=lambda y, t: (y - t).square().mean(),
+        microbatches=8,
+        group=fpipe.local(4),
     )
     params = [torch.ones(64)] * 4
     expected = float(fpipe.value_and_grad(pipe)(params, X, X)[0])
@@ -89,7 +96,10 @@ def test_a_pipeline_inside_each_does_not_mix_messages():
 def test_two_pipelines_on_one_group_in_two_threads_are_right_or_refused():
     group, params = fpipe.local(2), [torch.full((64,), 0.5)] * 2
     pipes = [
-        fpipe.pipeline([lambda p, x, n=n: x + torch.tanh(x * p) * n] * 2, microbatches=4, group=group) for n in (1, 2)
+        fpipe.pipeline(
+            [lambda p, x, n=n: x + torch.tanh(x * p) * n] * 2, microbatches=4, group=group
+        )
+        for n in (1, 2)
     ]
     expected = [pipe(params, X) for pipe in pipes]
     wrong: list[object] = []

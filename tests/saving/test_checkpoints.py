@@ -27,8 +27,14 @@ from common import same
 from fpipe import CheckpointError, testing
 from fpipe.saving.manifest import Manifest
 
-CUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2), Layout(1, "GPipe", 1), Layout(4, "Interleaved1F1B", 2)]
-#: Two ranks hold each stage, and their gradients are added: the last bits are those of this layout alone.
+CUTS = [
+    Layout(8, "ZBV", 4),
+    Layout(2, "1F1B", 2),
+    Layout(1, "GPipe", 1),
+    Layout(4, "Interleaved1F1B", 2),
+]
+#: Two ranks hold each stage, and their gradients are added: the last bits are those of this layout
+#: alone.
 TWO_HOMES = Layout(4, "DualPipe", 4)
 
 
@@ -50,24 +56,34 @@ def test_any_cut_resumes_under_any_other(before: Layout, tmp_path: Path, want: A
 
 def test_two_homes_resume_and_convert(tmp_path: Path):
     first_half(TWO_HOMES, tmp_path / "c", optimizer)
-    assert same(second_half(TWO_HOMES, tmp_path / "c", optimizer), uninterrupted(TWO_HOMES, optimizer))
+    assert same(
+        second_half(TWO_HOMES, tmp_path / "c", optimizer), uninterrupted(TWO_HOMES, optimizer)
+    )
     loaded = [second_half(layout, tmp_path / "c", optimizer) for layout in CUTS]
     assert all(same(one, loaded[0]) for one in loaded)
 
 
-# ---- copies ---------------------------------------------------------------------------------------------------------
+# ---- copies ----
 def whole(pipe: Any, params: Any, state: Any) -> Any:
     """Parameters and state with whole leaves."""
     clip, moments, average = state
     m, v = pipe.unshard(moments.m), pipe.unshard(moments.v)
-    return pipe.unshard(params), (clip, moments._replace(m=m, v=v), average._replace(average=pipe.unshard(average[1])))
+    return pipe.unshard(params), (
+        clip,
+        moments._replace(m=m, v=v),
+        average._replace(average=pipe.unshard(average[1])),
+    )
 
 
 def parts(pipe: Any, params: Any, state: Any) -> Any:
     """The inverse of ``whole``."""
     clip, moments, average = state
     m, v = pipe.shard(moments.m), pipe.shard(moments.v)
-    return pipe.shard(params), (clip, moments._replace(m=m, v=v), average._replace(average=pipe.shard(average[1])))
+    return pipe.shard(params), (
+        clip,
+        moments._replace(m=m, v=v),
+        average._replace(average=pipe.shard(average[1])),
+    )
 
 
 def trained(path: Path, layout: Layout, dp: Any) -> Any:
@@ -85,15 +101,29 @@ def resumed(path: Path, layout: Layout, saved: Any, dp: Any) -> bool:
     loaded = fpipe.load(path, pipe, "params", "state")
     other, _ = pipeline(layout, dp)
     in_memory = parts(other, *saved)
-    ends = [whole(p, *steps(p, adam(p), *start, range(3, 6))[:2]) for p, start in ((pipe, loaded), (other, in_memory))]
+    ends = [
+        whole(p, *steps(p, adam(p), *start, range(3, 6))[:2])
+        for p, start in ((pipe, loaded), (other, in_memory))
+    ]
     return same(whole(pipe, *loaded), saved) and same(*ends)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 0), (4, 3)), ((2, 3), (1, 0)), ((4, 3), (2, 2)), ((4, 1), (2, 3))])
-def test_zero_and_numbers_of_copies(before: tuple[int, int], after: tuple[int, int], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 0), (4, 3)), ((2, 3), (1, 0)), ((4, 3), (2, 2)), ((4, 1), (2, 3))]
+)
+def test_zero_and_numbers_of_copies(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+):
     layout = Layout(8, "ZBV", 4)
-    saved = on_copies(lambda dp: trained(tmp_path / "c", layout._replace(zero=before[1]), dp), before[0])
-    assert all(on_copies(lambda dp: resumed(tmp_path / "c", layout._replace(zero=after[1]), saved[0], dp), after[0]))
+    saved = on_copies(
+        lambda dp: trained(tmp_path / "c", layout._replace(zero=before[1]), dp), before[0]
+    )
+    assert all(
+        on_copies(
+            lambda dp: resumed(tmp_path / "c", layout._replace(zero=after[1]), saved[0], dp),
+            after[0],
+        )
+    )
     sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.safetensors")]
     assert len(sizes) == before[0] and max(sizes) < 3 * min(sizes), "copies share the work"
 
@@ -110,11 +140,13 @@ def test_leaves_of_each_copy_need_as_many_copies(tmp_path: Path):
     saved = on_copies(lambda dp: run(dp, "save"), 2)
     assert same(on_copies(lambda dp: run(dp, "load"), 2), saved)
     assert not same(*saved)
-    with pytest.raises(CheckpointError, match=r"'params/blocks\.0\.b'.*as many copies|no leaf 'blocks\.0\.b'"):
+    with pytest.raises(
+        CheckpointError, match=r"'params/blocks\.0\.b'.*as many copies|no leaf 'blocks\.0\.b'"
+    ):
         on_copies(lambda dp: run(dp, "load"), 4)
 
 
-# ---- stages that only another process has ---------------------------------------------------------------------------
+# ---- stages that only another process has ----
 class Tied(torch.nn.Sequential):
     """A module whose last weight is the first one's."""
 
@@ -141,10 +173,12 @@ def test_stages_that_are_elsewhere_keep_their_names(module: bool, tmp_path: Path
     model = Tied()
     testing.run(on_rank, ranks=2, order="buffered", seed=0)
     names = sorted(Manifest.read(tmp_path / "c").slots["params"])
-    assert names == (["0.bias", "0.weight", "2.bias"] if module else sorted(by_name(*pipeline(CUTS[0]))))
+    assert names == (
+        ["0.bias", "0.weight", "2.bias"] if module else sorted(by_name(*pipeline(CUTS[0])))
+    )
 
 
-# ---- states that stages carry ---------------------------------------------------------------------------------------
+# ---- states that stages carry ----
 def test_running_statistics_follow_the_cut(tmp_path: Path):
     """On ranks that have one stage each, into another cut of the module."""
     layer = lambda: [torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)]
@@ -152,7 +186,9 @@ def test_running_statistics_follow_the_cut(tmp_path: Path):
 
     def pipe_of(cuts: list[str], group: Any) -> Any:
         stages, params = fpipe.from_module(net, cuts)
-        return fpipe.pipeline(stages, "GPipe", loss=lambda y: y.sum(), microbatches=2, group=group), params
+        return fpipe.pipeline(
+            stages, "GPipe", loss=lambda y: y.sum(), microbatches=2, group=group
+        ), params
 
     def on_rank(group: Any) -> Any:
         pipe, params = pipe_of(["2"], group)
@@ -167,9 +203,11 @@ def test_running_statistics_follow_the_cut(tmp_path: Path):
     assert same(loaded, {**states[0][0], **states[1][1]}) and loaded["3.num_batches_tracked"] == 2
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----
 def _on_process(folder: Path) -> bool:
-    """On one of four processes: save as two copies of two ranks, load as four ranks, and the reverse."""
+    """On one of four processes: save as two copies of two ranks, load as four ranks, and the
+    reverse.
+    """
     two = fpipe.init(pp=2, dp=2, timeout=60)
     layout = Layout(4, "ZBV", 2, zero=3)
     pipe, params = pipeline(layout, two.dp, two)
@@ -180,14 +218,19 @@ def _on_process(folder: Path) -> bool:
     pipe, _ = pipeline(Layout(8, "ZBV", 4), group=alone)
     params, state, step = fpipe.load(folder / "a", pipe, "params", "state", "step")
     saving.wait()
-    assert step == 2 and [stage for stage, part in enumerate(params) if part is not None] == list(pipe.here)
+    assert step == 2 and [stage for stage, part in enumerate(params) if part is not None] == list(
+        pipe.here
+    )
     params, state, _ = steps(pipe, adam(pipe), params, state, range(2, 4))
     fpipe.save(folder / "b", pipe, params=params, state=state, step=4)
     with pytest.raises(CheckpointError, match="complete checkpoint"):
         fpipe.save(folder / "b", pipe, params=params)
     with pytest.raises(CheckpointError, match="'rank' differs between processes"):
         fpipe.save(folder / "c", pipe, params=params, rank=alone.rank)
-    with mock.patch("fpipe.saving.save._SEEN", 0.1), pytest.raises(CheckpointError, match=r"/d-0 and .* are two folde"):
+    with (
+        mock.patch("fpipe.saving.save._SEEN", 0.1),
+        pytest.raises(CheckpointError, match=r"/d-0 and .* are two folde"),
+    ):
         fpipe.save(folder / f"d-{alone.rank}", pipe, params=params)
     return True
 

@@ -78,7 +78,9 @@ def test_classes_come_back(tmp_path: Path, like: bool):
     fpipe.save(tmp_path / "c", pipe, params=params, state=state)
     names = [name for name, _ in fpipe.stream(pipe, params)]
     assert names == ["a.0.w", "a.0.b", "a.1.scale.0", "b.0.w", "b.0.b", "b.1.scale.0"]
-    got = fpipe.load(tmp_path / "c", pipeline(1), "params", "state", like=weights(1) if like else None)
+    got = fpipe.load(
+        tmp_path / "c", pipeline(1), "params", "state", like=weights(1) if like else None
+    )
     assert same(comparable(got), comparable((params, state))) and got[0][1].parts[0].power == 3.0
     after, want = step(pipeline(1), tx, *got), step(pipe, tx, params, state)
     assert same(comparable(after), comparable(want))
@@ -88,7 +90,10 @@ def test_a_class_that_is_not_registered_is_named(tmp_path: Path):
     fpipe.save(tmp_path / "c", pipeline(), params=weights())
     optree.unregister_pytree_node(Pair, namespace="fpipe")
     try:
-        with pytest.raises(CheckpointError, match=r"a \S*test_classes\.Pair, which is not registered as a pytree node"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"a \S*test_classes\.Pair, which is not registered as a pytree node",
+        ):
             fpipe.load(tmp_path / "c", pipeline(), "params")
     finally:
         register()
@@ -97,5 +102,7 @@ def test_a_class_that_is_not_registered_is_named(tmp_path: Path):
 def test_a_constant_that_no_checkpoint_holds_is_named(tmp_path: Path):
     params = weights()
     params[1].parts[0].power = FOREIGN  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match=r"a constant of Linear,\S* is of type builtins.object"):
+    with pytest.raises(
+        CheckpointError, match=r"a constant of Linear,\S* is of type builtins.object"
+    ):
         fpipe.save(tmp_path / "c", pipeline(), params=params)

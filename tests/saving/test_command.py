@@ -1,4 +1,6 @@
-"""``fpipe checkpoint``: what it prints, what it finds, and conversion to the layout of Hugging Face and back."""
+"""``fpipe checkpoint``: what it prints, what it finds, and conversion to the layout of Hugging Face
+and back.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,19 @@ def test_verify(saved: Any, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("shard", ["100000000", "500"])
-def test_convert_to_hugging_face_and_back(saved: Any, tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]):
+def test_convert_to_hugging_face_and_back(
+    saved: Any, tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]
+):
     package = pytest.importorskip("safetensors.torch")
     path, pipe, params, state = saved
     out, back = tmp_path / "model", tmp_path / "back"
     assert main(["checkpoint", "convert", str(path), str(out), "--shard", shard]) == 0
     assert "from_pretrained needs the config.json of the model there too" in capsys.readouterr().out
-    tensors = {name: leaf for file in out.glob("*.safetensors") for name, leaf in package.load_file(file).items()}
+    tensors = {
+        name: leaf
+        for file in out.glob("*.safetensors")
+        for name, leaf in package.load_file(file).items()
+    }
     assert same(dict(sorted(tensors.items())), dict(sorted(fpipe.stream(pipe, params))))
     if shard == "500":
         index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -65,18 +73,27 @@ def test_convert_to_hugging_face_and_back(saved: Any, tmp_path: Path, shard: str
     assert main(["checkpoint", "convert", str(out), str(back)]) == 0
     assert main(["checkpoint", "verify", str(back)]) == 0
     assert same(fpipe.load(back, pipe, "params", like=params), params)
-    assert main(["checkpoint", "convert", str(path), str(tmp_path / "ema"), "--tree", "state.2.average"]) == 0
+    assert (
+        main(
+            ["checkpoint", "convert", str(path), str(tmp_path / "ema"), "--tree", "state.2.average"]
+        )
+        == 0
+    )
     averages = package.load_file(tmp_path / "ema" / "model.safetensors")
     assert torch.equal(averages["embed.wte"], state[2].average[0]["wte"])
 
 
-def test_convert_refuses_what_is_no_model(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_convert_refuses_what_is_no_model(
+    saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = str(saved[0])
     assert main(["checkpoint", "convert", path, path]) == 2
     assert main(["checkpoint", "convert", path, str(tmp_path / "x"), "--tree", "state.5"]) == 2
     assert main(["checkpoint", "convert", str(tmp_path / "none"), str(tmp_path / "y")]) == 2
     error = capsys.readouterr().err
-    assert "is not empty" in error and "no tree 'state.5'" in error and "no safetensors file" in error
+    assert (
+        "is not empty" in error and "no tree 'state.5'" in error and "no safetensors file" in error
+    )
     assert not (tmp_path / "y").exists()
 
 

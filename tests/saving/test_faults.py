@@ -1,4 +1,6 @@
-"""Checkpoints that do not fit, are damaged or malicious: one error names the fault, and nothing outside is touched."""
+"""Checkpoints that do not fit, are damaged or malicious: one error names the fault, and nothing
+outside is touched.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return folder
 
 
-# ---- other models ---------------------------------------------------------------------------------------------------
+# ---- other models ----
 @pytest.mark.parametrize(
     ("like", "fault"),
     [
@@ -67,7 +69,10 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
             [{"w": torch.ones(2, 2)}, {"w": torch.ones(3)}],
             r"'first\.w' is float32\[2, 3\], and .* takes .*\[2, 2\]",
         ),
-        ([{"w": torch.ones(2, 3).half()}, {"w": torch.ones(3)}], r"'first\.w' is float32.*takes float16\[2, 3\]"),
+        (
+            [{"w": torch.ones(2, 3).half()}, {"w": torch.ones(3)}],
+            r"'first\.w' is float32.*takes float16\[2, 3\]",
+        ),
         ([{"w": torch.ones(2, 3)}, {}], r"a parameter 'last\.w' that no stage takes"),
     ],
 )
@@ -76,9 +81,14 @@ def test_another_model_is_refused_or_reported(saved: Path, like: list[Any], faul
         fpipe.load(saved, two(), "params", like=like)
     with pytest.warns(UserWarning, match=fault):
         params = fpipe.load(saved, two(), "params", like=like, strict=False)
-    stored, wanted = (dict(zip(fpipe.tree.names(t), optree.tree_leaves(t), strict=True)) for t in (weights(), like))
+    stored, wanted = (
+        dict(zip(fpipe.tree.names(t), optree.tree_leaves(t), strict=True))
+        for t in (weights(), like)
+    )
     for name, leaf in zip(fpipe.tree.names(params), optree.tree_leaves(params), strict=True):
-        fits = name in stored and str(fpipe.tree.Spec.of(stored[name])) == str(fpipe.tree.Spec.of(wanted[name]))
+        fits = name in stored and str(fpipe.tree.Spec.of(stored[name])) == str(
+            fpipe.tree.Spec.of(wanted[name])
+        )
         assert same(leaf, stored[name] if fits else wanted[name])
 
 
@@ -103,7 +113,7 @@ def test_a_layer_that_was_not_saved_is_named(tmp_path: Path):
         fpipe.load(tmp_path / "c", other, "params")
 
 
-# ---- trees that cannot be saved -------------------------------------------------------------------------------------
+# ---- trees that cannot be saved ----
 class Odd:
     """Of a class that no checkpoint holds."""
 
@@ -124,17 +134,29 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, more: dict[str, Any], fau
 
 
 def test_two_leaves_of_one_name_are_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"both called 'block\.w'; give stages different names"):
-        fpipe.save(tmp_path / "c", two(("block", "block")), params=[{"w": torch.ones(2)}, {"w": torch.ones(2)}])
+    with pytest.raises(
+        CheckpointError, match=r"both called 'block\.w'; give stages different names"
+    ):
+        fpipe.save(
+            tmp_path / "c",
+            two(("block", "block")),
+            params=[{"w": torch.ones(2)}, {"w": torch.ones(2)}],
+        )
 
 
 def test_tied_leaves_that_differ_are_refused(tmp_path: Path):
     pipe = two(tied=[("0.w", "1.w")])
-    with pytest.raises(CheckpointError, match=r"first\.w' has different values on stage 0 on rank 0 and stage 1"):
-        fpipe.save(tmp_path / "c", pipe, params=[{"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])}])
+    with pytest.raises(
+        CheckpointError, match=r"first\.w' has different values on stage 0 on rank 0 and stage 1"
+    ):
+        fpipe.save(
+            tmp_path / "c", pipe, params=[{"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])}]
+        )
     assert not (tmp_path / "c" / "manifest.json").exists()
     fpipe.save(tmp_path / "c", pipe, params=[{"w": torch.ones(2)}, {"w": torch.ones(2)}])
-    assert sum(leaf.bytes for leaf in Manifest.read(tmp_path / "c").leaves.values()) == 8, "written once"
+    assert sum(leaf.bytes for leaf in Manifest.read(tmp_path / "c").leaves.values()) == 8, (
+        "written once"
+    )
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path):
@@ -158,16 +180,20 @@ def test_every_kind_of_leaf_and_container_comes_back(tmp_path: Path):
         torch.float8_e4m3fn,
     ]
     state = {
-        "dtypes": [torch.tensor([1, 0, 1]).to(dtype) for dtype in dtypes], "empty": torch.empty(0, 3),
-        "named": AdamState(torch.tensor(1), weights(), ()), "numbers": (1, 2.5, float("inf"), True, None, "text"),
-        "dtype": torch.float16, 3: torch.arange(6.0).view(2, 3).T, "conj": torch.tensor([1 + 2j]).conj(),
-    }  # fmt: skip
+        "dtypes": [torch.tensor([1, 0, 1]).to(dtype) for dtype in dtypes],
+        "empty": torch.empty(0, 3),
+        "named": AdamState(torch.tensor(1), weights(), ()),
+        "numbers": (1, 2.5, float("inf"), True, None, "text"),
+        "dtype": torch.float16,
+        3: torch.arange(6.0).view(2, 3).T,
+        "conj": torch.tensor([1 + 2j]).conj(),
+    }
     fpipe.save(tmp_path / "c", two(), params=weights(), state=state)
     loaded = fpipe.load(tmp_path / "c", two(), "state")
     assert same(loaded, state) and type(loaded["named"]) is AdamState
 
 
-# ---- damaged files --------------------------------------------------------------------------------------------------
+# ---- damaged files ----
 def test_one_flipped_byte_in_any_file_is_noticed(saved: Path):
     pipe = two()
     for file in saved.iterdir():
@@ -218,7 +244,9 @@ def test_a_process_that_cannot_write_is_reported(tmp_path: Path, monkeypatch: py
     assert same(fpipe.load(tmp_path / "c", two(), "params"), weights())
 
 
-def test_a_failed_save_has_ended_when_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_save_has_ended_when_it_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Not even the list of its files could be written: no thread waits for it."""
 
     def full(*args: Any, **more: Any) -> Any:
@@ -243,7 +271,8 @@ def test_a_load_waits_for_the_save_of_its_folder(tmp_path: Path, monkeypatch: py
 ENDS = """
 import pathlib, sys, fpipe.saving.save as save
 job = save._Job(pathlib.Path(sys.argv[1]), "0", 0, [0, 1], float("inf"), False)
-save._started(lambda: job.complete(None, save._started(lambda: job.write([]), job.folder)), job.folder)
+write = save._started(lambda: job.write([]), job.folder)
+save._started(lambda: job.complete(None, write), job.folder)
 """
 
 
@@ -251,7 +280,7 @@ def test_a_program_that_ends_gives_up_the_list_of_another_process(tmp_path: Path
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=60, cwd=ROOT)
 
 
-# ---- malicious files ------------------------------------------------------------------------------------------------
+# ---- malicious files ----
 class Payload(NamedTuple):
     """What a pickle would run."""
 
@@ -270,12 +299,17 @@ def test_a_pickle_is_refused_and_not_run(saved: Path, tmp_path: Path):
             fpipe.load(saved, two(), "params", "state", "step")
         (saved / name).write_bytes(before)
     (tmp_path / "x.safetensors").write_bytes(raw)
-    with opened(tmp_path, "x.safetensors") as file, pytest.raises(CheckpointError, match="no safetensors file"):
+    with (
+        opened(tmp_path, "x.safetensors") as file,
+        pytest.raises(CheckpointError, match="no safetensors file"),
+    ):
         header(file, "x")
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", ".hidden", "a/b", "", "x\0y"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "..", ".hidden", "a/b", "", "x\0y"]
+)
 def test_a_manifest_that_names_outside_files_is_refused(saved: Path, name: str):
     def change(content: dict[str, Any]) -> None:
         (old, row), *_ = content["files"].items()
@@ -285,7 +319,9 @@ def test_a_manifest_that_names_outside_files_is_refused(saved: Path, name: str):
                 piece[2] = name
         assert old
 
-    (saved.parent / "secret.safetensors").write_bytes(next(saved.glob("*.safetensors")).read_bytes())
+    (saved.parent / "secret.safetensors").write_bytes(
+        next(saved.glob("*.safetensors")).read_bytes()
+    )
     with pytest.raises(CheckpointError, match="is no name of a file"):
         fpipe.load(rewritten(saved, change), two(), "params")
 
@@ -316,7 +352,9 @@ def test_links_and_devices_are_refused(saved: Path, kind: str):
         lambda c: c["files"].clear(),
         lambda c: c["trees"].__setitem__("params", ["named", "os", "path", []]),
         lambda c: c["trees"].__setitem__("params", ["node", "os", "path", ["none"], []]),
-        lambda c: c["trees"].__setitem__("params", ["node", "optree.functools", "partial", ["value", "print"], []]),
+        lambda c: c["trees"].__setitem__(
+            "params", ["node", "optree.functools", "partial", ["value", "print"], []]
+        ),
         lambda c: c["trees"].__setitem__("params", ["run", "rm"]),
         lambda c: c["trees"].__setitem__("params", 5),
         lambda c: c["stages"].__setitem__("last", ["leaf", "state.count"]),
@@ -324,7 +362,9 @@ def test_links_and_devices_are_refused(saved: Path, kind: str):
         lambda c: c.__setitem__("format", 2),
     ],
 )
-def test_manifests_that_contradict_themselves_are_refused(saved: Path, change: Callable[[Any], object]):
+def test_manifests_that_contradict_themselves_are_refused(
+    saved: Path, change: Callable[[Any], object]
+):
     with pytest.raises(CheckpointError):
         fpipe.load(rewritten(saved, change), two(), "params")
 
@@ -332,22 +372,33 @@ def test_manifests_that_contradict_themselves_are_refused(saved: Path, change: C
 @pytest.mark.parametrize(
     "raw",
     [
-        b"", b"\xff" * 8, (1 << 62).to_bytes(8, "little") + b"{}", b"\2" + b"\0" * 7 + b"[]", b"\3" + b"\0" * 7 + b"{}",
+        b"",
+        b"\xff" * 8,
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        b"\2" + b"\0" * 7 + b"[]",
+        b"\3" + b"\0" * 7 + b"{}",
         b"\2" + b"\0" * 7 + b"{}x",
-        *(len(text).to_bytes(8, "little") + text + b"\0" * 8 for text in (
-            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
-            b'{"a":{"dtype":"F32","shape":[-2,-1],"data_offsets":[0,8]}}',
-            b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}',
-            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
-            b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
-            b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":7}',
-        )),
+        *(
+            len(text).to_bytes(8, "little") + text + b"\0" * 8
+            for text in (
+                b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+                b'{"a":{"dtype":"F32","shape":[-2,-1],"data_offsets":[0,8]}}',
+                b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}',
+                b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
+                b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
+                b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+                b'{"a":7}',
+            )
+        ),
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_headers_that_safetensors_does_not_allow_are_refused(tmp_path: Path, raw: bytes):
     (tmp_path / "x.safetensors").write_bytes(raw)
-    with opened(tmp_path, "x.safetensors") as file, pytest.raises(CheckpointError, match="no safetensors file"):
+    with (
+        opened(tmp_path, "x.safetensors") as file,
+        pytest.raises(CheckpointError, match="no safetensors file"),
+    ):
         header(file, "x")
 
 

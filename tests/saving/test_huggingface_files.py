@@ -1,4 +1,6 @@
-"""Models of transformers: checkpoints under any cut, files that transformers reads, and files that it wrote."""
+"""Models of transformers: checkpoints under any cut, files that transformers reads, and files that
+it wrote.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LAYOUTS = [("ZBV", 2, 4), ("1F1B", 2, 2), ("GPipe", 1, 1), ("DualPipe", 4, 4), (
 def cut(model: Any, schedule: str, ranks: int, stages: int) -> tuple[Any, Any]:
     made, params = huggingface.stages(model, stages)
     loss, group = huggingface.causal_loss, fpipe.local(ranks)
-    return fpipe.pipeline(made, schedule, loss=loss, microbatches=4, group=group, engine="eager"), params
+    return fpipe.pipeline(
+        made, schedule, loss=loss, microbatches=4, group=group, engine="eager"
+    ), params
 
 
 def train(pipe: Any, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
@@ -47,8 +51,12 @@ def named(pipe: Any, params: Any, state: Any) -> list[dict[str, Any]]:
 @pytest.mark.covering
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-def test_any_cut_of_a_model_resumes_under_any_other(family: str, tied: bool, tmp_path: Path, long: bool):
-    model = decoder(family, layers=8 if long else 3, tie_word_embeddings=tied, output_router_logits=False)
+def test_any_cut_of_a_model_resumes_under_any_other(
+    family: str, tied: bool, tmp_path: Path, long: bool
+):
+    model = decoder(
+        family, layers=8 if long else 3, tie_word_embeddings=tied, output_router_logits=False
+    )
     layouts = LAYOUTS if long else LAYOUTS[:3]
     pipe, params = cut(model, *layouts[0])
     middle = train(pipe, params, None, range(1))
@@ -58,7 +66,9 @@ def test_any_cut_of_a_model_resumes_under_any_other(family: str, tied: bool, tmp
         other, _ = cut(model, *layout)
         params, state, step = fpipe.load(tmp_path / "c", other, "params", "state", "step")
         assert same(named(other, params, state), named(pipe, *middle))
-        if layout[0] != "DualPipe" and not (tied and layout[0] == "GPipe"):  # they add gradients in another order
+        if layout[0] != "DualPipe" and not (
+            tied and layout[0] == "GPipe"
+        ):  # they add gradients in another order
             assert same(named(other, *train(other, params, state, range(step, 2))), want), layout
 
 
@@ -73,7 +83,9 @@ def test_a_stream_becomes_files_that_transformers_reads(model: Any, tmp_path: Pa
     params = [{name: leaf * 1.5 for name, leaf in part.items()} for part in params]
     save_file(dict(fpipe.stream(pipe, params)), tmp_path / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(tmp_path)
-    read, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    read, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values()), report
     assert torch.equal(read(tokens(4)).logits, fpipe.to_module(model, params)(tokens(4)).logits)
 
@@ -85,20 +97,30 @@ def test_files_of_transformers_are_read_into_stages(model: Any, tmp_path: Path):
         empty = type(model)(model.config)
     with pytest.warns(UserWarning, match="device 'meta'|meta"):
         stages, _ = huggingface.stages(empty, 2)
-    pipe = fpipe.pipeline(stages, loss=huggingface.causal_loss, microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline(
+        stages, loss=huggingface.causal_loss, microbatches=2, group=fpipe.local(2)
+    )
     _, want = huggingface.stages(model, 2)
     assert same(huggingface.load(tmp_path, pipe), want)
     halved = tmp_path / "half"
     halved.mkdir()
-    save_file({name: leaf.half() for name, leaf in _all(tmp_path).items()}, halved / "model.safetensors")
+    save_file(
+        {name: leaf.half() for name, leaf in _all(tmp_path).items()}, halved / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"is float16\[.*takes float32"):
         huggingface.load(halved, pipe)
     loaded = huggingface.load(halved, pipe, dtype=torch.float32)
-    assert same(loaded, [{name: leaf.half().float() for name, leaf in part.items()} for part in want])
+    assert same(
+        loaded, [{name: leaf.half().float() for name, leaf in part.items()} for part in want]
+    )
     next(tmp_path.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"of stage \d is missing"):
         huggingface.load(tmp_path, pipe)
 
 
 def _all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: leaf for file in folder.glob("*.safetensors") for name, leaf in load_file(file).items()}
+    return {
+        name: leaf
+        for file in folder.glob("*.safetensors")
+        for name, leaf in load_file(file).items()
+    }

@@ -1,4 +1,6 @@
-"""Whole weights as a stream: order, bits and memory on every rank, and back into any other pipeline."""
+"""Whole weights as a stream: order, bits and memory on every rank, and back into any other
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,21 @@ from common import same
 from fpipe import CheckpointError, Stage, testing
 from fpipe.saving.receive import stored
 
-LAYOUTS = [Layout(8, "ZBV", 4), Layout(4, "DualPipe", 4), Layout(2, "1F1B", 2), Layout(1, "GPipe", 1)]
+LAYOUTS = [
+    Layout(8, "ZBV", 4),
+    Layout(4, "DualPipe", 4),
+    Layout(2, "1F1B", 2),
+    Layout(1, "GPipe", 1),
+]
 
 
 def whole() -> dict[str, torch.Tensor]:
     m = model()
-    blocks = {f"blocks.{n}.{name}": leaf for n, row in enumerate(m["blocks"]) for name, leaf in row.items()}
+    blocks = {
+        f"blocks.{n}.{name}": leaf
+        for n, row in enumerate(m["blocks"])
+        for name, leaf in row.items()
+    }
     return {"embed.wte": m["embed"]["wte"], **blocks}
 
 
@@ -38,12 +49,16 @@ def test_a_stream_goes_into_any_other_pipeline():
         received = fpipe.receive(other, fpipe.stream(pipe, params))
         assert same(received, like), layout
         assert same(fpipe.receive(other, whole(), like=like), like)
-        assert not any(a is b for a in optree.tree_leaves(received) for b in optree.tree_leaves(params)), "copies"
+        assert not any(
+            a is b for a in optree.tree_leaves(received) for b in optree.tree_leaves(params)
+        ), "copies"
 
 
 def test_names_and_dtypes_are_converted():
     pipe, params = pipeline(LAYOUTS[0])
-    found = dict(fpipe.stream(pipe, params, dtype=torch.bfloat16, rename=lambda name: f"model.{name}"))
+    found = dict(
+        fpipe.stream(pipe, params, dtype=torch.bfloat16, rename=lambda name: f"model.{name}")
+    )
     assert same(found, {f"model.{name}": leaf.bfloat16() for name, leaf in whole().items()})
 
 
@@ -67,7 +82,10 @@ def test_copies_put_their_parts_together(zero: int):
             lambda t: t.__setitem__("blocks.2.b", torch.ones(4)),
             r"'blocks\.2\.b' is float32\[4\], and .* takes .*\[5\]",
         ),
-        (lambda t: t.__setitem__("blocks.2.b", torch.ones(5).half()), r"float16\[5\], and stage 3 takes float32"),
+        (
+            lambda t: t.__setitem__("blocks.2.b", torch.ones(5).half()),
+            r"float16\[5\], and stage 3 takes float32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(change: Any, fault: str):
@@ -87,7 +105,7 @@ def test_own_leaves_are_not_whole():
         testing.run(run, ranks=2, order="buffered", seed=0)
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----
 def _peak() -> int:
     """Bytes of this process that were resident at once, shared memory included."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -95,7 +113,8 @@ def _peak() -> int:
 
 
 def _streaming(each: int, rows: int) -> dict[str, Any]:
-    """On one of four processes: names by rank, whether tensors are right, and the memory beyond the parameters.
+    """On one of four processes: names by rank, whether tensors are right, and the memory beyond the
+    parameters.
 
     ``each`` are the bytes of a vector, of which each of the four stages has some ``rows``.
     """
@@ -111,7 +130,11 @@ def _streaming(each: int, rows: int) -> dict[str, Any]:
     before, right, order = _peak(), True, []
     for name, tensor in fpipe.stream(pipe, params, bucket):
         stage, row = name[1:].split(".r")
-        right = right and bool((tensor == float(100 * int(stage) + int(row))).all()) and len(tensor) == each // 4
+        right = (
+            right
+            and bool((tensor == float(100 * int(stage) + int(row))).all())
+            and len(tensor) == each // 4
+        )
         order.append(name)
     held = (_peak() - before) / bucket
     few = [None if part is None else {"r0": part["r0"][:9]} for part in params]
@@ -125,19 +148,25 @@ def test_a_stream_between_processes_holds_one_bucket(long: bool):
     found = fpipe.launch(_streaming, size, rows, ranks=4, timeout=100)
     assert all(row["right"] and row["back"] for row in found)
     assert all(row["order"] == found[0]["order"] and len(row["order"]) == 4 * rows for row in found)
-    assert {device for _, device in found[0]["to"]} == {"cpu"} and {device for _, device in found[1]["to"]} == {"meta"}
+    assert {device for _, device in found[0]["to"]} == {"cpu"} and {
+        device for _, device in found[1]["to"]
+    } == {"meta"}
     assert max(row["held"] for row in found) <= 1.2, [row["held"] for row in found]
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ----
 def test_files_of_the_safetensors_package_are_received(tmp_path: Path):
     torch_files = pytest.importorskip("safetensors.torch")
     names = list(whole())
     for part, chosen in enumerate((names[:5], names[5:])):
-        torch_files.save_file({name: whole()[name] for name in chosen}, tmp_path / f"{part}.safetensors")
+        torch_files.save_file(
+            {name: whole()[name] for name in chosen}, tmp_path / f"{part}.safetensors"
+        )
     pipe, like = pipeline(LAYOUTS[0])
     assert same(fpipe.receive(pipe, tmp_path), like)
     assert same(by_name(pipe, fpipe.receive(pipe, stored(tmp_path))), whole())
     torch_files.save_file({"embed.wte": torch.ones(1)}, tmp_path / "2.safetensors")
-    with pytest.raises(CheckpointError, match=r"'embed\.wte' is in 0\.safetensors and in 2\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"'embed\.wte' is in 0\.safetensors and in 2\.safetensors"
+    ):
         fpipe.receive(pipe, tmp_path)

@@ -20,7 +20,9 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     with sync_api.sync_playwright() as p:
-        path = path or (p.chromium.executable_path if Path(p.chromium.executable_path).exists() else None)
+        path = path or (
+            p.chromium.executable_path if Path(p.chromium.executable_path).exists() else None
+        )
         if path is None:
             pytest.skip("no chromium on this machine")
         found = p.chromium.launch(executable_path=path, args=FLAGS.split())

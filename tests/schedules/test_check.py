@@ -1,4 +1,6 @@
-"""The checker: each rule with its place and remedy, and never another answer than a brute-force executor's."""
+"""The checker: each rule with its place and remedy, and never another answer than a brute-force
+executor's.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,41 @@ GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
 LOOP = Placement.loop(2)
 
 
-def refusal(text: str, placement: Placement = LOOP, microbatches: int = 2, **kwargs) -> ScheduleError:
+def refusal(
+    text: str, placement: Placement = LOOP, microbatches: int = 2, **kwargs
+) -> ScheduleError:
     schedule = Schedule(Schedule.parse(text).rows, placement, microbatches)
     with pytest.raises(ScheduleError) as caught:
         schedule.check(**kwargs)
     return caught.value
 
 
-# ---- each rule ------------------------------------------------------------------------------------------------------
+# ---- each rule ----
 @pytest.mark.parametrize(
     ("text", "rule", "rank", "position", "says"),
     [
-        ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1, 2F0]", "range", 1, 4, "no stage 2; the schedule has 2 stages"),
-        ("[0F0, 0F1, 0F2, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]", "range", 0, 2, "no microbatch 2; the schedule has 2 micro"),
+        (
+            "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1, 2F0]",
+            "range",
+            1,
+            4,
+            "no stage 2; the schedule has 2 stages",
+        ),
+        (
+            "[0F0, 0F1, 0F2, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]",
+            "range",
+            0,
+            2,
+            "no microbatch 2; the schedule has 2 micro",
+        ),
         ("[0F0, 1F1, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1B1]", "placement", 0, 1, "move 1F1 there"),
-        ("[0F0, 0F1, 0B0, 0F0, 0B1]\n[1F0, 1B0, 1F1, 1B1]", "count", 0, 3, "0F0 stands already on rank 0, position 0"),
+        (
+            "[0F0, 0F1, 0B0, 0F0, 0B1]\n[1F0, 1B0, 1F1, 1B1]",
+            "count",
+            0,
+            3,
+            "0F0 stands already on rank 0, position 0",
+        ),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1I1, 1B1]", "count", 1, 4, "either B, or I and W"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1, 1W1]", "count", 1, 4, "either B, or I and W"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1W1, 1B1]", "count", 1, 4, "either B, or I and W"),
@@ -43,7 +65,13 @@ def refusal(text: str, placement: Placement = LOOP, microbatches: int = 2, **kwa
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, (1F1;1B1)OVERLAP_F_B]", "fused", 1, 2, "1B1 needs 1F1"),
         ("[0F0, 0B0, 0F1, 0B1]\n[1F0, 1B0, 1B1, 1F1]", "order", 1, 2, "move 1F1 before it"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1W1, 1I1]", "order", 1, 3, "move 1I1 before it"),
-        ("[0F0, 0B0, 0F1, 0B1]\n[1F0, 1F1, 1B0, 1B1]", "deadlock", 0, 1, "ranks 0, 1 wait for each other"),
+        (
+            "[0F0, 0B0, 0F1, 0B1]\n[1F0, 1F1, 1B0, 1B1]",
+            "deadlock",
+            0,
+            1,
+            "ranks 0, 1 wait for each other",
+        ),
     ],
 )
 def test_rule_place_and_remedy(text: str, rule: str, rank: int, position: int, says: str) -> None:
@@ -56,16 +84,21 @@ def test_rule_place_and_remedy(text: str, rule: str, rank: int, position: int, s
     lines = message.split("\n")
     window = next(i for i, line in enumerate(lines) if line.startswith(f"    rank {rank} | "))
     start = lines[window + 1].index("^")
-    assert lines[window][start:].startswith(cell)  # the mark is under the action that the message names
+    assert lines[window][start:].startswith(
+        cell
+    )  # the mark is under the action that the message names
     assert lines[window + 1][start : start + len(cell)] == "^" * len(cell)
 
 
 def test_a_circle_is_reported_rank_by_rank() -> None:
     assert str(refusal("[0F0, 0B0, 0F1, 0B1]\n[1F0, 1F1, 1B0, 1B1]")) == (
-        "rank 0, position 1 (0B0): ranks 0, 1 wait for each other in a circle; on one of them, move what is waited for "
+        "rank 0, position 1 (0B0): ranks 0, 1 wait for each other in a circle; on one of them, "
+        "move what is waited for "
         "before what waits\n"
-        "    rank 0 stands at 0B0 (position 1) and waits for the input gradient of 1B0 (rank 1, position 2)\n"
-        "    rank 1 stands at 1F1 (position 1) and waits for the output of 0F1 (rank 0, position 2)\n"
+        "    rank 0 stands at 0B0 (position 1) and waits for the input gradient of 1B0 (rank 1, "
+        "position 2)\n"
+        "    rank 1 stands at 1F1 (position 1) and waits for the output of 0F1 (rank 0, position "
+        "2)\n"
         "    rank 0 | 0F0 0B0 0F1 0B1\n"
         "                 ^^^\n"
         "    rank 1 | 1F0 1F1 1B0 1B1\n"
@@ -75,8 +108,13 @@ def test_a_circle_is_reported_rank_by_rank() -> None:
 
 def test_a_circle_of_many_ranks_is_reported_in_part() -> None:
     """Every rank runs its second chunk before its first, and so waits for the rank before it."""
-    rows = [[Action(s, op, 0) for s, op in ((64 + r, "F"), (r, "F"), (64 + r, "B"), (r, "B"))] for r in range(64)]
-    with pytest.raises(ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other") as caught:
+    rows = [
+        [Action(s, op, 0) for s, op in ((64 + r, "F"), (r, "F"), (64 + r, "B"), (r, "B"))]
+        for r in range(64)
+    ]
+    with pytest.raises(
+        ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other"
+    ) as caught:
         check_rows(rows, Placement.loop(64, 2), 1)  # type: ignore[arg-type]
     assert "through 58 more ranks" in str(caught.value)
     assert str(caught.value).count("\n") == 19
@@ -153,7 +191,7 @@ def test_cells_that_are_no_actions(cell, says: str) -> None:
         Schedule(((cell,),), Placement.loop(1), 1).check()
 
 
-# ---- the oracle: run it ---------------------------------------------------------------------------------------------
+# ---- the oracle: run it ----
 def needs_of(part: Action, last: int) -> list[tuple[str, int]]:
     """What a part needs, stated independently of ``RULE``, by op names."""
     if part.op == "F":
@@ -164,7 +202,9 @@ def needs_of(part: Action, last: int) -> list[tuple[str, int]]:
 
 
 def runs(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> bool:
-    """Every rank, one action at a time, until nothing moves; then: did exactly the right work get done?"""
+    """Every rank, one action at a time, until nothing moves; then: did exactly the right work get
+    done?
+    """
     done: set[Action] = set()
     at = [0] * len(rows)
     moved = True
@@ -179,7 +219,11 @@ def runs(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> b
                     return False
                 if placement.rank_of(part.stage, part.microbatch) != rank:
                     return False
-            wanted = [(ops, s, p.microbatch) for p in parts for ops, s in needs_of(p, placement.stages - 1)]
+            wanted = [
+                (ops, s, p.microbatch)
+                for p in parts
+                for ops, s in needs_of(p, placement.stages - 1)
+            ]
             if all(any(Action(s, op, m) in done for op in ops.split("|")) for ops, s, m in wanted):  # type: ignore[arg-type]
                 for part in parts:
                     if part in done:
@@ -212,7 +256,9 @@ def passes(rows: Sequence[Sequence], placement: Placement, microbatches: int) ->
 
 
 def mutate(rows: list[list], draw: random.Random) -> None:
-    """Drop, duplicate, swap, move to another rank, change a number, change an op, fuse or unfuse."""
+    """Drop, duplicate, swap, move to another rank, change a number, change an op, fuse or
+    unfuse.
+    """
     rank = draw.choice([rank for rank, row in enumerate(rows) if row])
     row = rows[rank]
     i, j = draw.randrange(len(row)), draw.randrange(len(row))
@@ -231,7 +277,9 @@ def mutate(rows: list[list], draw: random.Random) -> None:
         case 5:
             part = row[i].parts[0]
             by = draw.choice([-1, 1, 2])
-            row[i] = part._replace(**{draw.choice(["stage", "microbatch"]): by + draw.choice(part[::2])})
+            row[i] = part._replace(
+                **{draw.choice(["stage", "microbatch"]): by + draw.choice(part[::2])}
+            )
         case 6:
             row[i] = row[i].parts[0]._replace(op=draw.choice("FBIW"))
         case 7 if i + 1 < len(row):
@@ -241,7 +289,11 @@ def mutate(rows: list[list], draw: random.Random) -> None:
 
 
 SMALL = [
-    case.make() for case in (*cases(ranks=(1, 2, 3), microbatches=(1, 2, 3)), *cases(ranks=(2, 4), microbatches=(4,)))
+    case.make()
+    for case in (
+        *cases(ranks=(1, 2, 3), microbatches=(1, 2, 3)),
+        *cases(ranks=(2, 4), microbatches=(4,)),
+    )
 ]
 
 
@@ -259,7 +311,9 @@ def test_checker_and_oracle_agree_on_every_mutation(long: bool) -> None:
             if any(rows):
                 mutate(rows, draw)
         truth = runs(rows, schedule.placement, schedule.microbatches)
-        assert passes(rows, schedule.placement, schedule.microbatches) == truth, Schedule.__str__(schedule)
+        assert passes(rows, schedule.placement, schedule.microbatches) == truth, Schedule.__str__(
+            schedule
+        )
         answers[truth] += 1
     assert min(answers.values()) > mutations // 20, answers  # both answers come up
 
@@ -268,7 +322,9 @@ def test_checker_and_oracle_agree_on_every_mutation(long: bool) -> None:
 def shuffled(draw):
     """Every action of a small model once, in any order on its rank: mostly deadlocks."""
     ranks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    placement = draw(st.sampled_from([Placement.loop(ranks), Placement.v(ranks), Placement.loop(ranks, 2)]))
+    placement = draw(
+        st.sampled_from([Placement.loop(ranks), Placement.v(ranks), Placement.loop(ranks, 2)])
+    )
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     for stage in range(placement.stages):
         for m in range(microbatches):
@@ -282,9 +338,11 @@ def test_checker_and_oracle_agree_on_any_order(drawn) -> None:
     assert passes(*drawn) == runs(*drawn)
 
 
-# ---- no circle is enough, also where a send blocks until it is received ---------------------------------------------
+# ---- no circle is enough, also where a send blocks until it is received ----
 def programs(schedule: Schedule) -> list[list[tuple]]:
-    """Lower by the walk's order: behind each action, as one event, every message that it makes for another rank."""
+    """Lower by the walk's order: behind each action, as one event, every message that it makes for
+    another rank.
+    """
     result = walk(schedule.rows, schedule.stages, schedule.microbatches)
     lowered: list[list[tuple]] = [[] for _ in range(schedule.ranks)]
     for rank, position in result.order:
@@ -303,7 +361,9 @@ def programs(schedule: Schedule) -> list[list[tuple]]:
 
 
 def meets(lowered: list[list[tuple]], draw: random.Random) -> bool:
-    """Run with rendezvous in a random order: a send and its receive happen together or not at all."""
+    """Run with rendezvous in a random order: a send and its receive happen together or not at
+    all.
+    """
     at = [0] * len(lowered)
     while True:
         able = []
@@ -315,7 +375,11 @@ def meets(lowered: list[list[tuple]], draw: random.Random) -> bool:
                 able.append((rank,))
             elif kind == "send":
                 other, message = rest
-                if at[other] < len(lowered[other]) and lowered[other][at[other]] == ("receive", rank, message):
+                if at[other] < len(lowered[other]) and lowered[other][at[other]] == (
+                    "receive",
+                    rank,
+                    message,
+                ):
                     able.append((rank, other))
         if not able:
             return all(at[rank] == len(program) for rank, program in enumerate(lowered))
@@ -341,7 +405,7 @@ def test_the_rendezvous_executor_can_find_a_deadlock() -> None:
     assert not meets(crossed, random.Random(0))
 
 
-# ---- the walk -------------------------------------------------------------------------------------------------------
+# ---- the walk ----
 @pytest.mark.parametrize("family", TABLE, ids=lambda family: family.name)
 def test_the_walk_visits_every_action_once_and_after_what_it_needs(family) -> None:
     schedule = make_schedule(family.name, 4, 6)
@@ -358,7 +422,9 @@ def test_the_walk_visits_every_action_once_and_after_what_it_needs(family) -> No
 
 @given(shuffled())
 def test_the_walk_of_ordered_rows_ends_where_any_walk_ends(drawn) -> None:
-    """Rows in which only other ranks can be waited for: both walks reach the same positions, or block at the same."""
+    """Rows in which only other ranks can be waited for: both walks reach the same positions, or
+    block at the same.
+    """
     rows, placement, microbatches = drawn
     rows = [sorted(row, key=lambda action: "FBIW".index(action.op)) for row in rows]
     quick = walk(rows, placement.stages, microbatches, ordered=True)
@@ -376,4 +442,7 @@ def test_every_fact_has_its_own_number() -> None:
     facts = Facts(stages=3, microbatches=4)
     named = [facts.fact(index) for index in range(facts.size)]
     assert len(set(named)) == facts.size == len(facts.at_first())
-    assert all(there == (not 0 <= fact.stage < 3) for there, fact in zip(facts.at_first(), named, strict=True))
+    assert all(
+        there == (not 0 <= fact.stage < 3)
+        for there, fact in zip(facts.at_first(), named, strict=True)
+    )

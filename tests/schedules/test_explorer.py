@@ -1,4 +1,6 @@
-"""The interactive page of the docs: its orders are those of the generators, its times those of the simulator."""
+"""The interactive page of the docs: its orders are those of the generators, its times those of the
+simulator.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
     complaints: list[str] = []
     page = browser.new_page(viewport={"width": 1200, "height": 700})
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
+    page.on(
+        "request",
+        lambda request: (
+            request.url.startswith(("file:", "data:")) or complaints.append(request.url)
+        ),
+    )
     page.goto(file.as_uri())
     page.wait_for_function("!!(window.fpipe && window.fpipe.scene)")
     yield page
@@ -64,13 +71,17 @@ def test_it_is_one_small_file(file: Path):
 def cases(long: bool) -> Iterator[tuple[str, int, int, int]]:
     for name in schedule_names():
         for at, ranks in enumerate(explorer.RANKS):
-            for microbatches in explorer.MICROBATCHES if long else explorer.MICROBATCHES[at % 4 :: 5]:
+            for microbatches in (
+                explorer.MICROBATCHES if long else explorer.MICROBATCHES[at % 4 :: 5]
+            ):
                 for per_rank in explorer.PER_RANK:
                     yield name, ranks, microbatches, per_rank
 
 
 def test_times_are_those_of_the_simulator(page: Any, long: bool):
-    """Every start and every end, of all schedules, for many counts and for costs that differ from case to case."""
+    """Every start and every end, of all schedules, for many counts and for costs that differ from
+    case to case.
+    """
     asked, expected, refusals = [], [], 0
     for name, ranks, microbatches, per_rank in cases(long):
         key = f"{ranks},{microbatches},{per_rank}"
@@ -81,8 +92,12 @@ def test_times_are_those_of_the_simulator(page: Any, long: bool):
             continue
         for costs in COSTS if long else COSTS[len(asked) % 2 :][:1]:
             t = schedule.simulate(per_share(costs, schedule))
-            asked.append([name, key, {"F": costs.F, "I": costs.I, "W": costs.W, "comm": costs.comm}])
-            expected.append([[list(starts), list(ends)] for starts, ends in zip(t.starts, t.ends, strict=True)])
+            asked.append(
+                [name, key, {"F": costs.F, "I": costs.I, "W": costs.W, "comm": costs.comm}]
+            )
+            expected.append(
+                [[list(starts), list(ends)] for starts, ends in zip(t.starts, t.ends, strict=True)]
+            )
     found = page.evaluate("asked => asked.map((one) => fpipe.simulate(...one))", asked)
     assert {name for name, _, _ in asked} == set(schedule_names())
     assert len(asked) > 200 and refusals > 20

@@ -51,7 +51,9 @@ class Wait(NamedTuple):
 
 
 class Toy:
-    """The least that can be drawn: it shares no code with ``Timeline``. 1F0 waits for 0F0; then a fused action."""
+    """The least that can be drawn: it shares no code with ``Timeline``. 1F0 waits for 0F0; then a
+    fused action.
+    """
 
     name, unit, ranks, span, bubble = "toy", "", 2, 5.0, 0.3
     spans = (
@@ -72,13 +74,26 @@ class Toy:
         return Wait(0, 0, 3.0) if (rank, position) == (1, 0) else None
 
 
-# ---- colours --------------------------------------------------------------------------------------------------------
-#: linear RGB as people with one kind of cone missing see it (Machado, Oliveira and Fernandes 2009, severity 1)
+# ---- colours ----
+#: linear RGB as people with one kind of cone missing see it (Machado, Oliveira and Fernandes 2009,
+#: severity 1)
 VISIONS = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    "protan": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deutan": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritan": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
 }
 
 
@@ -86,7 +101,8 @@ def seen(colour: str, vision: str) -> tuple[float, float, float]:
     linear = colours._linear(colour)
     there = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in VISIONS[vision]]
     gamma = [
-        12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055 for v in (min(max(v, 0), 1) for v in there)
+        12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055
+        for v in (min(max(v, 0), 1) for v in there)
     ]
     return colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
 
@@ -123,14 +139,19 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
     if dark:
         assert min(light(key) / light("paper") for key in work) >= 3
     for vision in VISIONS:
-        apart = [dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in idle.CAUSES]
+        apart = [
+            dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in idle.CAUSES
+        ]
         assert min(apart) > 9
-        causes = [dist(seen(fills[a], vision), seen(fills[b], vision)) for a, b in combinations(idle.CAUSES, 2)]
+        causes = [
+            dist(seen(fills[a], vision), seen(fills[b], vision))
+            for a, b in combinations(idle.CAUSES, 2)
+        ]
         assert min(causes) > 4, (vision, causes)
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
 
 
-# ---- terminal -------------------------------------------------------------------------------------------------------
+# ---- terminal ----
 def lanes(text: str, ranks: int) -> dict[int, str]:
     """The text on each rank's line, panels joined."""
     found: dict[int, str] = {}
@@ -159,7 +180,9 @@ def test_plain_text_names_every_action_in_order(name: str):
 @pytest.mark.parametrize("width", [16, 20, 41, 80, 133, 250])
 @pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
 def test_text_fits_its_width(name: str, width: int, color: bool):
-    text = pictures.draw([timeline(name), timeline(name, costs="comm=0.3,overlap=2.5")], width=width, color=color)
+    text = pictures.draw(
+        [timeline(name), timeline(name, costs="comm=0.3,overlap=2.5")], width=width, color=color
+    )
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     assert width / 2 < max(map(len, lines)) <= width
     assert sum(line.startswith(("rank 3 ", "3 ")) for line in lines) >= 2
@@ -217,13 +240,15 @@ def test_fused_actions_show_both_parts_in_their_colours():
 
 
 def test_several_timelines_share_one_axis():
-    text = pictures.draw([timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False)
+    text = pictures.draw(
+        [timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False
+    )
     first, second = text.split("ZBVZeroBubble: 4 ranks")
     assert first.splitlines()[1].split()[:4] == second.splitlines()[1].split()[:4]
     assert first.splitlines()[1].index("10") == second.splitlines()[1].index("10")
 
 
-# ---- scenes ---------------------------------------------------------------------------------------------------------
+# ---- scenes ----
 def test_few_seconds_are_reported_in_smaller_units():
     spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
     (scene,) = scenes(Timeline.measured(spans, unit="s"))
@@ -240,11 +265,15 @@ def test_timelines_in_different_units_have_no_axis():
 
 def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
     simulated = timeline("1F1B")
-    measured = Timeline.measured([(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s")
+    measured = Timeline.measured(
+        [(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s"
+    )
     one, two = scenes([simulated, measured])
     assert (one.unit, one.one) == ("ms", pytest.approx(2))
     assert one.total == pytest.approx(two.total) == pytest.approx(66)
-    assert "1 of its units drawn as 2 ms" in pictures.draw([simulated, measured], width=150, color=False)
+    assert "1 of its units drawn as 2 ms" in pictures.draw(
+        [simulated, measured], width=150, color=False
+    )
     assert scenes([simulated, simulated])[0].one == 0
 
 
@@ -254,14 +283,22 @@ def test_directions_of_a_bidirectional_schedule_get_different_shades():
     assert shades == {0, 1}
     assert scene.shades == 2
     (scene,) = scenes(timeline("Interleaved1F1B"))
-    assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {(0, 0), (1, 1)}
+    assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {
+        (0, 0),
+        (1, 1),
+    }
 
 
 def test_a_measured_timeline_may_lack_actions():
-    spans = [(0, Action(0, "F", 0), 0.0, 1.0), (1, Action(5, "F", 0), 1.0, 2.0), (1, Action(2, "F", 0), 2.0, 3.0)]
+    spans = [
+        (0, Action(0, "F", 0), 0.0, 1.0),
+        (1, Action(5, "F", 0), 1.0, 2.0),
+        (1, Action(2, "F", 0), 2.0, 3.0),
+    ]
     toy = Toy()
     toy.spans = tuple(
-        tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r)) for r in (0, 1)
+        tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r))
+        for r in (0, 1)
     )  # type: ignore[assignment]
     (scene,) = scenes(toy)
     assert [bar.shades for bar in scene.lanes[1].bars] == [(1,), (0,)]
@@ -279,7 +316,7 @@ def test_an_empty_or_pointlike_timeline_can_be_drawn(ending: str, tmp_path: Path
     assert (tmp_path / f"point{ending}").stat().st_size > 0
 
 
-# ---- svg ------------------------------------------------------------------------------------------------------------
+# ---- svg ----
 @pytest.mark.parametrize("name", NAMES)
 def test_svg_has_a_rectangle_for_every_part(name: str, tmp_path: Path):
     t = timeline(name, costs="overlap=3")
@@ -301,12 +338,20 @@ def test_svg_has_a_rectangle_for_every_part(name: str, tmp_path: Path):
 def test_svg_places_are_times_and_hints_tell_what_was_waited_for(tmp_path: Path):
     pictures.save(Toy(), tmp_path / "toy.svg")
     root = ElementTree.fromstring((tmp_path / "toy.svg").read_text(encoding="utf-8"))
-    at = {rect.find(f"{SVG}title").text: float(rect.attrib["x"]) for rect in root.iter(f"{SVG}rect") if len(rect)}  # type: ignore[union-attr]
+    at = {
+        rect.find(f"{SVG}title").text: float(rect.attrib["x"])
+        for rect in root.iter(f"{SVG}rect")
+        if len(rect)
+    }  # type: ignore[union-attr]
     start = at["0F0: 0 to 2"]
     unit = (at["0F1: 2 to 4"] - start) / 2
-    assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(3 * unit, abs=0.05)
+    assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(
+        3 * unit, abs=0.05
+    )
     ticks = {
-        text.text: float(text.attrib["x"]) for text in root.iter(f"{SVG}text") if text.attrib["class"] == "faint m"
+        text.text: float(text.attrib["x"])
+        for text in root.iter(f"{SVG}text")
+        if text.attrib["class"] == "faint m"
     }
     assert at["0F1: 2 to 4"] == pytest.approx(ticks["2"], abs=0.6)
 
@@ -319,20 +364,33 @@ def test_svg_escapes_names(tmp_path: Path):
 
 
 def test_svg_follows_its_reader_and_can_be_dark_alone(tmp_path: Path):
-    for look, ways in ((Look(), {False, True}), (Look(dark=True), {True}), (Look(dark=False), {False})):
+    for look, ways in (
+        (Look(), {False, True}),
+        (Look(dark=True), {True}),
+        (Look(dark=False), {False}),
+    ):
         pictures.save(timeline(), tmp_path / "a.svg", look)
         text = (tmp_path / "a.svg").read_text()
-        assert {dark for dark in (False, True) if f".paper{{fill:{colours.palette(2, dark)['paper']}}}" in text} == ways
+        assert {
+            dark
+            for dark in (False, True)
+            if f".paper{{fill:{colours.palette(2, dark)['paper']}}}" in text
+        } == ways
         assert ("prefers-color-scheme:dark" in text) == (len(ways) == 2)
 
 
-# ---- memory, idle time, messages, the critical path -----------------------------------------------------------------
+# ---- memory, idle time, messages, the critical path ----
 def test_idle_time_has_the_cause_that_the_simulator_knows():
     """2 ranks, 1F1B, messages of 0.5: times from the definition, by hand."""
     (scene,) = scenes(timeline("1F1B", 2, 2, "comm=0.5"))
     found = [[(g.start, g.end, g.cause) for g in lane.gaps] for lane in scene.lanes]
     # rank 0: 0F0 to 1, 0F1 to 2, 0B0 5 to 7 (1B0 ends at 4.5), 0B1 8 to 10 (1B1 ends at 7.5)
-    assert found[0] == [(2, 4.5, "warmup"), (4.5, 5, "message"), (7, 7.5, "tail"), (7.5, 8, "message")]
+    assert found[0] == [
+        (2, 4.5, "warmup"),
+        (4.5, 5, "message"),
+        (7, 7.5, "tail"),
+        (7.5, 8, "message"),
+    ]
     assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
     assert scene.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
 
@@ -347,7 +405,9 @@ def test_a_slower_rank_is_an_imbalance():
 def test_idle_and_busy_times_fill_every_lane(name: str):
     (scene,) = scenes(timeline(name, costs="comm=0.3,send=0.1,F=1.5"))
     for lane in scene.lanes:
-        pieces = sorted([(b.start, b.end) for b in lane.bars] + [(g.start, g.end) for g in lane.gaps])
+        pieces = sorted(
+            [(b.start, b.end) for b in lane.bars] + [(g.start, g.end) for g in lane.gaps]
+        )
         assert pieces[0][0] == 0
         assert pieces[-1][1] == pytest.approx(scene.total)
         assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(pieces))
@@ -366,7 +426,9 @@ def test_the_critical_path_is_that_of_the_timeline():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_message_is_a_line_where_they_are_asked_for(name: str):
     t = timeline(name, costs="comm=0.2,overlap=3")
-    lines = [s for s in layout.page(scenes(t), Look(messages=True)).shapes if s.colour == "message-line"]
+    lines = [
+        s for s in layout.page(scenes(t), Look(messages=True)).shapes if s.colour == "message-line"
+    ]
     assert len(lines) - 1 == t.messages  # and one in the legend
     assert not any(s.colour == "message-line" for s in layout.page(scenes(t)).shapes)
 
@@ -382,24 +444,34 @@ def test_thousands_of_messages_are_one_element(tmp_path: Path):
 def test_memory_curves_reach_the_peaks():
     t = timeline("1F1B")
     page = layout.page(scenes(t))
-    areas = [s for s in page.shapes if isinstance(s, layout.Path) and s.colour == "curve" and not s.width]
+    areas = [
+        s for s in page.shapes if isinstance(s, layout.Path) and s.colour == "curve" and not s.width
+    ]
     tops = [max(y for _, y in s.points) - min(y for _, y in s.points) for s in areas]
     assert [round(4 * top / tops[0], 6) for top in tops] == list(t.peak) == [4, 3, 2, 1]
     assert not any(s.colour == "curve" for s in layout.page(scenes(t), Look(memory=False)).shapes)
 
 
 def test_units_and_what_they_mean_are_on_the_picture():
-    words = lambda t: " ".join(s.text for s in layout.page(scenes(t)).shapes if isinstance(s, layout.Text))
-    assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(timeline(costs="F=.5,I=.5,W=.5"))
+    words = lambda t: " ".join(
+        s.text for s in layout.page(scenes(t)).shapes if isinstance(s, layout.Text)
+    )
+    assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(
+        timeline(costs="F=.5,I=.5,W=.5")
+    )
     assert "Memory in microbatches: F adds 0.5." in words(timeline(costs="saved=.5"))
     assert "Times in s: the stage of a rank takes F 2, B 1 to 3." in words(
-        Timeline.measured([(0, Action(0, op, m), s, e) for op, m, s, e in
-                           (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))])
-    )  # fmt: skip
+        Timeline.measured(
+            [
+                (0, Action(0, op, m), s, e)
+                for op, m, s, e in (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))
+            ]
+        )
+    )
     assert "Memory in bytes." in words(timeline(costs="saved=3000000"))
 
 
-# ---- differences ----------------------------------------------------------------------------------------------------
+# ---- differences ----
 def test_a_difference_has_the_shift_of_every_action():
     """Ends are compared with those of the simulator; I and W with B, where the other has only B."""
     slow, fast = timeline("1F1B", costs="comm=0.5"), timeline("ZBH1")
@@ -424,11 +496,13 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
         assert word in text
     assert re.search(r"0F5: [\d.]+ to [\d.]+; [\d.]+ earlier than in 1F1B", text)
     assert re.search(r"4F0: [\d.]+ to [\d.]+.*; not in 1F1B</title>", text)
-    colored = pictures.draw([timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True)
+    colored = pictures.draw(
+        [timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True
+    )
     assert "later, by up to" in colored
 
 
-# ---- many actions ---------------------------------------------------------------------------------------------------
+# ---- many actions ----
 def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
     """64 ranks and 512 microbatches were a uniform grey, in 8.2 MB of SVG."""
     t = timeline("1F1B", 64, 512)
@@ -476,14 +550,18 @@ def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, micr
             assert left >= -1 and left + wide <= width + 1, shape.text
 
 
-# ---- pdf ------------------------------------------------------------------------------------------------------------
+# ---- pdf ----
 def test_pdf_has_every_shape_at_the_places_that_its_table_names(tmp_path: Path):
     pictures.save(timeline(costs="overlap=3"), tmp_path / "a.pdf", Look(critical=True))
     data = (tmp_path / "a.pdf").read_bytes()
     table = int(re.search(rb"startxref\n(\d+)\n%%EOF\n$", data)[1])  # type: ignore[index]
     places = [int(line[:10]) for line in data[table:].splitlines()[3:] if line.endswith(b" n ")]
-    assert [data[place:].split(b" ", 1)[0] for place in places] == [b"%d" % (k + 1) for k in range(len(places))]
-    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0]).decode("cp1252")
+    assert [data[place:].split(b" ", 1)[0] for place in places] == [
+        b"%d" % (k + 1) for k in range(len(places))
+    ]
+    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0]).decode(
+        "cp1252"
+    )
     page = layout.page(scenes(timeline(costs="overlap=3")), Look(critical=True))
     assert stream.count(" re f") == 1 + sum(isinstance(s, layout.Rect) for s in page.shapes)
     assert stream.count(" Tj ET") == sum(isinstance(s, layout.Text) for s in page.shapes)
@@ -497,7 +575,7 @@ def test_pdf_escapes_brackets():
     assert rb"(\(1\)\\) Tj" in stream
 
 
-# ---- png ------------------------------------------------------------------------------------------------------------
+# ---- png ----
 def pixels(data: bytes) -> tuple[int, int, list[bytes]]:
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     image = Image.open(BytesIO(data))
@@ -513,7 +591,11 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
     page = layout.page(scenes(t))
     fills = colours.palette(page.shades)
     assert (wide, high) == (round(2 * page.width), round(2 * page.height))
-    rects = [s for s in page.shapes if isinstance(s, layout.Rect) and s.hint and not s.hint.startswith("idle")]
+    rects = [
+        s
+        for s in page.shapes
+        if isinstance(s, layout.Rect) and s.hint and not s.hint.startswith("idle")
+    ]
     assert len(rects) == sum(len(span.action.parts) for span in t)
     for rect in rects:  # just inside its left top corner, where there is no letter
         x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
@@ -524,7 +606,17 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
 
 def test_letters_are_as_wide_as_the_layout_takes_them_to_be():
     font = ImageFont.load_default(100)
-    for label in ("3F2", "12F123", "F7", "23W117", "7I0", "2B5", "48", "bubble 12.5%, peak 4", "4 ranks"):
+    for label in (
+        "3F2",
+        "12F123",
+        "F7",
+        "23W117",
+        "7I0",
+        "2B5",
+        "48",
+        "bubble 12.5%, peak 4",
+        "4 ranks",
+    ):
         assert 0.9 < font.getlength(label) / text_width(label, 100) < 1.05, label
     assert text_width("\N{SNOWMAN}", 22.0) == text_width("\N{HOURGLASS}", 22.0) > 0
 
@@ -534,11 +626,22 @@ def test_labels_stay_within_their_bars(tmp_path: Path):
     page = layout.page(scenes(timeline("1F1B", 3, 12)))
     plain = page._replace(shapes=[shape for shape in page.shapes if isinstance(shape, layout.Rect)])
     bars = [shape for shape in plain.shapes if shape.hint]
-    names = [s for s in page.shapes if isinstance(s, layout.Text) and re.fullmatch(r"\d[FB]\d+", s.text)]
+    names = [
+        s for s in page.shapes if isinstance(s, layout.Text) and re.fullmatch(r"\d[FB]\d+", s.text)
+    ]
     named = [*plain.shapes, *names]
-    one, two = (pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named))
-    inside = {(x, y) for bar in bars for x in _across(bar.x, bar.width) for y in _across(bar.y, bar.height)}
-    changed = {(x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)}
+    one, two = (
+        pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named)
+    )
+    inside = {
+        (x, y)
+        for bar in bars
+        for x in _across(bar.x, bar.width)
+        for y in _across(bar.y, bar.height)
+    }
+    changed = {
+        (x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)
+    }
     assert len(bars) * 20 < len(changed)
     assert changed <= inside
 
@@ -551,30 +654,42 @@ def _at(image: tuple[int, int, list[bytes]], x: int, y: int) -> bytes:
     return image[2][y][3 * x : 3 * x + 3]
 
 
-def test_without_pillow_a_png_is_refused_and_the_extra_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_pillow_a_png_is_refused_and_the_extra_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
-        FpipeError, match=r"a \.png needs Pillow; pip install '\.\[pictures\]' in a checkout of fpipe, or write \.svg"
+        FpipeError,
+        match=r"a \.png needs Pillow; pip install '\.\[pictures\]' in a checkout of fpipe, or "
+        r"write \.svg",
     ):
         pictures.save(timeline(), tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
 
 def test_letters_beyond_the_page_are_cut():
-    page = layout.Page(10, 10, [layout.Text(-3, 12, "WWWW", 20, "ink"), layout.Rect(-5, -5, 50, 8, "mark")])
+    page = layout.Page(
+        10, 10, [layout.Text(-3, 12, "WWWW", 20, "ink"), layout.Rect(-5, -5, 50, 8, "mark")]
+    )
     wide, high, rows = pixels(png.write(page, 1))
     assert (wide, high) == (10, 10)
     assert rows[0] == bytes(colours.rgb(colours.palette(1)["mark"])) * 10
 
 
-# ---- trace ----------------------------------------------------------------------------------------------------------
+# ---- trace ----
 def test_trace_tells_every_action_its_wait_and_memory(tmp_path: Path):
     t = timeline("1F1B", costs="comm=0.5")
     pictures.save(t, tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in slices] == [
-        (span.rank, str(span.action), 1000 * span.start, pytest.approx(1000 * (span.end - span.start))) for span in t
+        (
+            span.rank,
+            str(span.action),
+            1000 * span.start,
+            pytest.approx(1000 * (span.end - span.start)),
+        )
+        for span in t
     ]
     waits = [e for e in slices if e["args"]]
     assert len(waits) == sum(t.waited_for(span.rank, span.position) is not None for span in t) > 0
@@ -582,7 +697,9 @@ def test_trace_tells_every_action_its_wait_and_memory(tmp_path: Path):
     assert starts == ends
     assert len(starts) == len(waits)
     for arrow in (e for e in events if e["ph"] == "s"):  # each starts within a slice
-        assert any(e["tid"] == arrow["tid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"] for e in slices)
+        assert any(
+            e["tid"] == arrow["tid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"] for e in slices
+        )
     counters = [e["args"]["held"] for e in events if e["ph"] == "C" and e["name"] == "rank 0 holds"]
     assert max(counters) == t.peak[0]
 
@@ -594,7 +711,9 @@ def test_a_trace_can_be_loaded_and_drawn_again(name: str, tmp_path: Path):
     loaded = pictures.load(tmp_path / "a.json")
     assert pictures.is_timeline(tmp_path / "a.json")
     for color in (False, True):
-        assert pictures.draw(loaded, width=90, color=color) == pictures.draw(given, width=90, color=color)
+        assert pictures.draw(loaded, width=90, color=color) == pictures.draw(
+            given, width=90, color=color
+        )
     pictures.save(loaded, tmp_path / "b.html")
     pictures.save(given, tmp_path / "c.html")
     assert (tmp_path / "b.html").read_text() == (tmp_path / "c.html").read_text()
@@ -623,7 +742,7 @@ def test_other_json_is_refused(text: str | bytes, tmp_path: Path):
         pictures.load(file)
 
 
-# ---- html -----------------------------------------------------------------------------------------------------------
+# ---- html ----
 def test_html_needs_nothing_else(tmp_path: Path):
     toy = Toy()
     toy.name = "</script><script>alert(1)</script>"
@@ -636,7 +755,12 @@ def test_html_needs_nothing_else(tmp_path: Path):
     data = expanded(text.split('id="data">')[1].split("</script>")[0])
     assert [scene["label"] for scene in data["scenes"]] == [toy.name, "ZBVZeroBubble"]
     lane = data["scenes"][0]["lanes"][1]
-    assert (lane["parts"], lane["gaps"], lane["lengths"], data["scenes"][0]["tick"]) == ([1, 2], [3, 0], [1, 4], 1)
+    assert (lane["parts"], lane["gaps"], lane["lengths"], data["scenes"][0]["tick"]) == (
+        [1, 2],
+        [3, 0],
+        [1, 4],
+        1,
+    )
     assert lane["waits"] == [[3], [0], [0], [0]]
 
 
@@ -647,7 +771,7 @@ def test_a_hundred_thousand_spans_make_a_page_of_a_tenth_of_a_megabyte(tmp_path:
     assert (tmp_path / "a.html").stat().st_size < 2e5
 
 
-# ---- saving ---------------------------------------------------------------------------------------------------------
+# ---- saving ----
 def test_the_ending_says_what_is_written(tmp_path: Path):
     t = timeline()
     t.save(tmp_path / "a.SVG")

@@ -16,7 +16,7 @@ from schedule_table import cases
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
 
 
-# ---- actions --------------------------------------------------------------------------------------------------------
+# ---- actions ----
 def test_actions_are_small_values() -> None:
     action = Action(3, "F", 1)
     fused = Fused((action, Action(0, "B", 0)))
@@ -30,7 +30,9 @@ def test_the_rule_says_what_the_textbook_says() -> None:
     def names(op: str, stage: int) -> tuple[set[str], set[str]]:
         action = Action(stage, op, 5)  # type: ignore[arg-type]
         assert all(fact.microbatch == 5 for fact in (*needs(action, 3), *provides(action)))
-        return {f"{f.kind}{f.stage}" for f in needs(action, 3)}, {f"{f.kind}{f.stage}" for f in provides(action)}
+        return {f"{f.kind}{f.stage}" for f in needs(action, 3)}, {
+            f"{f.kind}{f.stage}" for f in provides(action)
+        }
 
     assert set(RULE) == {"F", "B", "I", "W"}
     assert names("F", 0) == (set(), {"F0"})
@@ -41,12 +43,14 @@ def test_the_rule_says_what_the_textbook_says() -> None:
     assert names("W", 1) == ({"I1"}, {"W1"})
 
 
-# ---- placements -----------------------------------------------------------------------------------------------------
+# ---- placements ----
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
 def test_loop_and_v(ranks: int, per_rank: int) -> None:
     loop, v = Placement.loop(ranks, per_rank), Placement.v(ranks, per_rank)
-    assert [loop.rank_of(s) for s in range(loop.stages)] == [s % ranks for s in range(ranks * per_rank)]
+    assert [loop.rank_of(s) for s in range(loop.stages)] == [
+        s % ranks for s in range(ranks * per_rank)
+    ]
     for stage in range(v.stages):
         chunk, step = divmod(stage, ranks)
         assert v.rank_of(stage) == (step if chunk % 2 == 0 else ranks - 1 - step)
@@ -87,7 +91,9 @@ def test_replicas_of_several_stages_a_rank() -> None:
 def test_equal_placements_compare_equal() -> None:
     down, up = (0, 1), (1, 0)
     assert Placement((down, up), 2, (1, 0)) == Placement((up, down), 2, (0, 1))
-    assert Placement((down, up), 2, (0, 0)) == Placement((down, down), 2, (0, 1)) == Placement.loop(2)
+    assert (
+        Placement((down, up), 2, (0, 0)) == Placement((down, down), 2, (0, 1)) == Placement.loop(2)
+    )
     assert Placement(([0, 1],), 2) == Placement.loop(2)  # type: ignore[arg-type]
     assert Placement((down, up), 2, (0, 1)) != Placement((down, up), 2, (0, 0))
 
@@ -103,14 +109,18 @@ def test_a_stray_action_does_not_make_a_replica() -> None:
     rows[0].append(rows[1].pop())  # 1B1
     schedule = Schedule(rows)  # type: ignore[arg-type]
     assert schedule.placement == Placement.loop(2)
-    with pytest.raises(ScheduleError, match="stage 1 is on rank 1 for microbatch 1; move 1B1 there"):
+    with pytest.raises(
+        ScheduleError, match="stage 1 is on rank 1 for microbatch 1; move 1B1 there"
+    ):
         schedule.check()
 
 
 def test_a_stray_action_among_replicas_goes_by_its_own_microbatch() -> None:
     schedule = Schedule.parse("[0F0, 0I0, 0W0, 0W1]\n[0F1, 0I1]")
     assert schedule.placement == Placement(((0,), (1,)), 2, (0, 1))
-    with pytest.raises(ScheduleError, match="stage 0 is on rank 1 for microbatch 1; move 0W1 there"):
+    with pytest.raises(
+        ScheduleError, match="stage 0 is on rank 1 for microbatch 1; move 0W1 there"
+    ):
         schedule.check()
 
 
@@ -139,7 +149,7 @@ def test_placements_that_cannot_be(make, says: str) -> None:
     assert caught.value.rule == "placement"
 
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
+# ---- schedules ----
 def test_a_schedule_is_a_value() -> None:
     one, other = Schedule.parse(GOOD, name="mine"), Schedule.parse(GOOD)
     assert one == other == pickle.loads(pickle.dumps(one))
@@ -158,7 +168,11 @@ def test_only_some_ops() -> None:
     forwards = schedule.only("F").check(training=False)
     assert str(forwards[1][0]) == "1F0"
     assert {a.op for row in forwards for a in row} == {"F"}  # type: ignore[union-attr]
-    assert (forwards.placement, forwards.microbatches, forwards.name) == (schedule.placement, 6, schedule.name)
+    assert (forwards.placement, forwards.microbatches, forwards.name) == (
+        schedule.placement,
+        6,
+        schedule.name,
+    )
     assert any(isinstance(action, Fused) for row in schedule.only("FB") for action in row)
     assert schedule.only("FIWB") == schedule
     assert str(Schedule.parse("[(0F1;0B0;0F2)OVERLAP_F_B]").only("F")) == "[(0F1;0F2)OVERLAP_F_B]"
@@ -206,7 +220,7 @@ def test_where_a_picture_cannot_be_written(tmp_path) -> None:
         Schedule.parse(GOOD).simulate().save(tmp_path / "nowhere" / "a.svg")
 
 
-# ---- without torch --------------------------------------------------------------------------------------------------
+# ---- without torch ----
 def test_all_of_it_works_without_torch() -> None:
     script = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
@@ -215,7 +229,9 @@ def test_all_of_it_works_without_torch() -> None:
         "assert fpipe.Schedule.parse(str(s)) == s\n"
         "print(s.simulate(fpipe.Costs(comm=0.5)).draw(width=80, color=False))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 3" in done.stdout
 

@@ -1,4 +1,6 @@
-"""The simulator: published numbers, a second telling of the clock, memory, causes, and costs as text."""
+"""The simulator: published numbers, a second telling of the clock, memory, causes, and costs as
+text.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,60 @@ from schedule_table import cases
 TWO = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]")
 
 
-# ---- published numbers ----------------------------------------------------------------------------------------------
+# ---- published numbers ----
 #: Zero-bubble paper, tables 5 and 6: p, m, costs with the latency of a link, bubble rates
 PAPER = [
-    (8, 24, Costs(18.522, 18.086, 9.337, comm=0.601), {"1F1B": 0.2431, "ZBH1": 0.1585, "ZBH2": 0.1083}),
-    (8, 32, Costs(18.513, 18.086, 9.331, comm=0.626), {"1F1B": 0.1985, "ZBH1": 0.1242, "ZBH2": 0.0837}),
-    (8, 64, Costs(18.546, 18.097, 9.321, comm=0.762), {"1F1B": 0.1240, "ZBH1": 0.0674, "ZBH2": 0.0444}),
-    (8, 24, Costs(29.718, 29.444, 19.927, comm=0.527), {"1F1B": 0.2347, "ZBH1": 0.1323, "ZBH2": 0.0698}),
-    (16, 48, Costs(11.347, 11.248, 8.132, comm=0.377), {"1F1B": 0.2552, "ZBH1": 0.1397, "ZBH2": 0.0672}),
-    (32, 96, Costs(10.419, 10.207, 7.715, comm=0.408), {"1F1B": 0.2646, "ZBH1": 0.1421, "ZBH2": 0.0641}),
+    (
+        8,
+        24,
+        Costs(18.522, 18.086, 9.337, comm=0.601),
+        {"1F1B": 0.2431, "ZBH1": 0.1585, "ZBH2": 0.1083},
+    ),
+    (
+        8,
+        32,
+        Costs(18.513, 18.086, 9.331, comm=0.626),
+        {"1F1B": 0.1985, "ZBH1": 0.1242, "ZBH2": 0.0837},
+    ),
+    (
+        8,
+        64,
+        Costs(18.546, 18.097, 9.321, comm=0.762),
+        {"1F1B": 0.1240, "ZBH1": 0.0674, "ZBH2": 0.0444},
+    ),
+    (
+        8,
+        24,
+        Costs(29.718, 29.444, 19.927, comm=0.527),
+        {"1F1B": 0.2347, "ZBH1": 0.1323, "ZBH2": 0.0698},
+    ),
+    (
+        16,
+        48,
+        Costs(11.347, 11.248, 8.132, comm=0.377),
+        {"1F1B": 0.2552, "ZBH1": 0.1397, "ZBH2": 0.0672},
+    ),
+    (
+        32,
+        96,
+        Costs(10.419, 10.207, 7.715, comm=0.408),
+        {"1F1B": 0.2646, "ZBH1": 0.1421, "ZBH2": 0.0641},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "costs", "rates"), PAPER)
-def test_the_rates_of_the_paper(ranks: int, microbatches: int, costs: Costs, rates: dict[str, float]) -> None:
+def test_the_rates_of_the_paper(
+    ranks: int, microbatches: int, costs: Costs, rates: dict[str, float]
+) -> None:
     for name, rate in rates.items():
-        assert round(make_schedule(name, ranks, microbatches).simulate(costs).bubble, 4) == rate, name
+        assert round(make_schedule(name, ranks, microbatches).simulate(costs).bubble, 4) == rate, (
+            name
+        )
 
 
-#: p = 8, m = 24, a rank's share costs F = I = W = 1: chunks a rank, total, span, peak in microbatches of a rank
+#: p = 8, m = 24, a rank's share costs F = I = W = 1: chunks a rank, total, span, peak in
+#: microbatches of a rank
 UNIT = {
     "GPipe": (1, 93, 93, 24),
     "1F1B": (1, 93, 93, 8),
@@ -66,14 +103,22 @@ def test_the_peaks_of_one_f_one_b_fall_by_one_a_rank() -> None:
     assert make_schedule("1F1B", 8, 24).simulate().peak == (8, 7, 6, 5, 4, 3, 2, 1)
 
 
-# ---- a second telling ----------------------------------------------------------------------------------------------
+# ---- a second telling ----
 def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Start and end of every action, by the definition: round after round until nothing changes."""
-    times, links, path = costs.times(schedule.stages), costs.links(schedule.stages), schedule.placement.rank_of
+    times, links, path = (
+        costs.times(schedule.stages),
+        costs.links(schedule.stages),
+        schedule.placement.rank_of,
+    )
     spans = [[(0.0, 0.0)] * len(row) for row in schedule]
     while True:
-        made = {(p.stage, p.op, p.microbatch): end for row, lane in zip(schedule, spans, strict=True)
-                for action, (_, end) in zip(row, lane, strict=True) for p in action.parts}  # fmt: skip
+        made = {
+            (p.stage, p.op, p.microbatch): end
+            for row, lane in zip(schedule, spans, strict=True)
+            for action, (_, end) in zip(row, lane, strict=True)
+            for p in action.parts
+        }
         before = [list(lane) for lane in spans]
         for rank, row in enumerate(schedule):
             free = 0.0
@@ -86,7 +131,9 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
                         start = max(start, end + (links[min(stage, part.stage)] if far else 0.0))
                 lengths = [times[p.op][p.stage] for p in action.parts]
                 together = len(lengths) > 1 and "overlap" in times
-                free = start + (times["overlap"][action.parts[0].stage] if together else sum(lengths))
+                free = start + (
+                    times["overlap"][action.parts[0].stage] if together else sum(lengths)
+                )
                 spans[rank][position] = (start, free)
         if spans == before:
             return spans
@@ -108,13 +155,17 @@ def test_equal_to_a_second_simulator(case) -> None:
         bandwidth=2,
     )
     timeline = schedule.simulate(costs)
-    spans = [list(zip(s, e, strict=True)) for s, e in zip(timeline.starts, timeline.ends, strict=True)]
+    spans = [
+        list(zip(s, e, strict=True)) for s, e in zip(timeline.starts, timeline.ends, strict=True)
+    ]
     assert spans == clock(schedule, costs)
     check_causes(timeline, costs)
 
 
 def check_causes(timeline: Timeline, costs: Costs) -> None:
-    """Every wait is explained by what ended it, and the critical path is a chain without gaps from start to end."""
+    """Every wait is explained by what ended it, and the critical path is a chain without gaps from
+    start to end.
+    """
     links = costs.links(timeline.placement.stages)
     for rank, position, action, start, _ in timeline:
         free = timeline.ends[rank][position - 1] if position else timeline.start
@@ -132,10 +183,12 @@ def check_causes(timeline: Timeline, costs: Costs) -> None:
     assert path[-1].end == timeline.total
     for one, after in pairwise(path):
         wait = timeline.waited_for(after.rank, after.position)
-        assert (one.rank, one.position) == ((wait.rank, wait.position) if wait else (after.rank, after.position - 1))
+        assert (one.rank, one.position) == (
+            (wait.rank, wait.position) if wait else (after.rank, after.position - 1)
+        )
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- by hand ----
 def test_a_message_takes_latency_and_bytes_over_bandwidth() -> None:
     plain, far = TWO.simulate(), TWO.simulate(Costs(comm=0.25, boundary=100, bandwidth=400))
     assert [span.start for span in plain.of_rank(1)] == [1, 2, 4, 5]
@@ -161,16 +214,21 @@ def test_each_microbatch_travels_its_own_path() -> None:
     timeline = schedule.simulate(costs)
     assert [span.start for span in timeline.of_rank(0)] == [0, 1, 2, 3, 5, 24]
     assert [span.start for span in timeline.of_rank(1)] == [11, 12]
-    assert [list(zip(s, e, strict=True)) for s, e in zip(timeline.starts, timeline.ends, strict=True)] == clock(
-        schedule, costs
-    )
+    assert [
+        list(zip(s, e, strict=True)) for s, e in zip(timeline.starts, timeline.ends, strict=True)
+    ] == clock(schedule, costs)
     assert timeline.messages == 2
 
 
 def test_costs_differ_by_stage() -> None:
     timeline = TWO.simulate(Costs(F=[1, 2], B={0: 3, 1: 4}))
     assert [(s.start, s.end) for s in timeline.of_rank(0)] == [(0, 1), (1, 2), (7, 10), (13, 16)]
-    assert (timeline.total, timeline.span, timeline.busy, timeline.idle) == (16, 16, (8, 12), (8, 0))
+    assert (timeline.total, timeline.span, timeline.busy, timeline.idle) == (
+        16,
+        16,
+        (8, 12),
+        (8, 0),
+    )
     assert timeline.bubble == 1 - 20 / 32
 
 
@@ -178,8 +236,14 @@ def test_a_fused_action_has_its_own_time() -> None:
     schedule = make_schedule("DualPipeV", 2, 6)
     fused = [len(action.parts) > 1 for row in schedule for action in row]
     assert any(fused)
-    for costs, length in ((Costs(), 3), (Costs(overlap=2.5), 2.5), (Costs(overlap=[2, 2, 2, 2]), 2)):
-        lengths = {span.end - span.start for span in schedule.simulate(costs) if len(span.action.parts) > 1}
+    for costs, length in (
+        (Costs(), 3),
+        (Costs(overlap=2.5), 2.5),
+        (Costs(overlap=[2, 2, 2, 2]), 2),
+    ):
+        lengths = {
+            span.end - span.start for span in schedule.simulate(costs) if len(span.action.parts) > 1
+        }
         assert lengths == {length}
 
 
@@ -206,7 +270,9 @@ def test_all_that_is_held_is_freed_and_bytes_follow_activations(case) -> None:
         assert timeline.curve(rank)[-1][1] == split.curve(rank)[-1][1] == 0
         times = [time for time, _ in timeline.curve(rank)]
         assert times == sorted(times)
-    assert all(bytes_ <= 8 * count for bytes_, count in zip(split.peak_bytes, timeline.peak, strict=True))
+    assert all(
+        bytes_ <= 8 * count for bytes_, count in zip(split.peak_bytes, timeline.peak, strict=True)
+    )
 
 
 def test_what_waited_for_what() -> None:
@@ -218,7 +284,7 @@ def test_what_waited_for_what() -> None:
     assert path == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 
-# ---- what can and cannot be simulated -------------------------------------------------------------------------------
+# ---- what can and cannot be simulated ----
 def test_half_a_schedule_can_be_simulated() -> None:
     assert TWO.only("F").simulate().total == 3
     idle = Schedule(((Action(0, "F", 0),), ()), Placement(((0,),), 2), 1).simulate()
@@ -244,7 +310,7 @@ def test_what_cannot_run_is_refused(text: str, rule: str) -> None:
     assert caught.value.rule == rule
 
 
-# ---- costs ----------------------------------------------------------------------------------------------------------
+# ---- costs ----
 POSITIVE = st.floats(0.001, 1e9)
 NUMBERS = st.one_of(POSITIVE, st.lists(POSITIVE, min_size=2, max_size=4))
 NAMES = ("F", "I", "W", "B", "overlap", "comm", "boundary", "bandwidth", "saved", "kept")
@@ -254,7 +320,8 @@ NAMES = ("F", "I", "W", "B", "overlap", "comm", "boundary", "bandwidth", "saved"
 def test_costs_come_back_from_text_and_json(given_costs) -> None:
     costs = Costs(**given_costs)
     text = {
-        name: ":".join(map(repr, value if isinstance(value, list) else [value])) for name, value in given_costs.items()
+        name: ":".join(map(repr, value if isinstance(value, list) else [value]))
+        for name, value in given_costs.items()
     }
     assert Costs.parse(", ".join(f"{name} = {value}" for name, value in text.items())) == costs
     assert Costs.from_json(costs.to_json()) == costs
@@ -306,7 +373,8 @@ def test_costs_for_other_stages(costs: Costs, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["F", "F=", "F=x", "F=1;I=2", "G=1", "F=1,F=2", "F=1:x", "F=-1", "=1", "unit=1", "F=1 2"]
+    "text",
+    ["F", "F=", "F=x", "F=1;I=2", "G=1", "F=1,F=2", "F=1:x", "F=-1", "=1", "unit=1", "F=1 2"],
 )
 def test_costs_in_text_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
@@ -315,14 +383,15 @@ def test_costs_in_text_that_cannot_be_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"G": 1}', '{"F": "1"}', '{"F": null}', "[" * 100_000, '{"F": {"0": 1}}']
+    "text",
+    ["", "[]", "{", '{"G": 1}', '{"F": "1"}', '{"F": null}', "[" * 100_000, '{"F": {"0": 1}}'],
 )
 def test_costs_in_json_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ScheduleError):
         Costs.from_json(text)
 
 
-# ---- timelines ------------------------------------------------------------------------------------------------------
+# ---- timelines ----
 def test_a_measured_timeline_explains_itself_like_a_simulated_one() -> None:
     simulated = make_schedule("ZBV", 2, 4).simulate()
     spans = [(s.rank, s.action, s.start + 100, s.end + 100) for s in simulated]
@@ -355,7 +424,7 @@ def test_a_timeline_is_a_value(tmp_path) -> None:
     assert (tmp_path / "two.svg").read_text().startswith("<svg")
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
+# ---- speed ----
 @pytest.mark.parametrize(("name", "limit"), [("1F1B", 80), ("InterleavedZeroBubble", 160)])
 def test_the_effort_for_an_action_does_not_grow_with_the_schedule(name: str, limit: int) -> None:
     """A hundred thousand actions take a fraction of a second; ``make bench`` measures it."""
@@ -367,21 +436,32 @@ def test_the_effort_for_an_action_does_not_grow_with_the_schedule(name: str, lim
     assert effort(16) < min(limit, 1.1 * effort(4))
 
 
-# ---- microbatches that differ ---------------------------------------------------------------------------------------
+# ---- microbatches that differ ----
 def test_the_load_of_a_microbatch_multiplies_its_times() -> None:
     costs = Costs(F=1, I=1, W=1, load=[3, 1])
     spans = [(str(span.action), span.start, span.end) for span in TWO.simulate(costs)]
     assert spans == [
-        ("0F0", 0, 3), ("0F1", 3, 4), ("0B0", 12, 18), ("0B1", 18, 20),
-        ("1F0", 3, 6), ("1B0", 6, 12), ("1F1", 12, 13), ("1B1", 13, 15),
-    ]  # fmt: skip
+        ("0F0", 0, 3),
+        ("0F1", 3, 4),
+        ("0B0", 12, 18),
+        ("0B1", 18, 20),
+        ("1F0", 3, 6),
+        ("1B0", 6, 12),
+        ("1F1", 12, 13),
+        ("1B1", 13, 15),
+    ]
 
 
 def test_the_size_of_a_microbatch_multiplies_its_bytes_and_its_message() -> None:
     even = Costs(F=1, I=1, W=1, saved=10, comm=1, boundary=4, bandwidth=2)
     t = TWO.simulate(dataclasses.replace(even, size=[1, 3]))
     assert t.peak_bytes == (40, 30) and t.volume == 2 * 4 + 2 * 12
-    assert [span.start for span in t.of_rank(1)] == [4, 5, 9, 10]  # 1F0 after 1 + 1 + 2, 1F1 after 2 + 1 + 6
+    assert [span.start for span in t.of_rank(1)] == [
+        4,
+        5,
+        9,
+        10,
+    ]  # 1F0 after 1 + 1 + 2, 1F1 after 2 + 1 + 6
     assert TWO.simulate(dataclasses.replace(even, size=[1, 1])) == TWO.simulate(even)
 
 

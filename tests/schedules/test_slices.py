@@ -1,4 +1,6 @@
-"""Schedules over slices of sequences: every row of the table in slices, the orders of Seq1F1B, check, text, costs."""
+"""Schedules over slices of sequences: every row of the table in slices, the orders of Seq1F1B,
+check, text, costs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def sliced(case: Case, slices: int) -> Schedule:
 
 
 def states(schedule: Schedule) -> Iterator[str]:
-    """Broken rules of slices, by a list of what each rank has done, written without the code under test."""
+    """Broken rules of slices, by a list of what each rank has done, written without the code under
+    test.
+    """
     for row in schedule:
         done: set[tuple[int, str, int, int]] = set()
         for cell in row:
@@ -30,8 +34,11 @@ def states(schedule: Schedule) -> Iterator[str]:
                 before = (part.stage, kind, m, s - 1 if kind == "F" else s + 1)
                 if part.op != "W" and 0 <= before[3] < schedule.slices and before not in done:
                     yield f"{part} before {before}"
-            done |= {(p.stage, "F" if p.op == "F" else "I", *map(int, str(p.microbatch).split(".")))
-                     for p in cell.parts if p.op != "W"}  # fmt: skip
+            done |= {
+                (p.stage, "F" if p.op == "F" else "I", *map(int, str(p.microbatch).split(".")))
+                for p in cell.parts
+                if p.op != "W"
+            }
 
 
 @pytest.mark.parametrize("case", list(cases(ranks=(1, 2, 4), microbatches=(1, 5))), ids=str)
@@ -79,12 +86,23 @@ def test_an_action_of_a_slice_is_a_small_value() -> None:
 
 def test_fused_actions_are_cut_in_both_directions() -> None:
     schedule = Schedule.parse("[0F0, (0F1;0B0)OVERLAP_F_B, 0B1]").sliced(2)
-    assert str(schedule) == "[0F0.0, 0F0.1, (0F1.0;0B0.1)OVERLAP_F_B, (0F1.1;0B0.0)OVERLAP_F_B, 0B1.1, 0B1.0]"
+    assert (
+        str(schedule)
+        == "[0F0.0, 0F0.1, (0F1.0;0B0.1)OVERLAP_F_B, (0F1.1;0B0.0)OVERLAP_F_B, 0B1.1, 0B1.0]"
+    )
 
 
 BROKEN = [
-    ("[0F0.1, 0F0.0, 0B0.1, 0B0.0]", "order", r"rank 0, position 0 \(0F0\.1\).*in the order of slices"),
-    ("[0F0.0, 0F0.1, 0B0.0, 0B0.1]", "order", r"rank 0, position 2 \(0B0\.0\).*from the last slice: move 0B0\.1"),
+    (
+        "[0F0.1, 0F0.0, 0B0.1, 0B0.0]",
+        "order",
+        r"rank 0, position 0 \(0F0\.1\).*in the order of slices",
+    ),
+    (
+        "[0F0.0, 0F0.1, 0B0.0, 0B0.1]",
+        "order",
+        r"rank 0, position 2 \(0B0\.0\).*from the last slice: move 0B0\.1",
+    ),
     ("[0F0.0, 0F0.1, 0I0.0, 0I0.1, 0W0.0, 0W0.1]", "order", r"position 2 \(0I0\.0\).*of 0I0\.1"),
     ("[(0F0.0;0F0.1)OVERLAP_F_B, 0B0.1, 0B0.0]", "fused", r"0F0\.1 needs 0F0\.0"),
     ("[0F0.0, 0F0.1, 0B0.1]", "count", r"0B0\.0 .*is missing.*every slice"),
@@ -108,7 +126,9 @@ def test_actions_with_other_numbers_of_slices() -> None:
         Schedule([row]).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["[0F0.]", "[0F0.01]", "[0F.1]", "[0F0.1.1]", "[0F0.-1]", "[0F0.1234567]"])
+@pytest.mark.parametrize(
+    "text", ["[0F0.]", "[0F0.01]", "[0F.1]", "[0F0.1.1]", "[0F0.-1]", "[0F0.1234567]"]
+)
 def test_text_that_is_no_slice(text: str) -> None:
     with pytest.raises(ScheduleError, match="expected") as error:
         Schedule.parse(text)
@@ -134,7 +154,10 @@ def test_later_slices_may_cost_more() -> None:
     even = schedule.simulate(Costs(F=2))
     assert even.total == 2 * (2 + 2)
     by_slice = schedule.simulate(Costs(F=2, load=[0.5, 1.5] * 2))
-    assert [span.end - span.start for span in by_slice][:2] == [0.5, 1.5] and by_slice.total == even.total
+    assert [span.end - span.start for span in by_slice][:2] == [
+        0.5,
+        1.5,
+    ] and by_slice.total == even.total
     assert schedule.simulate(Costs(F=2, load=[1, 3])).total == 4 + 3 * 4
     with pytest.raises(ScheduleError, match="load has 3 numbers"):
         schedule.simulate(Costs(load=[1, 2, 3]))
@@ -167,8 +190,27 @@ def test_replicas_keep_a_microbatch_on_one_path() -> None:
 def test_commands_take_slices(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     make_schedule("Seq1F1B", 2, 2, slices=2).to_csv(tmp_path / "plan.csv")
     assert main(["check", str(tmp_path / "plan.csv")]) == 0
-    assert "good: 2 ranks, 2 stages, 2 microbatches, 2 slices, 16 actions" in capsys.readouterr().out
-    assert main(["draw", "Seq1F1B", "-p", "2", "-m", "2", "--slices", "2", "--width", "120", "--no-color"]) == 0
+    assert (
+        "good: 2 ranks, 2 stages, 2 microbatches, 2 slices, 16 actions" in capsys.readouterr().out
+    )
+    assert (
+        main(
+            [
+                "draw",
+                "Seq1F1B",
+                "-p",
+                "2",
+                "-m",
+                "2",
+                "--slices",
+                "2",
+                "--width",
+                "120",
+                "--no-color",
+            ]
+        )
+        == 0
+    )
     assert "1B0.1" in capsys.readouterr().out
     assert main(["compare", "-p", "4", "-m", "8", "--slices", "4", "--json"]) == 0
     assert "Seq1F1B" in capsys.readouterr().out

@@ -20,7 +20,7 @@ FUSED = st.builds(Fused, st.lists(ACTION, min_size=2, max_size=4).map(tuple))
 ROWS = st.lists(st.lists(st.one_of(ACTION, FUSED), max_size=6).map(tuple), max_size=5).map(tuple)
 
 
-# ---- round trips ----------------------------------------------------------------------------------------------------
+# ---- round trips ----
 @given(ROWS)
 def test_text_is_exact_both_ways(rows) -> None:
     assert parse_rows(format_rows(rows)) == rows
@@ -44,7 +44,7 @@ def test_what_people_write_is_read() -> None:
     assert parse_rows("") == parse_csv("") == ()
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ----
 @pytest.mark.parametrize(
     ("text", "line", "column", "expected"),
     [
@@ -94,7 +94,17 @@ def test_where_and_what_was_expected(text: str, line: int, column: int, expected
 
 
 @pytest.mark.parametrize(
-    "cell", ["0SEND_F", "SEND_F0", "0SEND_F0x", "0UNSHARDx", "0SEND_X0", "(0SEND_F1;0B0)OVERLAP_F_B", "None", "[0F0]"]
+    "cell",
+    [
+        "0SEND_F",
+        "SEND_F0",
+        "0SEND_F0x",
+        "0UNSHARDx",
+        "0SEND_X0",
+        "(0SEND_F1;0B0)OVERLAP_F_B",
+        "None",
+        "[0F0]",
+    ],
 )
 def test_csv_drops_nothing_that_it_does_not_know(cell: str) -> None:
     with pytest.raises(ScheduleError, match=r"line 2, column [56]:"):
@@ -117,11 +127,13 @@ def test_a_long_line_is_shown_in_part() -> None:
     assert shown[mark.index("^")] == "?"
 
 
-# ---- noise ----------------------------------------------------------------------------------------------------------
+# ---- noise ----
 ALPHABET = st.sampled_from(
     "0123456789FBIW()[];,\n \t\r\x00\"'-+.eESENDRCV_OVERLAPUNHTG\u0663\u2028\u00b2\ud800\U0001f600"
 )
-CELLS = st.sampled_from(["0F0", "1B2", "(0F1;1B0)OVERLAP_F_B", "0SEND_F0", "[", "]", ",", "\n", "", "9" * 5000])
+CELLS = st.sampled_from(
+    ["0F0", "1B2", "(0F1;1B0)OVERLAP_F_B", "0SEND_F0", "[", "]", ",", "\n", "", "9" * 5000]
+)
 
 
 @given(st.one_of(st.text(), st.text(ALPHABET), st.lists(st.one_of(CELLS, ALPHABET)).map("".join)))
@@ -130,7 +142,12 @@ CELLS = st.sampled_from(["0F0", "1B2", "(0F1;1B0)OVERLAP_F_B", "0SEND_F0", "[", 
 @example("[999999F999999]")
 @example("[0F0]\n[0F999999]")
 def test_noise_is_refused_and_nothing_else_happens(text: str) -> None:
-    for read in (Schedule.parse, parse_rows, parse_csv, lambda text: Schedule(parse_csv(text)).check().simulate()):
+    for read in (
+        Schedule.parse,
+        parse_rows,
+        parse_csv,
+        lambda text: Schedule(parse_csv(text)).check().simulate(),
+    ):
         message = ""
         try:
             read(text)
@@ -167,10 +184,14 @@ def test_paths_that_cannot_be_read(tmp_path, path: str) -> None:
         Schedule.from_csv(tmp_path / path)
 
 
-# ---- torch.distributed.pipelining -----------------------------------------------------------------------------------
+# ---- torch.distributed.pipelining ----
 def known_there(*ranks: int) -> list[Case]:
     """Every schedule but those whose stages have replicas, which torch does not support."""
-    return [case for case in cases(ranks=ranks, microbatches=(8,)) if not case.make().placement.replicated]
+    return [
+        case
+        for case in cases(ranks=ranks, microbatches=(8,))
+        if not case.make().placement.replicated
+    ]
 
 
 def runtime(schedule: Schedule, *, cls: str = "_PipelineScheduleRuntime"):
@@ -182,7 +203,9 @@ def runtime(schedule: Schedule, *, cls: str = "_PipelineScheduleRuntime"):
     stage.group_rank, stage.group_size, stage.num_stages = 0, schedule.ranks, schedule.stages
     stage.submod, stage.has_backward = None, True
     per_rank = schedule.stages // schedule.ranks
-    return getattr(schedules, cls)([stage] * per_rank, n_microbatches=schedule.microbatches, loss_fn=mock.Mock())
+    return getattr(schedules, cls)(
+        [stage] * per_rank, n_microbatches=schedule.microbatches, loss_fn=mock.Mock()
+    )
 
 
 @pytest.mark.parametrize("case", known_there(1, 2, 4), ids=str)

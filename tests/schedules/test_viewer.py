@@ -1,4 +1,6 @@
-"""The page that ``.html`` pictures are, in a real browser: hovered, zoomed, searched, by mouse and by keys."""
+"""The page that ``.html`` pictures are, in a real browser: hovered, zoomed, searched, by mouse and
+by keys.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def view(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page = browser.new_page(viewport={"width": 1200, "height": 700}, **context)
         pages.append(page)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: "Canvas2D" in message.text or complaints.append(message.text))
+        page.on(
+            "console", lambda message: "Canvas2D" in message.text or complaints.append(message.text)
+        )
         page.on("request", lambda request: fetched.append(request.url))
         page.goto(file.as_uri())
         page.wait_for_function("window.fpipe")
@@ -63,7 +67,7 @@ def window(page: Any) -> tuple[float, float]:
     return start, end
 
 
-# ---- displayed text -------------------------------------------------------------------------------------------------
+# ---- displayed text ----
 def test_hover_tells_the_action_its_times_and_what_it_waited_for(view: Open):
     t = zbv()
     page = view(t)
@@ -107,7 +111,9 @@ def test_fused_actions_tell_both_parts(view: Open):
 
 def test_the_head_has_the_figures_of_every_timeline(view: Open):
     simulated = zbv("comm=0")
-    spans = [(s.rank, s.action, s.start / 1000, s.end / 1000) for s in zbv("comm=0.3")]  # as long as simulated
+    spans = [
+        (s.rank, s.action, s.start / 1000, s.end / 1000) for s in zbv("comm=0.3")
+    ]  # as long as simulated
     page = view(simulated, Timeline.measured(spans, name="measured", unit="s"))
     text = page.inner_text("#figures")
     assert "ZBVZeroBubble: 4 ranks, 8 microbatches" in text
@@ -133,7 +139,7 @@ def test_measured_and_simulated_stand_on_one_axis_and_tell_of_each_other(view: O
     assert page.get_attribute("#group", "aria-pressed") == "true"
 
 
-# ---- moving ---------------------------------------------------------------------------------------------------------
+# ---- moving ----
 def test_wheel_zooms_where_the_mouse_is_and_drag_moves(view: Open):
     page = view(zbv())
     total = window(page)[1]
@@ -187,7 +193,7 @@ def test_the_overview_moves_the_window(view: Open):
     assert window(page)[1] == pytest.approx(page.evaluate("fpipe.state.total"))
 
 
-# ---- choosing and finding -------------------------------------------------------------------------------------------
+# ---- choosing and finding ----
 def test_a_chosen_action_leads_to_what_it_waited_for(view: Open):
     page = view(zbv())
     at = where(page, "5I0")
@@ -238,7 +244,8 @@ def test_what_is_not_found_is_dimmed(view: Open):
         canvas = page.locator("#lanes").bounding_box()
         point = f"{x - canvas['x']}, {y - canvas['y']}, 1, 1"
         return page.evaluate(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(Array.from("
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
+            "done(Array.from("
             f"document.getElementById('lanes').getContext('2d').getImageData({point}).data)))))"
         )
 
@@ -263,11 +270,14 @@ def test_help_lists_the_keys(view: Open):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_follows_the_readers_light(view: Open, scheme: str):
     page = view(zbv(), color_scheme=scheme)
-    pixel = "Array.from(document.getElementById('lanes').getContext('2d').getImageData(4, 60, 1, 1).data)"
+    pixel = (
+        "Array.from(document.getElementById('lanes').getContext('2d').getImageData(4, 60, 1, "
+        "1).data)"
+    )
     assert (sum(page.evaluate(pixel)[:3]) > 600) == (scheme == "light")
 
 
-# ---- what stays in place, and what is shown on demand ---------------------------------------------------------------
+# ---- what stays in place, and what is shown on demand ----
 def boxes(page: Any) -> list[dict[str, float]]:
     return [page.locator(name).bounding_box() for name in ("#lanes", "#chosen", "#map")]
 
@@ -302,15 +312,25 @@ def test_the_box_under_the_mouse_follows_the_picture(view: Open):
 def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
     page = view(zbv(), zbv("comm=0"))
     page.click("#group")
-    rows = page.evaluate("fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)")
+    rows = page.evaluate(
+        "fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)"
+    )
     assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
 
 
 def test_the_legend_names_shades_idle_time_and_lines(view: Open):
     page = view(zbv())
     text = page.inner_text("#legend")
-    for word in ("forward", "input gradient", "weight gradient", "paler: a rank's other stages", "idle: warm-up",
-                 "idle: message on the way", "idle: tail", "memory that the rank holds"):  # fmt: skip
+    for word in (
+        "forward",
+        "input gradient",
+        "weight gradient",
+        "paler: a rank's other stages",
+        "idle: warm-up",
+        "idle: message on the way",
+        "idle: tail",
+        "memory that the rank holds",
+    ):
         assert word in text
     assert "critical path" not in text
     page.keyboard.press("c")
@@ -323,14 +343,18 @@ def test_the_legend_names_shades_idle_time_and_lines(view: Open):
 def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open):
     t = zbv("comm=0.2,I=1.2,send=0.05")
     page = view(t)
-    path = page.evaluate("fpipe.criticalPath(fpipe.state.scenes[0]).map((one) => [one.rank, one.index])")
+    path = page.evaluate(
+        "fpipe.criticalPath(fpipe.state.scenes[0]).map((one) => [one.rank, one.index])"
+    )
     assert path == [[span.rank, span.position] for span in t.critical_path]
     sent = page.evaluate("fpipe.messagesOf(fpipe.state.scenes[0]).flat().length")
     assert sent == t.messages
 
 
 def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Path):
-    first, second = (make_schedule(name, 4, 8).simulate(Costs(saved=1)) for name in ("1F1B", "ZBH1"))
+    first, second = (
+        make_schedule(name, 4, 8).simulate(Costs(saved=1)) for name in ("1F1B", "ZBH1")
+    )
     second.save(tmp_path / "a.html", against=first)
     page = browser.new_page()
     page.goto((tmp_path / "a.html").as_uri())
@@ -356,8 +380,10 @@ def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
         assert ends == pytest.approx([span.end for span in spans], abs=1e-6)
         assert names == [";".join(map(str, span.action.parts)) for span in spans]
         curve = dict(t.curve(rank))
-        assert all(curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(amount)
-                   for time, amount in zip(times, held, strict=True))  # fmt: skip
+        assert all(
+            curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(amount)
+            for time, amount in zip(times, held, strict=True)
+        )
         waits = {k: t.waited_for(rank, k) for k in range(len(spans))}
         assert {k: (one["rank"], one["index"]) for k, one in causes} == {
             k: (wait.rank, wait.position) for k, wait in waits.items() if wait
@@ -375,7 +401,7 @@ def test_a_phone_shows_lanes_and_nothing_beyond_its_width(view: Open, size: tupl
     assert page.evaluate("getComputedStyle(document.getElementById('map')).display") == "block"
 
 
-# ---- size -----------------------------------------------------------------------------------------------------------
+# ---- size ----
 #: draws a frame, and returns how many calls of the canvas it takes
 CANVAS_CALLS = """(() => {
     const canvas = CanvasRenderingContext2D.prototype;
@@ -392,7 +418,12 @@ CANVAS_CALLS = """(() => {
 
 def test_a_hundred_thousand_actions_stay_fluent(view: Open):
     page = view(make_schedule("ZBH1", 64, 512).simulate())
-    assert page.evaluate("fpipe.state.scenes[0].lanes.reduce((sum, lane) => sum + lane.names.length, 0)") == 98304
+    assert (
+        page.evaluate(
+            "fpipe.state.scenes[0].lanes.reduce((sum, lane) => sum + lane.names.length, 0)"
+        )
+        == 98304
+    )
     assert page.evaluate(CANVAS_CALLS) < 40_000, "narrow neighbours are drawn as one"
     page.fill("#query", "7F300")
     page.press("#query", "Enter")

@@ -1,4 +1,6 @@
-"""The fake world: deterministic, strict, and its faults raise the errors of real processes, only sooner."""
+"""The fake world: deterministic, strict, and its faults raise the errors of real processes, only
+sooner.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,26 @@ import torch
 
 from fpipe.collectives.group import Group
 from fpipe.collectives.local import LocalGroup, local
-from fpipe.errors import DeadlockError, GroupError, MismatchError, PeerError, StalledError, UnsupportedError
-from fpipe.testing import CASES, Corrupt, Delay, Drop, Duplicate, Kill, Refuse, conform, outcomes, run
+from fpipe.errors import (
+    DeadlockError,
+    GroupError,
+    MismatchError,
+    PeerError,
+    StalledError,
+    UnsupportedError,
+)
+from fpipe.testing import (
+    CASES,
+    Corrupt,
+    Delay,
+    Drop,
+    Duplicate,
+    Kill,
+    Refuse,
+    conform,
+    outcomes,
+    run,
+)
 from fpipe.testing.faults import OPERATIONS, Fault
 from fpipe.tree import Spec
 
@@ -29,7 +49,7 @@ def pair(group: Group) -> float:
     return sum(group.recv(ONE, 0, 1).wait()[0][0].item() * 10**number for number in range(3))
 
 
-# ---- the suite ------------------------------------------------------------------------------------------------------
+# ---- the suite ----
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_local_conforms(ranks: int):
     group = local(ranks)
@@ -65,15 +85,21 @@ def test_the_suite_detects_a_broken_group(monkeypatch: pytest.MonkeyPatch, broke
 
         def swap(self, tensors, src, dst, specs=None):
             number = len(self._channel(src, dst).sent)
-            return send(self, tuple(t + number % 2 for t in tensors) if dst != src else tensors, src, dst)
+            return send(
+                self, tuple(t + number % 2 for t in tensors) if dst != src else tensors, src, dst
+            )
 
         monkeypatch.setattr(LocalGroup, "send", swap)
     elif broken == "contiguous":
         monkeypatch.setattr("fpipe.collectives.local.lay_out", lambda tensor, spec: tensor)
     elif broken == "sum_for_max":
-        monkeypatch.setattr(LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x)
+        monkeypatch.setattr(
+            LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x
+        )
     elif broken == "first_only":
-        monkeypatch.setattr(LocalGroup, "send", lambda self, t, src, dst, specs=None: send(self, t[:1], src, dst))
+        monkeypatch.setattr(
+            LocalGroup, "send", lambda self, t, src, dst, specs=None: send(self, t[:1], src, dst)
+        )
     elif broken == "doubled":
 
         def sender(self, src, dst, specs):
@@ -97,7 +123,7 @@ def test_reset_drops_messages_that_were_not_received():
     assert not group.recv(ONE, 1, 0).done()
 
 
-# ---- the world ------------------------------------------------------------------------------------------------------
+# ---- the world ----
 def test_the_same_seed_gives_the_same_run():
     def story(seed: int) -> list[str]:
         events: list[str] = []
@@ -125,7 +151,10 @@ def test_buffered_needs_no_partner_and_lockstep_does():
         return group.recv(ONE, other, group.rank).wait()[0].tolist()
 
     assert run(both_send_first, 2) == [[0, 0], [0, 0]]
-    with pytest.raises(DeadlockError, match="rank 0 waits to send message 0 to rank 1; rank 1 waits to send message 0"):
+    with pytest.raises(
+        DeadlockError,
+        match="rank 0 waits to send message 0 to rank 1; rank 1 waits to send message 0",
+    ):
         run(both_send_first, 2, order="lockstep")
 
 
@@ -145,14 +174,18 @@ def test_an_error_names_the_fake_rank():
     assert "on fake rank 2 of 3" in raised.value.__notes__[0]
     ended = outcomes(fail, 3)
     assert isinstance(ended[0].error, PeerError)
-    assert "rank 2 is gone. Nothing is known of rank 2; it raised ValueError: boo" in str(ended[0].error)
+    assert "rank 2 is gone. Nothing is known of rank 2; it raised ValueError: boo" in str(
+        ended[0].error
+    )
 
 
 def test_ranks_that_call_different_collectives_raise():
     def disagree(group):
         return group.barrier() if group.rank else group.gather_objects(1)
 
-    with pytest.raises(MismatchError, match=r"rank (0|1) came to (gather_objects|barrier) and rank"):
+    with pytest.raises(
+        MismatchError, match=r"rank (0|1) came to (gather_objects|barrier) and rank"
+    ):
         run(disagree, 2)
 
 
@@ -173,7 +206,9 @@ def test_a_tensor_changed_before_it_arrived_is_detected():
             return None
         return group.recv(ONE, 0, 1).wait()[0].tolist()
 
-    with pytest.raises(GroupError, match="rank 0 changed a tensor that was still on its way to rank 1"):
+    with pytest.raises(
+        GroupError, match="rank 0 changed a tensor that was still on its way to rank 1"
+    ):
         run(hasty, 2)
     assert run(patient, 2)[1] == [0, 0]
 
@@ -195,12 +230,14 @@ def test_a_send_that_is_settled_too_early_is_detected():
             group.recv(ONE, 0, 1).wait()
             group.send((torch.zeros(2),), 1, 0)
 
-    with pytest.raises(GroupError, match="let go of message 0 to rank 1, which has not asked for it"):
+    with pytest.raises(
+        GroupError, match="let go of message 0 to rank 1, which has not asked for it"
+    ):
         run(early, 2)
     run(known, 2)
 
 
-# ---- faults ---------------------------------------------------------------------------------------------------------
+# ---- faults ----
 def test_a_delay_that_is_short_changes_nothing():
     assert run(pair, 2, faults=[Delay(0, 1, 1, seconds=30)])[1] == run(pair, 2)[1] == 210
 
@@ -208,7 +245,8 @@ def test_a_delay_that_is_short_changes_nothing():
 def test_a_long_delay_raises_without_waiting():
     begin = time.monotonic()
     with pytest.raises(
-        StalledError, match=r"rank 1 \(1F0\) waited for message 1 of rank 0, longer than timeout=60.*0F2"
+        StalledError,
+        match=r"rank 1 \(1F0\) waited for message 1 of rank 0, longer than timeout=60.*0F2",
     ):
         run(pair, 2, faults=[Delay(0, 1, 1, seconds=90)])
     assert time.monotonic() - begin < 5
@@ -237,7 +275,10 @@ def test_a_refused_operation():
 def test_a_duplicated_message():
     for order in ("buffered", "lockstep"):
         assert run(pair, 2, order=order, faults=[Duplicate(0, 1, 1)])[1] == 0 + 10 + 100
-        assert run(pair, 2, order=order, faults=[Duplicate(0, 1, 0), Duplicate(0, 1, 1)])[1] == 0 + 0 + 100
+        assert (
+            run(pair, 2, order=order, faults=[Duplicate(0, 1, 0), Duplicate(0, 1, 1)])[1]
+            == 0 + 0 + 100
+        )
 
 
 def test_a_corrupted_message():
@@ -256,7 +297,10 @@ def test_a_corrupted_message():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Drop(0, 1, 10_000), r"nth=10000\) never occurred.*by channel were 0 to 1: 3; calls .* rank 0: 3, rank 1: 3"),
+        (
+            Drop(0, 1, 10_000),
+            r"nth=10000\) never occurred.*by channel were 0 to 1: 3; calls .* rank 0: 3, rank 1: 3",
+        ),
         (Delay(1, 0, 0, seconds=1), "never occurred"),
         (Duplicate(0, 1, 3), "never occurred"),
         (Corrupt(0, 1, 3), "never occurred"),
@@ -290,7 +334,8 @@ def test_every_call_of_a_group_can_be_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"ranks": 0}, "ranks=0"), ({"ranks": 2, "order": "fifo"}, "order='fifo'")]
+    ("arguments", "message"),
+    [({"ranks": 0}, "ranks=0"), ({"ranks": 2, "order": "fifo"}, "order='fifo'")],
 )
 def test_what_run_refuses(arguments: dict, message: str):
     with pytest.raises(GroupError, match=message):
@@ -320,7 +365,9 @@ def test_a_rank_that_never_returns_to_its_group_ends_the_run(monkeypatch: pytest
             forgotten.wait(20)
         group.barrier()
 
-    with pytest.raises(DeadlockError, match=r"rank 1 has run for 0\.3 s without a call of its group"):
+    with pytest.raises(
+        DeadlockError, match=r"rank 1 has run for 0\.3 s without a call of its group"
+    ):
         run(work, 3)
     forgotten.set()
     end = time.monotonic() + 20

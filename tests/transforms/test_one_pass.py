@@ -1,4 +1,6 @@
-"""``Transform.step``: the bits of torch's fused AdamW, elsewhere those of update and apply_updates."""
+"""``Transform.step``: the bits of torch's fused AdamW, elsewhere those of update and
+apply_updates.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from fpipe.errors import TransformError
 from fpipe.transforms import _foreach, _optimizer
 from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
 
-#: Rows that end in the fused kernel, or whose clipping does: their steps have torch's last bits, not those of updates.
+#: Rows that end in the fused kernel, or whose clipping does: their steps have torch's last bits,
+#: not those of updates.
 FUSED = {"adamw", "partition"}
 
 
-def stepped(tx: T.Transform, params: Any, grads: list[Any], donate: bool = False) -> tuple[Any, Any]:
+def stepped(
+    tx: T.Transform, params: Any, grads: list[Any], donate: bool = False
+) -> tuple[Any, Any]:
     state = tx.init(params)
     for gradient in grads:
         params, state = tx.step(gradient, state, params, donate=donate)
@@ -28,7 +33,9 @@ def stepped(tx: T.Transform, params: Any, grads: list[Any], donate: bool = False
 
 
 def copied(tree: Any) -> Any:
-    return optree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return optree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree
+    )
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -36,20 +43,27 @@ def copied(tree: Any) -> Any:
 def test_a_step_is_update_and_apply(name: str, donate: bool):
     row = TABLE[name]
     params, grads = inputs(row)
-    wanted, got = follow(row.make(None), params, grads), stepped(row.make(None), copied(params), grads, donate)
+    wanted, got = (
+        follow(row.make(None), params, grads),
+        stepped(row.make(None), copied(params), grads, donate),
+    )
     if name not in FUSED:
         assert same(got, wanted)
     for mine, theirs in zip(optree.tree_leaves(got[0]), optree.tree_leaves(wanted[0]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip 2 exact", "lion", "muon", "partition", "master", "all together"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "clip 2 exact", "lion", "muon", "partition", "master", "all together"]
+)
 def test_a_step_of_split_stages_is_that_of_all(name: str):
     """The same bits on two processes, whose blocks hold other leaves than those of one process."""
     row = TABLE[name]
     params, grads = inputs(row)
     spread = fake_processes.owners(STAGES, 2, how="V")
-    process = lambda over: stepped(row.make(over), over.place(params), [over.place(g) for g in grads])
+    process = lambda over: stepped(
+        row.make(over), over.place(params), [over.place(g) for g in grads]
+    )
     ((whole, _),) = fake_processes.run([range(STAGES)], STAGES, process, tied=TIED)
     parts = fake_processes.run(spread, STAGES, process, tied=TIED)
     assert same(fake_processes.merge([after for after, _ in parts]), whole)
@@ -57,10 +71,17 @@ def test_a_step_of_split_stages_is_that_of_all(name: str):
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_adamw_has_the_bits_of_torchs_fused_adamw(dtype: torch.dtype, donate: bool, monkeypatch: pytest.MonkeyPatch):
-    """Parameters and averages, with decay on some leaves, in blocks of some leaves; sizes with and without a tail."""
+def test_adamw_has_the_bits_of_torchs_fused_adamw(
+    dtype: torch.dtype, donate: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Parameters and averages, with decay on some leaves, in blocks of some leaves; sizes with and
+    without a tail.
+    """
     monkeypatch.setattr(_optimizer, "_BLOCK", 20)
-    params, grads = model(dtype=dtype), [optree.tree_map(lambda g: g.to(dtype), g) for g in gradients()]
+    params, grads = (
+        model(dtype=dtype),
+        [optree.tree_map(lambda g: g.to(dtype), g) for g in gradients()],
+    )
     leaves = [leaf.clone() for leaf in optree.tree_leaves(params)]
     own = [torch.nn.Parameter(leaf) for leaf in leaves]
     decayed, others = [p for p in own if p.ndim == 2], [p for p in own if p.ndim != 2]
@@ -94,8 +115,16 @@ def test_adamw_without_the_fused_kernel_has_the_bits_of_updates():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaves_without_axes_keep_their_dtype(dtype: torch.dtype):
     """A factor in a tensor of float64 would decide the dtype of such a leaf."""
-    params, grads = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)], [torch.ones(2), torch.ones(())]
-    for tx in (T.adamw(0.1), T.lion(0.1), T.sgd(0.1), T.chain(T.clip_by_global_norm(0.1), T.adamw(0.1))):
+    params, grads = (
+        [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)],
+        [torch.ones(2), torch.ones(())],
+    )
+    for tx in (
+        T.adamw(0.1),
+        T.lion(0.1),
+        T.sgd(0.1),
+        T.chain(T.clip_by_global_norm(0.1), T.adamw(0.1)),
+    ):
         for after, _ in (follow(tx, params, [grads] * 2), stepped(tx, params, [grads] * 2)):
             assert {leaf.dtype for leaf in after} == {dtype}
             assert torch.equal(after[0][0], after[1])
@@ -103,10 +132,14 @@ def test_leaves_without_axes_keep_their_dtype(dtype: torch.dtype):
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_layouts(donate: bool):
-    """Transposed leaves, leaves with gaps, and gradients of other strides: the kernel walks memory."""
+    """Transposed leaves, leaves with gaps, and gradients of other strides: the kernel walks
+    memory.
+    """
     params = [torch.randn(7, 5).T, torch.randn(5, 14)[:, ::2], torch.randn(5, 7)]
     grads = [[torch.randn(5, 7), torch.randn(7, 5).T, torch.randn(5, 14)[:, ::2]]] * 2
-    plain, _ = stepped(T.adamw(0.1), [p.contiguous() for p in params], [[g.contiguous() for g in grads[0]]] * 2)
+    plain, _ = stepped(
+        T.adamw(0.1), [p.contiguous() for p in params], [[g.contiguous() for g in grads[0]]] * 2
+    )
     given = [p.as_strided(p.shape, p.stride()) for p in params]
     after, _ = stepped(T.adamw(0.1, donate=donate), given, grads, donate)
     assert same([leaf.contiguous() for leaf in after], plain)
@@ -130,14 +163,19 @@ def test_a_step_writes_nothing_that_is_not_given(name: str):
 def test_donated_parameters_and_state_stay_where_they_are():
     tx, params = T.chain(T.clip_by_global_norm(0.5), T.adamw(0.1, donate=True)), model()
     state = tx.init(params)
-    places = lambda: [leaf.data_ptr() for leaf in optree.tree_leaves((params, state[1].m, state[1].v))]
+    places = lambda: [
+        leaf.data_ptr() for leaf in optree.tree_leaves((params, state[1].m, state[1].v))
+    ]
     start = places()
     for gradient in gradients():
         kept = copied(gradient)
         params, state = tx.step(gradient, state, params, donate=True)
         assert same(gradient, kept)
     assert places() == start
-    assert same((params, state), stepped(T.chain(T.clip_by_global_norm(0.5), T.adamw(0.1)), model(), gradients()))
+    assert same(
+        (params, state),
+        stepped(T.chain(T.clip_by_global_norm(0.5), T.adamw(0.1)), model(), gradients()),
+    )
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
@@ -164,7 +202,9 @@ def test_clipping_in_the_pass_of_the_optimizer(make: Any, max_norm: float):
 def test_clipped_gradients_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_optimizer, "_BLOCK", 40)
     seen, real = [], torch._foreach_mul
-    monkeypatch.setattr(torch, "_foreach_mul", lambda xs, *rest: seen.append(len(xs)) or real(xs, *rest))
+    monkeypatch.setattr(
+        torch, "_foreach_mul", lambda xs, *rest: seen.append(len(xs)) or real(xs, *rest)
+    )
     params, grads = model(), gradients(1)[0]
     tx = T.chain(T.clip_by_global_norm(0.5), T.adamw(0.1, donate=True))
     tx.step(grads, tx.init(params), params, donate=True)
@@ -198,7 +238,9 @@ def test_a_step_rounds_its_masters(half: torch.dtype, given: tuple[bool, bool]):
     for _ in range(5):
         grads = {"a": random(50).to(half), "b": random(5)}
         before, kept = (params, state.master), copied((params, state.master))
-        params, state = tx.step([{**grads, "frozen": None}, None], state, params, donate=give_params)
+        params, state = tx.step(
+            [{**grads, "frozen": None}, None], state, params, donate=give_params
+        )
         assert give_params or same(before[0], kept[0])
         assert give_masters or same(before[1], kept[1])
         (plain,), other = wide.step([{"a": grads["a"].float(), "b": grads["b"]}], other, [plain])
@@ -230,7 +272,11 @@ def test_mistakes_of_a_step():
     for tx in (T.sgd(0.1), T.master(T.sgd(0.1)), T.masked(T.sgd(0.1), ["0"])):
         with pytest.raises(TransformError, match="needs the parameters"):
             tx.step(grads, tx.init(grads), None)
-    for tx in (T.adamw(0.1), T.lion(0.1), T.partition({"a": T.sgd(0.1), "b": T.lion(0.1)}, {"0": "a", "1": "b"})):
+    for tx in (
+        T.adamw(0.1),
+        T.lion(0.1),
+        T.partition({"a": T.sgd(0.1), "b": T.lion(0.1)}, {"0": "a", "1": "b"}),
+    ):
         params = [wte, wte.view(3)]
         with pytest.raises(TransformError, match="are in the same memory"):
             tx.step([torch.ones(3)] * 2, tx.init(params), params, donate=True)
@@ -239,7 +285,9 @@ def test_mistakes_of_a_step():
 
 def test_one_kernel_for_all_leaves_that_are_given(monkeypatch: pytest.MonkeyPatch):
     calls, real = [], _foreach.fused_adamw
-    monkeypatch.setattr(_foreach, "fused_adamw", lambda ps, *rest: calls.append(len(ps)) or real(ps, *rest))
+    monkeypatch.setattr(
+        _foreach, "fused_adamw", lambda ps, *rest: calls.append(len(ps)) or real(ps, *rest)
+    )
     monkeypatch.setattr(_optimizer, "_BLOCK", 20)
     params = model()
     for donate in (False, True):

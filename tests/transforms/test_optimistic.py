@@ -1,4 +1,6 @@
-"""The optimizer step that guesses: the same bits as the one that waits, whatever is clipped and skipped."""
+"""The optimizer step that guesses: the same bits as the one that waits, whatever is clipped and
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def train(group: Any, guess: bool, steps: int = STEPS) -> dict[str, Any]:
     """Steps of which some are clipped and some are left out, by chance alone."""
     pipe = fpipe.pipeline([layer] * STAGES, "1F1B", loss=squares, microbatches=2, group=group)
     clip = fpipe.clip_by_global_norm(1.0, over=pipe)
-    tx = fpipe.chain(T.scale(1.0), fpipe.chain(fpipe.skip_nonfinite(over=pipe), clip), fpipe.adamw(0.01))
+    tx = fpipe.chain(
+        T.scale(1.0), fpipe.chain(fpipe.skip_nonfinite(over=pipe), clip), fpipe.adamw(0.01)
+    )
     draw, dice = torch.Generator().manual_seed(0), random.Random(0)
     params = pipe.place([{"w": torch.randn(3, 3, generator=draw)} for _ in range(STAGES)])
     opt = T.optimistic(tx, over=pipe)
@@ -41,7 +45,11 @@ def train(group: Any, guess: bool, steps: int = STEPS) -> dict[str, Any]:
     rights = clips = 0
     for _ in range(steps):
         x, t = torch.randn(2, 3, generator=draw), torch.randn(2, 3, generator=draw)
-        chance, size, at = dice.random(), dice.choice([1e-3, 1e-3, 0.02, 3.0]), dice.randrange(STAGES)
+        chance, size, at = (
+            dice.random(),
+            dice.choice([1e-3, 1e-3, 0.02, 3.0]),
+            dice.randrange(STAGES),
+        )
 
         def value_and_grad(params: Any, x: Tensor, t: Tensor, *how: Any) -> tuple[Tensor, Any]:
             chance, size, at = how
@@ -55,7 +63,9 @@ def train(group: Any, guess: bool, steps: int = STEPS) -> dict[str, Any]:
             _, step = opt.step(value_and_grad, step, x, t, chance, size, at)
             rights += step.settle() if step is not None and chance < 0.5 else 0  # sometimes at once
         else:
-            updates, state = tx.update(value_and_grad(params, x, t, chance, size, at)[1], state, params)
+            updates, state = tx.update(
+                value_and_grad(params, x, t, chance, size, at)[1], state, params
+            )
             params = fpipe.apply_updates(params, updates)
             clips += int(state[1][1].norm > 1)
     params, state = (step.params, step.state) if guess else (params, state)
@@ -72,15 +82,19 @@ def bits(run: dict[str, Any]) -> list[bytes]:
 def test_on_a_local_group():
     plain, guessed = train(fpipe.local(2 * 2), False), train(fpipe.local(4), True)
     assert bits(plain) == bits(guessed)
-    assert plain["state"][1][0].skipped.item() > 10 and plain["clips"] > 10 and guessed["rights"] > 10
+    assert (
+        plain["state"][1][0].skipped.item() > 10 and plain["clips"] > 10 and guessed["rights"] > 10
+    )
 
 
-# ---- what a rank waits for ------------------------------------------------------------------------------------------
+# ---- what a rank waits for ----
 RANKS, MICROBATCHES, LOOPS = 4, 4, 3
 
 
 class Sight:
-    """What a process has counted and seen: for the two operators below, which are Python to no trace."""
+    """What a process has counted and seen: for the two operators below, which are Python to no
+    trace.
+    """
 
     begun = ended = 0
     folder, patience = Path(), 0.0
@@ -99,7 +113,9 @@ def begin(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("test_optimistic::end", mutates_args=())
 def end(x: Tensor) -> Tensor:
-    """Part of W of the last stage: the last one of a step does not end before the next step has begun, if it can."""
+    """Part of W of the last stage: the last one of a step does not end before the next step has
+    begun, if it can.
+    """
     Sight.ended += 1
     step, place = divmod(Sight.ended, MICROBATCHES)
     if place == 0 and step < LOOPS:
@@ -130,18 +146,31 @@ class Watched(torch.autograd.Function):
         return dys[0] * p, (end(dp) if ctx.stage == STAGES - 1 else dp).sum(), None
 
 
-def overlapping(group: Any, guess: bool, folder: Path, patience: float, near: bool = True) -> list[bool]:
-    """Whether each step had begun on the first rank while the last one waited, in a W, for just that."""
+def overlapping(
+    group: Any, guess: bool, folder: Path, patience: float, near: bool = True
+) -> list[bool]:
+    """Whether each step had begun on the first rank while the last one waited, in a W, for just
+    that.
+    """
     Sight.begun = Sight.ended = 0
     Sight.folder, Sight.patience, Sight.seen = folder, patience, []
     stages = [lambda p, x, s=stage: Watched.apply(x, p, s) for stage in range(STAGES)]
-    pipe = fpipe.pipeline(stages, "ZBH2", loss=lambda y: y.sum(), microbatches=MICROBATCHES, group=group)
+    pipe = fpipe.pipeline(
+        stages, "ZBH2", loss=lambda y: y.sum(), microbatches=MICROBATCHES, group=group
+    )
     params, x = pipe.place([torch.ones(())] * STAGES), torch.ones(MICROBATCHES)
-    tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(1e6, over=pipe), fpipe.adamw(0.01))
+    tx = fpipe.chain(
+        fpipe.skip_nonfinite(over=pipe),
+        fpipe.clip_by_global_norm(1e6, over=pipe),
+        fpipe.adamw(0.01),
+    )
     if guess:
         opt = T.optimistic(tx, over=pipe)
         step = opt.first(params)
-        alone = lambda params, x: (None, fpipe.grad(pipe)(params, x))  # over a network no rank waits for a gradient
+        alone = lambda params, x: (
+            None,
+            fpipe.grad(pipe)(params, x),
+        )  # over a network no rank waits for a gradient
         for _ in range(LOOPS):
             _, step = opt.step(fpipe.value_and_grad(pipe) if near else alone, step, x)
         assert step.settle()
@@ -183,14 +212,20 @@ def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path
     No clock decides: with any wait of all for all between two steps this could not come to pass.
     """
     env = {"FPIPE_SHARED_MEMORY": str(int(near)), "FPIPE_SOCKETS": "0"}
-    waiting, guessing = fpipe.launch(waiting_and_guessing, str(tmp_path), near, ranks=RANKS, timeout=80, env=env)[-1]
+    waiting, guessing = fpipe.launch(
+        waiting_and_guessing, str(tmp_path), near, ranks=RANKS, timeout=80, env=env
+    )[-1]
     assert waiting == [False] * (LOOPS - 1)
     assert guessing == [True] * (LOOPS - 1)
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("1F1B", 1.0), ("ZBH2", 195 / 216), ("ZBVZeroBubble", 387 / 408)])
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("1F1B", 1.0), ("ZBH2", 195 / 216), ("ZBVZeroBubble", 387 / 408)]
+)
 def test_spans_in_the_simulator(name: str, ratio: float, monkeypatch: pytest.MonkeyPatch):
-    """Eight steps on four ranks, as in the benchmark: p - 1 units less for each step that another follows."""
+    """Eight steps on four ranks, as in the benchmark: p - 1 units less for each step that another
+    follows.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     bench = import_module("benchmarks.bench_optimistic")
     waiting, guessing = bench.spans(name, ranks=4, microbatches=8, steps=8)
@@ -199,9 +234,14 @@ def test_spans_in_the_simulator(name: str, ratio: float, monkeypatch: pytest.Mon
 
 
 def test_what_a_guess_cannot_go_back_from_is_refused():
-    for tx in (fpipe.adamw(0.1, donate=True), fpipe.masked(fpipe.sgd(0.1, 0.9, donate=True), lambda p: [True])):
+    for tx in (
+        fpipe.adamw(0.1, donate=True),
+        fpipe.masked(fpipe.sgd(0.1, 0.9, donate=True), lambda p: [True]),
+    ):
         with pytest.raises(TransformError, match="leave donate=True out"):
-            T.optimistic(fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.partition({"a": tx}, {"*": "a"})))
+            T.optimistic(
+                fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.partition({"a": tx}, {"*": "a"}))
+            )
     pipe = fpipe.pipeline([layer] * 2, loss=squares, microbatches=1, group=fpipe.local(2))
     opt = T.optimistic(fpipe.clip_by_global_norm(1.0, over=pipe))
     with pytest.raises(TransformError, match=r"optimistic\(tx, over=pipe\)"):
@@ -211,7 +251,9 @@ def test_what_a_guess_cannot_go_back_from_is_refused():
 def test_what_cannot_be_late_is_waited_for():
     """A clip hidden in another transform, and gradients gathered over steps."""
     tx = fpipe.chain(
-        fpipe.accumulate(2), fpipe.masked(fpipe.clip_by_global_norm(1.0), lambda p: [True]), fpipe.sgd(1.0)
+        fpipe.accumulate(2),
+        fpipe.masked(fpipe.clip_by_global_norm(1.0), lambda p: [True]),
+        fpipe.sgd(1.0),
     )
     params = [torch.zeros(2)]
     opt, state, want = T.optimistic(tx), tx.init(params), params

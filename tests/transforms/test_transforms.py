@@ -1,5 +1,6 @@
-"""One table of all transforms: split over processes they do what they do on the whole model, to the bit, and what
-torch's optimizers or a few plain lines define."""
+"""One table of all transforms: split over processes they do what they do on the whole model, to the
+bit, and what torch's optimizers or a few plain lines define.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_does_what_it_says(name: str):
         )[0]
     assert row.expected
     expected = row.expected(optree.tree_leaves(params), [optree.tree_leaves(g) for g in grads])
-    assert any(not torch.equal(p, q) for p, q in zip(optree.tree_leaves(params), expected, strict=True))
+    assert any(
+        not torch.equal(p, q) for p, q in zip(optree.tree_leaves(params), expected, strict=True)
+    )
     for got, wanted in zip(optree.tree_leaves(after), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=row.close, atol=row.close)
 
@@ -56,7 +59,9 @@ def placed(state: Any, here: Any) -> Any:
     """A state without the entries of other ranks, in every list with one entry per stage."""
     listed = lambda node: isinstance(node, list) and len(node) == STAGES
     return optree.tree_map(
-        lambda node: [p if s in here else None for s, p in enumerate(node)] if listed(node) else node,
+        lambda node: (
+            [p if s in here else None for s, p in enumerate(node)] if listed(node) else node
+        ),
         state,
         is_leaf=listed,
     )
@@ -78,7 +83,9 @@ def test_leaves_its_arguments_alone(name: str):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_frozen_leaves(name: str):
-    """A gradient of None, for a leaf or a stage, changes neither the parameter nor the others' updates' places."""
+    """A gradient of None, for a leaf or a stage, changes neither the parameter nor the others'
+    updates' places.
+    """
     row = TABLE[name]
     if "tied" in name:
         return
@@ -90,7 +97,10 @@ def test_frozen_leaves(name: str):
     assert after[1]["w"] is params[1]["w"]
     assert all(after[3][key] is params[3][key] for key in ("b", "w"))
     assert not torch.equal(after[2]["w"], params[2]["w"])
-    assert optree.tree_structure(state) == optree.tree_structure(follow(tx, params, gradients())[1]) or "torch" in name
+    assert (
+        optree.tree_structure(state) == optree.tree_structure(follow(tx, params, gradients())[1])
+        or "torch" in name
+    )
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -103,7 +113,9 @@ def test_a_process_without_stages(name: str):
         after, _ = follow(row.make(over), over.place(params), [over.place(g) for g in grads])
         return after, over.sums
 
-    (full, sums), (empty, others) = fake_processes.run([range(STAGES), []], STAGES, process, tied=TIED)
+    (full, sums), (empty, others) = fake_processes.run(
+        [range(STAGES), []], STAGES, process, tied=TIED
+    )
     assert empty == [None] * STAGES
     assert sums == others
     assert same(full, fake_processes.run([range(STAGES)], STAGES, process, tied=TIED)[0][0])
@@ -130,7 +142,9 @@ def test_misfit_trees_are_reported():
     tx = T.adamw(0.1)
     params = [{"w": torch.ones(1)}, None]
     state = tx.init(params)
-    with pytest.raises(TransformError, match=r"params has None where the gradients have a leaf: 0\.w"):
+    with pytest.raises(
+        TransformError, match=r"params has None where the gradients have a leaf: 0\.w"
+    ):
         tx.update([{"w": torch.ones(1)}, None], state, [{"w": None}, None])
     with pytest.raises(TransformError, match="the state does not have the form of the gradients"):
         tx.update([{"v": torch.ones(1)}, None], state, params)
@@ -179,9 +193,18 @@ def stepped(tx: T.Transform) -> Any:
         (lambda: T.from_torch(torch.optim.LBFGS), "without a closure"),
         (lambda: T.from_torch("adamw"), "not a class"),  # type: ignore[arg-type]
         (lambda: T.from_torch(torch.optim.SGD, lrr=1), r"SGD, lrr=1\): .* argument 'lrr'"),
-        (lambda: stepped(T.from_torch(torch.optim.AdamW, lr=-1.0)), "refuses the options of AdamW: Invalid learning"),
-        (lambda: T.partition({"a": T.identity()}, {"*": "b"}).init([torch.ones(1)]), r"\['b'\] have no transform"),
-        (lambda: T.partition({"a": T.identity()}, {"9": "a"}).init([torch.ones(1)]), "no pattern of"),
+        (
+            lambda: stepped(T.from_torch(torch.optim.AdamW, lr=-1.0)),
+            "refuses the options of AdamW: Invalid learning",
+        ),
+        (
+            lambda: T.partition({"a": T.identity()}, {"*": "b"}).init([torch.ones(1)]),
+            r"\['b'\] have no transform",
+        ),
+        (
+            lambda: T.partition({"a": T.identity()}, {"9": "a"}).init([torch.ones(1)]),
+            "no pattern of",
+        ),
         (lambda: T.masked(T.identity(), [True]).init([torch.ones(1)] * 2), "labels do not fit"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Optimizers and small transforms: torch's bits, memory that is given away, dtypes, masks, gradients through a step."""
+"""Optimizers and small transforms: torch's bits, memory that is given away, dtypes, masks,
+gradients through a step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fpipe.transforms import newton_schulz
 from transform_table import STAGES, follow, gradients, model
 
 
-# ---- optimizers -----------------------------------------------------------------------------------------------------
+# ---- optimizers ----
 def torch_adamw(params: list[Tensor], grads: list[list[Tensor]], decay: float) -> tuple[Any, Any]:
     own = [torch.nn.Parameter(p.clone()) for p in params]
     made = torch.optim.AdamW(own, 0.01, weight_decay=decay, foreach=True)
@@ -30,11 +32,15 @@ def torch_adamw(params: list[Tensor], grads: list[list[Tensor]], decay: float) -
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_adamw_has_torchs_bits(donate: bool):
-    """State always; parameters without decay, which torch multiplies in and an update has to add."""
+    """State always; parameters without decay, which torch multiplies in and an update has to
+    add.
+    """
     params, grads = model(), gradients()
     tx = T.adamw(0.01, weight_decay=0.0, fused=False, donate=donate)
     after, state = follow(tx, params, grads)
-    own, memory = torch_adamw(optree.tree_leaves(params), [optree.tree_leaves(g) for g in grads], 0.0)
+    own, memory = torch_adamw(
+        optree.tree_leaves(params), [optree.tree_leaves(g) for g in grads], 0.0
+    )
     columns = zip(own, *map(optree.tree_leaves, (after, state.m, state.v)), strict=True)
     for p, mine, m, v in columns:
         assert torch.equal(mine, p)
@@ -43,7 +49,9 @@ def test_adamw_has_torchs_bits(donate: bool):
 
 
 def test_fused_kernel_sees_strides():
-    """The fused kernels walk memory: a transposed gradient would be read in the wrong order, without a word."""
+    """The fused kernels walk memory: a transposed gradient would be read in the wrong order,
+    without a word.
+    """
     params = [torch.randn(5, 7), torch.randn(7, 5).T]
     grads = [torch.randn(7, 5).T, torch.randn(5, 14)[:, ::2]]
     slow, _ = follow(T.adamw(0.1, fused=False), params, [grads] * 2)
@@ -59,7 +67,9 @@ def test_fused_kernel_sees_strides():
         lambda donate: T.adamw(0.1, fused=False, donate=donate),
         lambda donate: T.sgd(0.1, 0.9, donate=donate),
         lambda donate: T.lion(0.1, donate=donate),
-        lambda donate: T.masked(T.muon(0.1, donate=donate), lambda tree: optree.tree_map(lambda p: p.ndim == 2, tree)),
+        lambda donate: T.masked(
+            T.muon(0.1, donate=donate), lambda tree: optree.tree_map(lambda p: p.ndim == 2, tree)
+        ),
         lambda donate: T.ema(0.9, donate=donate),
     ],
 )
@@ -80,7 +90,10 @@ def test_donated_state_has_the_same_bits_in_the_old_memory(make: Any):
 
 def test_shared_memory_is_not_written_twice():
     wte = torch.ones(3)
-    params, updates = [{"wte": wte}, None, {"wte": wte.view(1, 3)}], [{"wte": wte}, None, {"wte": wte.view(1, 3)}]
+    params, updates = (
+        [{"wte": wte}, None, {"wte": wte.view(1, 3)}],
+        [{"wte": wte}, None, {"wte": wte.view(1, 3)}],
+    )
     with pytest.raises(TransformError, match=r"'0\.wte' and '2\.wte' are in the same memory"):
         T.apply_updates(params, updates, donate=True)
     assert wte.sum() == 3
@@ -92,7 +105,9 @@ def test_half_precision_parameters_with_a_full_state():
     grads = [torch.randn(8).bfloat16(), torch.randn(3)]
     tx = T.adamw(0.1, dtype=torch.float32)
     updates, state = tx.update(grads, tx.init(params), params)
-    assert {leaf.dtype for leaf in optree.tree_leaves((updates, state.m, state.v))} == {torch.float32}
+    assert {leaf.dtype for leaf in optree.tree_leaves((updates, state.m, state.v))} == {
+        torch.float32
+    }
     after = T.apply_updates(params, updates)
     assert after[0].dtype == torch.bfloat16
     assert torch.equal(after[0], (params[0].float() + updates[0]).bfloat16())
@@ -124,7 +139,9 @@ def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
     calls = []
     for name in ("_fused_adam_", "_foreach_add", "_foreach_mul", "_foreach_norm"):
         real = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, name=name, real=real, **k: calls.append(name) or real(*a, **k))
+        monkeypatch.setattr(
+            torch, name, lambda *a, name=name, real=real, **k: calls.append(name) or real(*a, **k)
+        )
     params = [[torch.randn(4) for _ in range(20)], [torch.randn(4).double() for _ in range(20)]]
     tx = T.chain(T.clip_by_global_norm(1.0), T.adamw(0.1, mask=["0"]))
     updates, _ = tx.update(params, tx.init(params), params)
@@ -139,7 +156,9 @@ def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_muon_stacks_no_matrices_of_different_stages(monkeypatch: pytest.MonkeyPatch):
-    """The size of a batch changes the rounding of its products, so it must not depend on neighbouring stages."""
+    """The size of a batch changes the rounding of its products, so it must not depend on
+    neighbouring stages.
+    """
     batches = []
     real = newton_schulz._newton_schulz
     spy = lambda stack, *how: batches.append(len(stack)) or real(stack, *how)
@@ -162,7 +181,11 @@ def test_muon_adjusts_as_torch(adjust: Any):
 
 def test_rates_may_depend_on_the_step():
     grads = [[torch.ones(2)]] * 3
-    for make in (T.sgd, lambda lr: T.adamw(lr, weight_decay=0.0), lambda lr: T.lion(lr, weight_decay=0.0)):
+    for make in (
+        T.sgd,
+        lambda lr: T.adamw(lr, weight_decay=0.0),
+        lambda lr: T.lion(lr, weight_decay=0.0),
+    ):
         tx = make(lambda step: 0.1 * (step + 1))
         state, params = tx.init([torch.zeros(2)]), [torch.zeros(2)]
         for step, gradient in enumerate(grads):
@@ -172,13 +195,17 @@ def test_rates_may_depend_on_the_step():
 
 def test_ema_of_params_follows_the_parameters():
     params, grads = model(), gradients()
-    _, (_, state) = follow(T.chain(T.sgd(0.1), T.ema(0.75, of="params", dtype=torch.float64)), params, grads)
+    _, (_, state) = follow(
+        T.chain(T.sgd(0.1), T.ema(0.75, of="params", dtype=torch.float64)), params, grads
+    )
     average = optree.tree_map(torch.Tensor.double, params)
     p = params
     for gradient in grads:
         p = optree.tree_map(lambda x, g: x - 0.1 * g, p, gradient)
         average = optree.tree_map(lambda a, x: 0.75 * a + 0.25 * x.double(), average, p)
-    for got, wanted in zip(optree.tree_leaves(state.average), optree.tree_leaves(average), strict=True):
+    for got, wanted in zip(
+        optree.tree_leaves(state.average), optree.tree_leaves(average), strict=True
+    ):
         torch.testing.assert_close(got, wanted)
 
 
@@ -197,7 +224,11 @@ def test_weight_decay_masks():
     params = [{"b": torch.ones(2), "w": torch.ones(2)}, torch.ones(2)]
     zero = optree.tree_map(torch.zeros_like, params)
     wanted = [{"b": 0.0, "w": 1.0}, 1.0]
-    for mask in (["*.w", "1"], [{"b": False, "w": True}, True], lambda tree: [{"b": False, "w": True}, True]):
+    for mask in (
+        ["*.w", "1"],
+        [{"b": False, "w": True}, True],
+        lambda tree: [{"b": False, "w": True}, True],
+    ):
         after = T.weight_decay(1.0, mask).update(zero, (), params)[0]
         assert optree.tree_map(lambda x: x[0].item(), after) == wanted
         tx = T.adamw(0.5, weight_decay=1.0, mask=mask)
@@ -215,7 +246,9 @@ def test_masked_and_partition_hold_no_state_for_the_others():
 
 
 def test_a_part_may_skip_alone():
-    tx = T.partition({"often": T.sgd(1.0), "seldom": T.chain(T.accumulate(2), T.sgd(1.0))}, ["often", "seldom"])
+    tx = T.partition(
+        {"often": T.sgd(1.0), "seldom": T.chain(T.accumulate(2), T.sgd(1.0))}, ["often", "seldom"]
+    )
     params = [torch.zeros(1), torch.zeros(1)]
     updates, state = tx.update([torch.ones(1)] * 2, tx.init(params), params)
     assert updates[1] is None
@@ -224,7 +257,7 @@ def test_a_part_may_skip_alone():
     assert tx.update([torch.ones(1)] * 2, state, after)[0][1].item() == -1.0
 
 
-# ---- gradients through a step ---------------------------------------------------------------------------------------
+# ---- gradients through a step ----
 ONE_STEP: dict[str, Any] = {
     "sgd": lambda: T.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
     "adamw": lambda: T.adamw(0.1, eps=1e-3),
@@ -236,18 +269,23 @@ ONE_STEP: dict[str, Any] = {
     "clip_by_value": lambda: T.chain(T.clip_by_value(0.7), T.sgd(0.1)),
     "ema": lambda: T.chain(T.ema(0.9), T.scale(-0.1)),
     "accumulate": lambda: T.chain(T.accumulate(1), T.sgd(0.1)),
-    "partition": lambda: T.partition({"a": T.adamw(0.1, eps=1e-3), "b": T.sgd(0.1)}, ["a", "b", "a"]),
+    "partition": lambda: T.partition(
+        {"a": T.adamw(0.1, eps=1e-3), "b": T.sgd(0.1)}, ["a", "b", "a"]
+    ),
 }
 
 
 def of_several(ps: list[Tensor]) -> Tensor:
     """A loss in which every leaf meets every other."""
-    return (torch.cat([p.sin().flatten() for p in ps]) * torch.arange(1.0, 10.0, dtype=ps[0].dtype)).sum().square() / 9
+    return (
+        torch.cat([p.sin().flatten() for p in ps]) * torch.arange(1.0, 10.0, dtype=ps[0].dtype)
+    ).sum().square() / 9
 
 
 @pytest.mark.parametrize("name", ONE_STEP)
 def test_derivatives_through_a_step(name: str):
-    """Of loss(p - step(grad loss(p))) by p, for leaves of several shapes: backwards, forwards, and for many at once.
+    """Of loss(p - step(grad loss(p))) by p, for leaves of several shapes: backwards, forwards, and
+    for many at once.
 
     torch's kernels for lists raise here, or leave tangents out without a word.
     """
@@ -258,21 +296,32 @@ def test_derivatives_through_a_step(name: str):
         return of_several(T.apply_updates(ps, updates))
 
     draw = torch.Generator().manual_seed(1)
-    ps, v = ([torch.randn(s, generator=draw, dtype=torch.float64) for s in ((2, 2), (3,), (2,))] for _ in "pv")
+    ps, v = (
+        [torch.randn(s, generator=draw, dtype=torch.float64) for s in ((2, 2), (3,), (2,))]
+        for _ in "pv"
+    )
     moved = lambda h: after_a_step([p + h * along for p, along in zip(ps, v, strict=True)])
     numeric = (moved(1e-6) - moved(-1e-6)) / 2e-6
     assert numeric.abs() > 1e-2
-    backwards = sum((g * along).sum() for g, along in zip(torch.func.grad(after_a_step)(ps), v, strict=True))
+    backwards = sum(
+        (g * along).sum() for g, along in zip(torch.func.grad(after_a_step)(ps), v, strict=True)
+    )
     torch.testing.assert_close(backwards, numeric, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(torch.func.jvp(after_a_step, (ps,), (v,))[1], numeric, rtol=1e-6, atol=1e-6)
-    many = torch.vmap(after_a_step)([torch.stack([p, p + along]) for p, along in zip(ps, v, strict=True)])
+    torch.testing.assert_close(
+        torch.func.jvp(after_a_step, (ps,), (v,))[1], numeric, rtol=1e-6, atol=1e-6
+    )
+    many = torch.vmap(after_a_step)(
+        [torch.stack([p, p + along]) for p, along in zip(ps, v, strict=True)]
+    )
     torch.testing.assert_close(many, torch.stack([moved(0.0), moved(1.0)]))
 
 
 def test_parameters_that_require_a_gradient_keep_no_graph():
     params = optree.tree_map(lambda leaf: torch.nn.Parameter(leaf), model())
     after, state = follow(
-        T.chain(T.clip_by_global_norm(1.0), T.adamw(0.1), T.ema(0.9, of="params")), params, gradients(2)
+        T.chain(T.clip_by_global_norm(1.0), T.adamw(0.1), T.ema(0.9, of="params")),
+        params,
+        gradients(2),
     )
     assert not any(leaf.requires_grad for leaf in optree.tree_leaves((after, state)))
     T.apply_updates(params, gradients(1)[0], donate=True)
@@ -281,12 +330,17 @@ def test_parameters_that_require_a_gradient_keep_no_graph():
 def test_any_kind_of_tree():
     """Without a pipeline a transform takes what optree takes."""
     tree = {"a": (torch.ones(2), [torch.ones(1)]), "b": None}
-    for tx in (T.adamw(0.1), T.clip_by_global_norm(1.0, exact=True), T.add_noise(1.0), T.masked(T.adamw(0.1), ["a.0"])):
+    for tx in (
+        T.adamw(0.1),
+        T.clip_by_global_norm(1.0, exact=True),
+        T.add_noise(1.0),
+        T.masked(T.adamw(0.1), ["a.0"]),
+    ):
         updates, _ = tx.update(tree, tx.init(tree), tree)
         assert optree.tree_structure(updates) == optree.tree_structure(tree)
 
 
-# ---- master weights and bits -----------------------------------------------------------------------------------------
+# ---- master weights and bits ----
 def test_small_updates_of_bfloat16_parameters_are_not_lost():
     params = [torch.ones(4, dtype=torch.bfloat16)]
     tx = T.master(T.sgd(1e-3))
@@ -302,7 +356,10 @@ def test_small_updates_of_bfloat16_parameters_are_not_lost():
 def test_parameters_are_their_masters_rounded(half: torch.dtype, donate: bool):
     """Of half precision alone; signs change, and updates are much larger than what remains."""
     torch.manual_seed(0)
-    start = [{"a": torch.randn(500).to(half), "b": torch.randn(5), "frozen": torch.randn(3).to(half)}, None]
+    start = [
+        {"a": torch.randn(500).to(half), "b": torch.randn(5), "frozen": torch.randn(3).to(half)},
+        None,
+    ]
     params = start
     plain = {"a": start[0]["a"].float(), "b": start[0]["b"].clone()}
     tx, wide = T.master(T.adamw(0.05), donate=donate), T.adamw(0.05)
@@ -335,7 +392,11 @@ def test_the_bits_of_torch_that_the_docs_promise(decay: float):
     torch.manual_seed(0)
     start, grads = torch.randn(33, 17), [torch.randn(33, 17) for _ in range(20)]
     for tx, make, names in (
-        (T.sgd(0.1, 0.9), lambda own: torch.optim.SGD(own, 0.1, 0.9, foreach=True), {"momentum": "momentum_buffer"}),
+        (
+            T.sgd(0.1, 0.9),
+            lambda own: torch.optim.SGD(own, 0.1, 0.9, foreach=True),
+            {"momentum": "momentum_buffer"},
+        ),
         (
             T.adamw(0.1, weight_decay=decay, fused=False),
             lambda own: torch.optim.AdamW(own, 0.1, weight_decay=decay, foreach=True),

@@ -1,4 +1,6 @@
-"""What transforms over all stages promise beyond the table: norms with one value, steps left out by all, sums."""
+"""What transforms over all stages promise beyond the table: norms with one value, steps left out by
+all, sums.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ from fpipe.transforms import finite
 from transform_table import STAGES, TIED, follow, gradients, model
 
 
-# ---- norms ----------------------------------------------------------------------------------------------------------
+# ---- norms ----
 def unlike() -> list[Any]:
-    """Gradients of very different size, with two dtypes, an empty leaf, and a leaf larger than one thread's share."""
-    tree = [[torch.randn(50) * 10.0 ** (stage - 3), torch.randn(3, 3).double()] for stage in range(STAGES)]
+    """Gradients of very different size, with two dtypes, an empty leaf, and a leaf larger than one
+    thread's share.
+    """
+    tree = [
+        [torch.randn(50) * 10.0 ** (stage - 3), torch.randn(3, 3).double()]
+        for stage in range(STAGES)
+    ]
     tree[2].append(torch.randn(100_003) * 1e-3)
     tree[4] = [torch.zeros(0), torch.randn(7).bfloat16(), torch.randn(1030, 3).T]
     return tree
@@ -39,7 +46,9 @@ def test_exact_norm_has_one_value(p: float):
             try:
                 torch.set_num_threads(1 + processes % 2)
                 norms = fake_processes.run(
-                    spread, STAGES, lambda over: T.global_norm(over.place(tree), over=over, p=p, exact=True)
+                    spread,
+                    STAGES,
+                    lambda over: T.global_norm(over.place(tree), over=over, p=p, exact=True),
                 )
             finally:
                 torch.set_num_threads(threads)
@@ -47,7 +56,9 @@ def test_exact_norm_has_one_value(p: float):
     found.add(T.global_norm(tree, p=p, exact=True).item().hex())
     assert len(found) == 1
     flat = torch.cat([leaf.reshape(-1).double() for leaf in optree.tree_leaves(tree)])
-    assert float.fromhex(found.pop()) == pytest.approx(torch.linalg.vector_norm(flat, p).item(), rel=1e-6)
+    assert float.fromhex(found.pop()) == pytest.approx(
+        torch.linalg.vector_norm(flat, p).item(), rel=1e-6
+    )
 
 
 def test_norm_counts_tied_once_wherever_the_copies_live():
@@ -61,14 +72,21 @@ def test_norm_counts_tied_once_wherever_the_copies_live():
         norm = lambda over: T.global_norm(over.place(tree), over=over).item()
         assert set(fake_processes.run(spread, STAGES, norm, tied=TIED)) == {5.0}
         assert fake_processes.run(spread, STAGES, norm) == [pytest.approx(34**0.5)] * processes
-    assert T.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, tied=[("x", "b")]).item() == 3.0
+    assert (
+        T.global_norm(
+            {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, tied=[("x", "b")]
+        ).item()
+        == 3.0
+    )
 
 
 def test_norm_counts_replicas_once():
     """As in DualPipe: both processes hold all stages, with the same gradients."""
     tree = gradients(1)[0]
     one = T.global_norm(tree)
-    norms = fake_processes.run([range(STAGES), range(STAGES)], STAGES, lambda over: T.global_norm(tree, over=over))
+    norms = fake_processes.run(
+        [range(STAGES), range(STAGES)], STAGES, lambda over: T.global_norm(tree, over=over)
+    )
     assert all(torch.equal(norm, one) for norm in norms)
 
 
@@ -78,7 +96,9 @@ def test_norm_over_shards(p: float):
     norms = fake_processes.run(
         [[0], [0]], 1, lambda over: T.global_norm([whole.view(2, 5)[over.rank]], p=p, shards=over)
     )
-    assert all(norm.item() == pytest.approx(torch.linalg.vector_norm(whole, p).item()) for norm in norms)
+    assert all(
+        norm.item() == pytest.approx(torch.linalg.vector_norm(whole, p).item()) for norm in norms
+    )
 
 
 def test_clip_tells_the_norm_and_keeps_small_gradients():
@@ -99,7 +119,7 @@ def test_norm_needs_an_entry_per_stage():
     fake_processes.run([range(STAGES)], STAGES, process)
 
 
-# ---- steps that are left out ----------------------------------------------------------------------------------------
+# ---- steps that are left out ----
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_all_ranks_skip_together(bad: float):
     params, grads = model(), gradients(4)
@@ -119,7 +139,9 @@ def test_all_ranks_skip_together(bad: float):
 
 
 def test_large_numbers_are_finite():
-    assert finite.all_finite([torch.full((3,), 1e300, dtype=torch.float64), torch.full((40_000,), 3e38)])
+    assert finite.all_finite(
+        [torch.full((3,), 1e300, dtype=torch.float64), torch.full((40_000,), 3e38)]
+    )
     assert finite.all_finite([torch.full((40_000,), 6e4, dtype=torch.float16), None])
 
 
@@ -162,11 +184,19 @@ def test_apply_updates_without_updates():
     assert T.apply_updates(params, None, donate=True) is params
 
 
-# ---- several places, one gradient -----------------------------------------------------------------------------------
+# ---- several places, one gradient ----
 def test_mean_over_replicas():
-    mine = lambda rank: [None, {"h": torch.full((2,), float(rank)).half(), "w": torch.full((2, 3), float(rank))}]
+    mine = lambda rank: [
+        None,
+        {"h": torch.full((2,), float(rank)).half(), "w": torch.full((2, 3), float(rank))},
+    ]
     for dtype in (None, torch.float64):
-        found = run(lambda group, dtype=dtype: T.mean_over(group, dtype=dtype).update(mine(group.rank), ())[0], ranks=4)
+        found = run(
+            lambda group, dtype=dtype: T.mean_over(group, dtype=dtype).update(mine(group.rank), ())[
+                0
+            ],
+            ranks=4,
+        )
         wanted = [None, {"h": torch.full((2,), 1.5).half(), "w": torch.full((2, 3), 1.5)}]
         assert all(same(tree, wanted) for tree in found)
     with pytest.raises(GroupError, match="mean_over=3 is no group"):
@@ -176,7 +206,16 @@ def test_mean_over_replicas():
 def test_three_copies_are_summed_in_one_order():
     tied = [("0.w", "2.w", "5.deep.0"), ("1", "4")]
     leaf = lambda seed: torch.randn(33, generator=torch.Generator().manual_seed(seed))
-    params = [{"w": leaf(0)}, leaf(1), {"w": leaf(2)}, None, leaf(4), {"deep": [leaf(5)]}, None, None]
+    params = [
+        {"w": leaf(0)},
+        leaf(1),
+        {"w": leaf(2)},
+        None,
+        leaf(4),
+        {"deep": [leaf(5)]},
+        None,
+        None,
+    ]
     first, second = (leaf(0) + leaf(2)) + leaf(5), leaf(1) + leaf(4)
     assert not torch.equal(first, leaf(0) + (leaf(2) + leaf(5)))  # else the order would not show
     wanted = [{"w": first}, second, {"w": first}, None, second, {"deep": [first]}, None, None]
@@ -187,15 +226,23 @@ def test_three_copies_are_summed_in_one_order():
         return tx.update(mine, tx.init(mine))[0]
 
     for processes in (1, 2, 3, 4):
-        parts = fake_processes.run(fake_processes.owners(STAGES, processes), STAGES, process, tied=tied)
+        parts = fake_processes.run(
+            fake_processes.owners(STAGES, processes), STAGES, process, tied=tied
+        )
         assert same(fake_processes.merge(parts), wanted)
     tx = T.sum_tied(tied)
     assert same(tx.update(params, tx.init(params))[0], wanted)
 
 
-@pytest.mark.parametrize("tx", [T.clip_by_global_norm(1.0), T.skip_nonfinite(), T.dynamic_loss_scale()])
-def test_stages_of_one_process_without_over_are_warned_of(tx: T.Transform, monkeypatch: pytest.MonkeyPatch):
-    """Several processes, and a tree with the stages of one of them: its norm is not that of the model."""
+@pytest.mark.parametrize(
+    "tx", [T.clip_by_global_norm(1.0), T.skip_nonfinite(), T.dynamic_loss_scale()]
+)
+def test_stages_of_one_process_without_over_are_warned_of(
+    tx: T.Transform, monkeypatch: pytest.MonkeyPatch
+):
+    """Several processes, and a tree with the stages of one of them: its norm is not that of the
+    model.
+    """
     grads = [torch.ones(2), None]
     tx.update(grads, tx.init(grads), grads)  # one process: no warning
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)

@@ -1,4 +1,6 @@
-"""Transforms over real pipelines: local, and on four processes, beside plain torch on the unsplit model."""
+"""Transforms over real pipelines: local, and on four processes, beside plain torch on the unsplit
+model.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,23 @@ def network() -> list[Any]:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
-    return [tuple(torch.randint(VOCABULARY, (BATCH,), generator=generator) for _ in "xy") for _ in range(STEPS)]  # type: ignore[misc]
+    return [
+        tuple(torch.randint(VOCABULARY, (BATCH,), generator=generator) for _ in "xy")
+        for _ in range(STEPS)
+    ]  # type: ignore[misc]
 
 
-def train(group: Any, schedule: str, seen: Callable[[Any], None] = lambda state: None) -> tuple[list[Any], list[float]]:
+def train(
+    group: Any, schedule: str, seen: Callable[[Any], None] = lambda state: None
+) -> tuple[list[Any], list[float]]:
     """Three steps; the first one's loss has a scale that overflows, and so is left out."""
-    pipe = fpipe.pipeline(STAGE_FUNCTIONS, schedule, loss=cross_entropy, microbatches=8, group=group, tied=TIED)
+    pipe = fpipe.pipeline(
+        STAGE_FUNCTIONS, schedule, loss=cross_entropy, microbatches=8, group=group, tied=TIED
+    )
     tx = fpipe.chain(
-        fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.5, over=pipe, exact=True), fpipe.adamw(0.01)
+        fpipe.skip_nonfinite(over=pipe),
+        fpipe.clip_by_global_norm(0.5, over=pipe, exact=True),
+        fpipe.adamw(0.01),
     )
     params = pipe.place(network())
     state, norms = tx.init(params), []
@@ -102,12 +113,19 @@ def on_a_process() -> tuple[Any, dict[str, Any], Any]:
     group = fpipe.init()
     trained = train(group, "ZBV")
     pipe = fpipe.pipeline(
-        [block] * STAGES, "Interleaved1F1B", loss=cross_entropy, microbatches=4, group=group, tied=TIED
+        [block] * STAGES,
+        "Interleaved1F1B",
+        loss=cross_entropy,
+        microbatches=4,
+        group=group,
+        tied=TIED,
     )
     parts = {}
     for name, row in TABLE.items():
         params, grads = inputs(row)
-        parts[name] = follow(row.make(pipe), placed(params, pipe), [placed(g, pipe) for g in grads])[0]
+        parts[name] = follow(
+            row.make(pipe), placed(params, pipe), [placed(g, pipe) for g in grads]
+        )[0]
     ones = {"w": torch.full((3,), float(group.here[0]))}
     return trained, parts, T.mean_over(group).update([None, ones], ())[0]
 
@@ -117,12 +135,16 @@ def placed(params: list[Any], pipe: Any) -> list[Any]:
 
 
 def test_four_processes(traces: dict[str, str]):
-    """Every row, the same bits as on the whole model; and a training run, those of the local group."""
+    """Every row, the same bits as on the whole model; and a training run, those of the local
+    group.
+    """
     found = fpipe.launch(on_a_process, ranks=4, timeout=100, env=traces)
     params, norms = train(fpipe.local(4), "ZBV")
     assert same(merge([trained for (trained, _), _, _ in found]), params)
     assert all(others == norms for (_, others), _, _ in found)
-    whole = fpipe.pipeline([block] * STAGES, "GPipe", loss=cross_entropy, group=fpipe.local(STAGES), tied=TIED)
+    whole = fpipe.pipeline(
+        [block] * STAGES, "GPipe", loss=cross_entropy, group=fpipe.local(STAGES), tied=TIED
+    )
     for name, row in TABLE.items():
         given, grads = inputs(row)
         after, _ = follow(row.make(whole), given, grads)

@@ -1,4 +1,6 @@
-"""What a type checker infers for calls of the public names; ``test_typing.py`` runs pyright on this file."""
+"""What a type checker infers for calls of the public names; ``test_typing.py`` runs pyright on this
+file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def of_pipelines(params: list[Leaves], x: Tensor) -> None:
     outputs = fpipe.pipeline([layer] * 4, "ZBV", group=fpipe.local(2), microbatches=4)
     assert_type(outputs, Pipeline[Tensor, None])
     assert_type(outputs(params, x), Tensor)
-    assert_type(outputs(params, x, each=lambda number, y: y.sum().item()), list[int | float | bool] | None)
+    assert_type(
+        outputs(params, x, each=lambda number, y: y.sum().item()), list[int | float | bool] | None
+    )
     last = fpipe.pipeline([layer] * 4, outputs="last")
     assert_type(last(params, x), Tensor | None)
     pipe = fpipe.pipeline([layer] * 4, "1F1B", loss=loss_of, reduction="sum", zero=2)
@@ -65,7 +69,9 @@ def of_gradients(pipe: Pipeline[Tensor, Tensor], params: list[Leaves], x: Tensor
     assert_type(norms, tuple[Tensor, list[Leaves], Tensor])
 
 
-def of_aux_and_each(pipe: Pipeline[Tensor, tuple[Tensor, str]], params: list[Leaves], x: Tensor) -> None:
+def of_aux_and_each(
+    pipe: Pipeline[Tensor, tuple[Tensor, str]], params: list[Leaves], x: Tensor
+) -> None:
     """What a loss and ``each`` return."""
     (loss, aux), grads = fpipe.value_and_grad(pipe, has_aux=True)(params, x, x)
     assert_type(loss, Tensor)
@@ -73,7 +79,9 @@ def of_aux_and_each(pipe: Pipeline[Tensor, tuple[Tensor, str]], params: list[Lea
     assert_type(grads, list[Leaves])
     grads, aux = fpipe.grad(pipe, has_aux=True)(params, x, x)
     assert_type(aux, list[str])
-    step = fpipe.value_and_grad(pipe, has_aux=True, each=lambda number, y, result: (number, result[1]))
+    step = fpipe.value_and_grad(
+        pipe, has_aux=True, each=lambda number, y, result: (number, result[1])
+    )
     (loss, results), grads = step(params, x, x)
     assert_type(results, list[tuple[int, str]] | None)
 
@@ -89,7 +97,9 @@ def of_vjp(params: list[Leaves], x: Tensor) -> None:
 
 def of_transforms(params: list[Leaves], grads: list[Leaves]) -> None:
     """Updates have the type of gradients."""
-    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.adamw(fpipe.warmup_cosine(1e-3, warmup=10, steps=100)))
+    tx = fpipe.chain(
+        fpipe.clip_by_global_norm(1.0), fpipe.adamw(fpipe.warmup_cosine(1e-3, warmup=10, steps=100))
+    )
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)
     assert_type(updates, list[Leaves])

@@ -1,6 +1,7 @@
 """Calls that a type checker must report; ``test_typing.py`` runs pyright on this file.
 
-A comment at the end of a line is the rule that is reported there, and a part of the message where it says more.
+A comment at the end of a line is the rule that is reported there, and a part of the message where
+it says more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def of_options() -> None:
     fpipe.testing.run(lambda group: None, ranks=2, order="random")  # error: "Literal['random']"
 
 
-def of_calls(pipe: Pipeline[Tensor, Tensor], outputs: Pipeline[Tensor, None], params: list[Tensor], x: Tensor) -> None:
+def of_calls(
+    pipe: Pipeline[Tensor, Tensor], outputs: Pipeline[Tensor, None], params: list[Tensor], x: Tensor
+) -> None:
     """Transforms of the wrong kind of pipeline, and results of the wrong kind."""
     fpipe.value_and_grad(layer)  # error: "(p: Tensor, x: Tensor) -> Tensor"
     fpipe.value_and_grad(pipe, argnums=2)  # error: "Literal[2]"

@@ -1,4 +1,6 @@
-"""Types of the public names: what pyright infers in ``inferred.py``, and reports in ``mistakes.py``."""
+"""Types of the public names: what pyright infers in ``inferred.py``, and reports in
+``mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,15 @@ def reports() -> list[dict[str, Any]]:
     """What one run of pyright on the two files reports."""
     pytest.importorskip("pyright")
     files = [str(HERE / name) for name in ("inferred.py", "mistakes.py")]
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        *files,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     return json.loads(done.stdout)["generalDiagnostics"]
@@ -57,7 +67,11 @@ def test_inferred_types(reports: list[dict[str, Any]]):
 def test_mistakes_are_reported(reports: list[dict[str, Any]]):
     found, wanted = of_file(reports, "mistakes.py"), dict(expected(HERE / "mistakes.py"))
     assert len(wanted) > 15
-    missing = {line + 1: (text, found.get(line)) for line, text in wanted.items() if text not in found.get(line, "")}
+    missing = {
+        line + 1: (text, found.get(line))
+        for line, text in wanted.items()
+        if text not in found.get(line, "")
+    }
     assert missing == {}
     assert {line + 1: text for line, text in found.items() if line not in wanted} == {}
 

@@ -1,4 +1,6 @@
-"""Docstrings of public names: every parameter, the result, the errors that are raised, and an example."""
+"""Docstrings of public names: every parameter, the result, the errors that are raised, and an
+example.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,20 @@ def gaps(name: str, value: Any) -> Iterator[str]:
     doc = inspect.getdoc(value)
     if not doc:
         yield "a docstring"
-    elif isinstance(value, ModuleType | property) or (inspect.isclass(value) and issubclass(value, BaseException)):
+    elif isinstance(value, ModuleType | property) or (
+        inspect.isclass(value) and issubclass(value, BaseException)
+    ):
         return
     else:
         found = hooks.sections(doc)
-        yield from (f"{parameter} in Args" for parameter in parameters(name, value) - explained(found, "Args:"))
-        yield from (f"no {extra}, which is explained" for extra in explained(found, "Args:") - parameters(name, value))
+        yield from (
+            f"{parameter} in Args"
+            for parameter in parameters(name, value) - explained(found, "Args:")
+        )
+        yield from (
+            f"no {extra}, which is explained"
+            for extra in explained(found, "Args:") - parameters(name, value)
+        )
         if returns(value) and not found.get("Returns:"):
             yield "Returns"
         yield from (f"{error} in Raises" for error in raised(value) - explained(found, "Raises:"))
@@ -56,7 +66,10 @@ def parameters(name: str, value: Any) -> set[str]:
 
 def returns(value: Any) -> bool:
     """Whether a function returns something else than None."""
-    return inspect.isroutine(value) and inspect.signature(value).return_annotation not in ("None", None)
+    return inspect.isroutine(value) and inspect.signature(value).return_annotation not in (
+        "None",
+        None,
+    )
 
 
 def raised(value: Any) -> set[str]:
@@ -64,7 +77,11 @@ def raised(value: Any) -> set[str]:
     if not inspect.isroutine(value):
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    calls = (node.exc.func for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call))
+    calls = (
+        node.exc.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    )
     names = {call.id for call in calls if isinstance(call, ast.Name)}
     return {name for name in names if hasattr(fpipe.errors, name)}
 
@@ -90,7 +107,13 @@ def test_gaps_are_found():
         """
         raise fpipe.StageError(x)
 
-    assert set(gaps("fn", fn)) == {"more in Args", "y in Args", "no z, which is explained", "Returns", "an example"}
+    assert set(gaps("fn", fn)) == {
+        "more in Args",
+        "y in Args",
+        "no z, which is explained",
+        "Returns",
+        "an example",
+    }
     assert raised(fpipe.value_and_grad) == set()
     assert "StageError" in raised(fpipe.Pipeline.under)
 
@@ -98,8 +121,18 @@ def test_gaps_are_found():
 def test_reference_shows_members_and_hides_internals():
     page = hooks.reference()
     headings = re.findall(r"^#{3,4} (fpipe\S+) {#\1}$", page, re.M)
-    assert len(headings) == len(set(headings)) == len([name for name in PUBLIC if name.count(".") > 1 or name not in
-                                                       {f"fpipe.{module}" for module in fpipe._MODULES}])  # fmt: skip
+    assert (
+        len(headings)
+        == len(set(headings))
+        == len(
+            [
+                name
+                for name in PUBLIC
+                if name.count(".") > 1
+                or name not in {f"fpipe.{module}" for module in fpipe._MODULES}
+            ]
+        )
+    )
     assert "fpipe.Pipeline.place" in headings and "fpipe.Pipeline.call" not in headings
     assert "* `microbatches`: into how many" in page
     assert "fpipe.Pipeline(config" not in page

@@ -1,4 +1,6 @@
-"""Every example runs, with small settings; ``train.py`` prints the same to the last digit here and under torchrun."""
+"""Every example runs, with small settings; ``train.py`` prints the same to the last digit here and
+under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ import fpipe
 from fpipe.generators import unregister_schedule
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a second file beside them
+sys.path.insert(
+    0, str(EXAMPLES)
+)  # as Python does for a script: some have a second file beside them
 
 #: second file -> the example that imports it, and is run in its place
 PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
@@ -52,7 +56,9 @@ def test_huggingface_loss_falls():
     assert losses[-1] < losses[0]
 
 
-def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_killed_run_resumes_with_the_same_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pytest.importorskip("transformers")
     from resume import main  # its processes import it
 
@@ -106,7 +112,9 @@ def test_notebook_runs():
         if cell["cell_type"] == "code":
             assert not cell["outputs"], "keep what was printed out of the repository"
             *lines, last = ast.parse("".join(cell["source"])).body
-            if isinstance(last, ast.Expr):  # as a notebook does: the value of the last line is shown
+            if isinstance(
+                last, ast.Expr
+            ):  # as a notebook does: the value of the last line is shown
                 exec(compile(ast.Module(lines, []), "cell", "exec"), names)
                 value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
                 shown += [] if value is None else [(type(value).__name__, value._repr_html_())]
@@ -130,7 +138,9 @@ def _on_four() -> dict[str, list[float]]:
 
 @pytest.mark.timeout(240)
 def test_on_four_processes():
-    """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or parameters."""
+    """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or
+    parameters.
+    """
     found = fpipe.launch(_on_four, ranks=4, timeout=200)
     assert found[0]["quickstart"] == load("quickstart").main(steps=2)
     alone = load("zero").main(["--steps", "2"])
@@ -156,9 +166,20 @@ def test_train_prints_the_same_to_the_last_digit_under_torchrun(
     losses = load("train").main(steps=3, ranks=ranks, width=16)
     here = capfd.readouterr().out
     arguments = [
-        "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-        str(EXAMPLES / "train.py"), "--steps", "3", "--width", "16", "--ranks", str(ranks),
-    ]  # fmt: skip
+        "--nproc-per-node",
+        str(ranks),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        str(EXAMPLES / "train.py"),
+        "--steps",
+        "3",
+        "--width",
+        "16",
+        "--ranks",
+        str(ranks),
+    ]
     done = forked.PROCESSES.Process(target=_torchrun, args=(arguments, str(out)))
     done.start()
     done.join(110)
@@ -177,8 +198,14 @@ def test_is_short_and_is_run(path: Path):
     assert f"examples/{main}.py" in text.split('"""')[1]
     if main != path.stem:
         assert f"from {path.stem} import" in (EXAMPLES / f"{main}.py").read_text(encoding="utf-8")
-    tests = (Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")).read_text(encoding="utf-8")
-    assert main in (*SMALL, *EXPLAINED) or f'load("{main}").main' in tests or f"from {main} import" in tests
+    tests = (Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")).read_text(
+        encoding="utf-8"
+    )
+    assert (
+        main in (*SMALL, *EXPLAINED)
+        or f'load("{main}").main' in tests
+        or f"from {main} import" in tests
+    )
 
 
 def test_notebook_is_short():

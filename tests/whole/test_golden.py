@@ -1,7 +1,7 @@
 """Golden files: orders, drawings, tables, a plan. ``make golden`` writes them again.
 
-A change of output is then visible in the commit that causes it. Data published by others are in ``data`` and are
-never rewritten.
+A change of output is then visible in the commit that causes it. Data published by others are in
+``data`` and are never rewritten.
 """
 
 from __future__ import annotations
@@ -31,19 +31,42 @@ def test_orders(golden: Golden):
 
 def test_drawings(golden: Golden):
     """A terminal's drawings, of one stage a rank, of two, and of fused actions."""
-    timelines = [fpipe.make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV", "DualPipeV")]
-    golden(FILES / "drawings.txt", "\n".join(pictures.draw(t, width=120, color=False) for t in timelines))
+    timelines = [
+        fpipe.make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV", "DualPipeV")
+    ]
+    golden(
+        FILES / "drawings.txt",
+        "\n".join(pictures.draw(t, width=120, color=False) for t in timelines),
+    )
 
 
 def test_front_page(golden: Golden, tmp_path: Path):
     """The picture of README.md, by the command that it names."""
     made = tmp_path / "three.svg"
-    assert main(["draw", "1F1B", "ZBV", "DualPipeV", "--ranks", "4", "--microbatches", "8", "--out", str(made)]) == 0
+    assert (
+        main(
+            [
+                "draw",
+                "1F1B",
+                "ZBV",
+                "DualPipeV",
+                "--ranks",
+                "4",
+                "--microbatches",
+                "8",
+                "--out",
+                str(made),
+            ]
+        )
+        == 0
+    )
     golden(ROOT / "docs" / "pictures" / "three.svg", made.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
-    "words", [("names",), ("compare", "--ranks", "4", "--microbatches", "8")], ids=lambda words: words[0]
+    "words",
+    [("names",), ("compare", "--ranks", "4", "--microbatches", "8")],
+    ids=lambda words: words[0],
 )
 def test_output(golden: Golden, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     """What commands print."""
@@ -56,7 +79,10 @@ def test_plan(golden: Golden):
     layer = lambda p, x: x + torch.tanh(x @ p)
     squared = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2))
-    golden(FILES / "plan.txt", f"{pipe.plan([torch.eye(4)] * 4, torch.ones(4, 4), torch.zeros(4, 4))}\n")
+    golden(
+        FILES / "plan.txt",
+        f"{pipe.plan([torch.eye(4)] * 4, torch.ones(4, 4), torch.zeros(4, 4))}\n",
+    )
 
 
 def test_a_change_is_caught_and_the_flag_writes_it(golden: Golden, tmp_path: Path):
@@ -64,7 +90,8 @@ def test_a_change_is_caught_and_the_flag_writes_it(golden: Golden, tmp_path: Pat
     golden(path, "one\ntwo\n", update=True)
     golden(path, "one\ntwo\n", update=False)
     with pytest.raises(
-        pytest.fail.Exception, match=r"(?s)file\.txt differs from the current output.*make golden.*\+three"
+        pytest.fail.Exception,
+        match=r"(?s)file\.txt differs from the current output.*make golden.*\+three",
     ):
         golden(path, "one\nthree\n", update=False)
     assert path.read_text() == "one\ntwo\n"

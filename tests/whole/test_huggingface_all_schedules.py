@@ -1,8 +1,10 @@
-"""Issue-sized promises about real models: tiny decoders in 4 and 8 stages under every schedule, here and over gloo.
+"""Issue-sized promises about real models: tiny decoders in 4 and 8 stages under every schedule,
+here and over gloo.
 
-Each schedule runs with one of the families of ``HERE`` in one process, and with one of the other two over four
-processes. ``make test-long`` runs all families in 4 and in 8 stages under all schedules, and all over four processes.
-benchmarks/trial_models.py runs the whole table over four processes too, through memory and through sockets.
+Each schedule runs with one of the families of ``HERE`` in one process, and with one of the other
+two over four processes. ``make test-long`` runs all families in 4 and in 8 stages under all
+schedules, and all over four processes. benchmarks/trial_models.py runs the whole table over four
+processes too, through memory and through sockets.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ from schedule_table import TABLE, Case
 
 
 def schedules(stages: int) -> Iterator[Case]:
-    """Every schedule, on 4 ranks or, where it cannot have so many stages there, on 2 (in a V) or 8 (one each)."""
+    """Every schedule, on 4 ranks or, where it cannot have so many stages there, on 2 (in a V) or 8
+    (one each).
+    """
     for entry in TABLE:
         ranks = next(ranks for ranks in (4, 2, 8) if stages // ranks in entry.per_rank)
         yield Case(entry.name, ranks, MICROBATCHES, stages)
 
 
 def wrong(family: str, case: Case, group: Any) -> list[str]:
-    """What differs from the unsplit model: loss, gradients, and which parameters have a gradient."""
-    comparison = verdict(group.gather_objects(against_unsplit(family, case, group)), family, case.stages)
+    """What differs from the unsplit model: loss, gradients, and which parameters have a
+    gradient.
+    """
+    comparison = verdict(
+        group.gather_objects(against_unsplit(family, case, group)), family, case.stages
+    )
     return [] if comparison.right else [f"{family} under {case}: {comparison}"]
 
 
-#: The families that the suite runs in one process, and in how many stages: those that take long to trace in four.
+#: The families that the suite runs in one process, and in how many stages: those that take long to
+#: trace in four.
 HERE = (("qwen3-moe", 4), ("mixtral", 4), ("qwen3", 8), ("gpt2", 8))
 ALL = [(family, stages) for family in ACCEPTANCE for stages in (4, 8)]
 
@@ -44,22 +53,28 @@ ALL = [(family, stages) for family in ACCEPTANCE for stages in (4, 8)]
 def chosen(family: str, stages: int) -> list[Case]:
     """The schedules under which the suite runs a family in one process: a part of all."""
     table = [(case, name) for name, count in HERE for case in schedules(count)]
-    return [case for case, name in covering(table, lambda row: (row[0].name, row[1])) if name == family]
+    return [
+        case for case, name in covering(table, lambda row: (row[0].name, row[1])) if name == family
+    ]
 
 
-@pytest.mark.parametrize(("family", "stages"), [*HERE, *also(*(row for row in ALL if row not in HERE))])
+@pytest.mark.parametrize(
+    ("family", "stages"), [*HERE, *also(*(row for row in ALL if row not in HERE))]
+)
 def test_every_schedule_equals_unsplit(family: str, stages: int, long: bool):
     cases = schedules(stages) if long else chosen(family, stages)
     assert [fault for case in cases for fault in wrong(family, case, fpipe.local(case.ranks))] == []
 
 
-#: What is cut in how many over processes. The suite takes the first of each, which are not in ``HERE``.
+#: What is cut in how many over processes. The suite takes the first of each, which are not in
+#: ``HERE``.
 CUT = {4: ("gemma", "qwen3-moe", "mixtral"), 8: ("llama", "qwen3", "gpt2")}
 
 
 def dealt(family: str, long: bool) -> list[Case]:
-    """A family's share of the schedules with the stages in which it is cut; those together that trace the same. The
-    suite cuts each schedule in its default number of stages."""
+    """A family's share of the schedules with the stages in which it is cut; those together that
+    trace the same. The suite cuts each schedule in its default number of stages.
+    """
     stages, families = next(each for each in CUT.items() if family in each[1])
     families = families if long else families[:1]
     default = {entry.name: 4 * entry.per_rank[0] for entry in TABLE}
@@ -73,7 +88,12 @@ def _over_gloo(long: bool, traces: dict[str, str]) -> list[str]:
     torch.set_num_threads(1)
     os.environ.update(traces)
     group = fpipe.init()
-    return [fault for family in taken(long) for case in dealt(family, long) for fault in wrong(family, case, group)]
+    return [
+        fault
+        for family in taken(long)
+        for case in dealt(family, long)
+        for fault in wrong(family, case, group)
+    ]
 
 
 def taken(long: bool) -> list[str]:
@@ -87,5 +107,7 @@ def _models() -> None:
 
 @pytest.mark.timeout(240)
 def test_over_four_processes(long: bool, traces: dict[str, str]):
-    assert {case.name for family in taken(long) for case in dealt(family, long)} == {entry.name for entry in TABLE}
+    assert {case.name for family in taken(long) for case in dealt(family, long)} == {
+        entry.name for entry in TABLE
+    }
     assert forked.launch(_models, _over_gloo, long, traces, ranks=4, timeout=200) == [[]] * 4

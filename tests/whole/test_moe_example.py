@@ -1,4 +1,6 @@
-"""The example with experts: its loss falls, weaving changes no bits, and the choices of its routers are saved."""
+"""The example with experts: its loss falls, weaving changes no bits, and the choices of its routers
+are saved.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ import fpipe
 def moe() -> ModuleType:
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # as Python does for a script: moe.py imports its block from beside it
+        sys.path.insert(
+            0, folder
+        )  # as Python does for a script: moe.py imports its block from beside it
     return import_module("moe")
 
 

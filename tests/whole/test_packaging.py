@@ -42,8 +42,11 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_wheel_has_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile):
-    source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fpipe").rglob("*")
-              if path.is_file() and path.suffix != ".pyc"}  # fmt: skip
+    source = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "fpipe").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == source
     assert {"fpipe/py.typed", "fpipe/schedules/pictures/viewer/page.html"} <= packed
@@ -53,7 +56,9 @@ def test_metadata(wheel: zipfile.ZipFile):
     found = metadata(wheel)
     assert found["Version"] == fpipe.__version__
     assert (found["License-Expression"], found["License-File"]) == ("Apache-2.0", "LICENSE")
-    assert not [line for line in found.get_all("Classifier", []) if line.startswith("License")], "PEP 639 forbids both"
+    assert not [line for line in found.get_all("Classifier", []) if line.startswith("License")], (
+        "PEP 639 forbids both"
+    )
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
     urls = dict(url.split(", ") for url in found.get_all("Project-URL", []))
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} == urls.keys()
@@ -73,30 +78,54 @@ def test_sdist_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path):
     with tarfile.open(build("sdist", ROOT, tmp_path)) as sdist:
         sdist.extractall(tmp_path, filter="data")
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    for name in ("LICENSE", "CHANGELOG.md", "SECURITY.md", "Makefile", "tests/conftest.py", "docs/tutorial.md"):
+    for name in (
+        "LICENSE",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "Makefile",
+        "tests/conftest.py",
+        "docs/tutorial.md",
+    ):
         assert (source / name).read_bytes() == (ROOT / name).read_bytes()
     again = zipfile.ZipFile(build("wheel", source, tmp_path))
     assert again.namelist() == wheel.namelist()
-    assert [name for name in again.namelist() if again.getinfo(name).CRC != wheel.getinfo(name).CRC] == []
+    assert [
+        name for name in again.namelist() if again.getinfo(name).CRC != wheel.getinfo(name).CRC
+    ] == []
 
 
 def test_workflows_run_the_versions_of_the_metadata():
     yaml = pytest.importorskip("yaml")
-    jobs = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8"))["jobs"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8"))[
+        "jobs"
+    ]
     assert {"lint", "tests", "docs"} <= jobs.keys()
-    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    named = [
+        line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)
+    ]
     assert jobs["tests"]["strategy"]["matrix"]["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
-    first, beyond = re.findall(r"2\.(\d+)", next(line for line in PROJECT["dependencies"] if line.startswith("torch")))
-    pinned = re.search(r"^torch==2\.(\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    first, beyond = re.findall(
+        r"2\.(\d+)", next(line for line in PROJECT["dependencies"] if line.startswith("torch"))
+    )
+    pinned = re.search(
+        r"^torch==2\.(\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M
+    )
     assert pinned is not None
-    versions = {int(version.split(".")[1]) for version in jobs["torch"]["strategy"]["matrix"]["torch"]}
+    versions = {
+        int(version.split(".")[1]) for version in jobs["torch"]["strategy"]["matrix"]["torch"]
+    }
     assert versions | {int(pinned[1])} == set(range(int(first), int(beyond)))
-    targets = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8"))
-    assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M) for target in targets)
+    targets = re.findall(
+        r"make ([\w-]+)", (ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8")
+    )
+    assert all(
+        re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        for target in targets
+    )
 
 
-# ---- without torch --------------------------------------------------------------------------------------------------
+# ---- without torch ----
 BLOCKED = """
     import sys
     class Blocked:
@@ -122,9 +151,11 @@ def test_schedules_without_torch(tmp_path: Path):
     printed = without_torch(
         """
         schedule = fpipe.make_schedule("ZBV", 4, 8).check()
-        print(schedule.simulate(fpipe.Costs(F=1, I=1, W=1)).total, fpipe.solve(fpipe.Costs(), 2, 4, time_limit=1).gap)
+        solved = fpipe.solve(fpipe.Costs(), 2, 4, time_limit=1)
+        print(schedule.simulate(fpipe.Costs(F=1, I=1, W=1)).total, solved.gap)
         fpipe.Schedule.parse(str(schedule)).simulate().save("zbv.svg")
-        print(main(["draw", "1F1B", "--ranks", "2", "--microbatches", "2"]), main(["check", "[0F0, 0B0]"]))
+        drawn = main(["draw", "1F1B", "--ranks", "2", "--microbatches", "2"])
+        print(drawn, main(["check", "[0F0, 0B0]"]))
         print(main(["compare", "--ranks", "2", "--microbatches", "4"]), main(["names"]))
         """,
         tmp_path,
@@ -144,6 +175,9 @@ def test_the_rest_without_torch_says_what_to_install(tmp_path: Path):
         """,
         tmp_path,
     )
-    assert "fpipe.pipeline needs torch, which is not installed: pip install torch. Without it schedules can" in printed
+    assert (
+        "fpipe.pipeline needs torch, which is not installed: pip install torch. Without it "
+        "schedules can" in printed
+    )
     assert "fpipe.adamw needs" in printed and "fpipe.testing needs" in printed
     assert "this command needs torch" in printed and printed.count("Traceback") == 0

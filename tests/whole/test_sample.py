@@ -1,4 +1,6 @@
-"""The sample that ``make test`` takes of a table has each value, or each pair, and is always the same."""
+"""The sample that ``make test`` takes of a table has each value, or each pair, and is always the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ TABLE = list(product("abcdef", range(4), (True, False)))
 
 @pytest.mark.parametrize(("pairs", "rows"), [(False, 6), (True, 24)])
 def test_each_value_or_each_pair_is_in_the_sample(pairs: bool, rows: int):
-    parts = lambda table: {part for row in table for part in combinations(enumerate(row), 1 + pairs)}
+    parts = lambda table: {
+        part for row in table for part in combinations(enumerate(row), 1 + pairs)
+    }
     found = covering(TABLE, pairs=pairs)
     assert parts(found) == parts(TABLE)
     assert len(found) == rows, "no more than the two largest columns ask for"

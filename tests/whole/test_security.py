@@ -1,4 +1,6 @@
-"""Another user of the machine, and forged files: nothing of theirs is executed, and nothing of the job is read."""
+"""Another user of the machine, and forged files: nothing of theirs is executed, and nothing of the
+job is read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ def _attacked(canary: Path) -> str:
     rank, done = group.here[0], canary.with_name("done")
     pids = group.gather_objects(os.getpid())
     if rank == 0:
-        script = [sys.executable, attacker.__file__, os.environ["MASTER_PORT"], str(canary), SECRET, *map(str, pids)]
+        script = [
+            sys.executable,
+            attacker.__file__,
+            os.environ["MASTER_PORT"],
+            str(canary),
+            SECRET,
+            *map(str, pids),
+        ]
         ran = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
         done.with_name("report").write_text(ran.stdout + ran.stderr, encoding="utf-8")
         done.touch()
@@ -55,21 +64,28 @@ def _attacked(canary: Path) -> str:
 @pytest.mark.xdist_group("security")
 @pytest.mark.parametrize("secret", ["of the launcher", "none"])
 def test_another_user_runs_nothing_in_a_job(canary: Path, secret: str):
-    """Ranks unpickled what they found in the store: any user of the machine could run code as the owner of the job."""
+    """Ranks unpickled what they found in the store: any user of the machine could run code as the
+    owner of the job.
+    """
     env = {"FPIPE_SECRET": ""} if secret == "none" else {}
     outcomes = fpipe.launch(_attacked, canary, ranks=2, timeout=100, env=env)
     report = canary.with_name("report").read_text(encoding="utf-8").split("\n")
     assert not canary.exists()
     assert ("not data" if env else "was not written by this job") in outcomes[0], outcomes
-    assert outcomes[1] == "[0, 1]" or outcomes[1].split(":")[0] in ("PeerError", "GroupError", "StalledError"), outcomes
+    assert outcomes[1] == "[0, 1]" or outcomes[1].split(":")[0] in (
+        "PeerError",
+        "GroupError",
+        "StalledError",
+    ), outcomes
     if not env:  # without a secret, the values of the store can be read
         assert report == ["", ""] or report == [""], "\n".join(report)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ----
 def forged(canary: Path) -> dict[str, bytes]:
     run = f'__import__("os").system("touch {canary}")'
-    event = f'{{"pid":0,"ph":"X","tid":0,"args":{{}},"name":"{run!r}","cat":"F","ts":0,"dur":1}}'.replace("'", "")
+    event = f'{{"pid":0,"ph":"X","tid":0,"args":{{}},"name":"{run!r}","cat":"F",'
+    event = (event + '"ts":0,"dur":1}').replace("'", "")
     name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     facts = '{"name":"%s","unit":"s","span":1,"bubble":0,"ranks":%s}'
     trace = f'{{"otherData":{{"fpipe":1,"timelines":[{facts}]}},"traceEvents":[%s]}}'
@@ -113,7 +129,9 @@ def test_a_forged_schedule_of_a_pipeline_runs_nothing(tmp_path: Path):
     canary, file = tmp_path / "canary", tmp_path / "plan.csv"
     file.write_bytes(forged(canary)["python"])
     with pytest.raises(fpipe.ScheduleError):
-        fpipe.pipeline([lambda p, x: x * p] * 2, str(file), group=fpipe.local(2))([torch.ones(())] * 2, torch.ones(2))
+        fpipe.pipeline([lambda p, x: x * p] * 2, str(file), group=fpipe.local(2))(
+            [torch.ones(())] * 2, torch.ones(2)
+        )
     assert not canary.exists()
 
 
@@ -128,7 +146,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["zbv.svg", "zbv.json"])
-def test_out_does_not_follow_a_symbolic_link(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
+def test_out_does_not_follow_a_symbolic_link(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+):
     victim, link = tmp_path / "victim", tmp_path / name
     victim.write_text("precious")
     link.symlink_to(victim)
@@ -149,10 +169,15 @@ def test_out_may_be_a_stream_of_the_process(tmp_path: Path, target: str):
     link, file = tmp_path / "link", tmp_path / "file"
     file.write_text("before\n")
     link.symlink_to({"device": "/dev/null", "file": file}.get(target, "/dev/stdout"))
-    code = "import sys; from fpipe.schedules.files import write_bytes; write_bytes(sys.argv[1], b'text')"
+    code = (
+        "import sys; from fpipe.schedules.files import write_bytes; write_bytes(sys.argv[1], "
+        "b'text')"
+    )
     path = "/dev/stdout" if target == "redirected" else str(link)
     with file.open("ab") if target == "redirected" else nullcontext(subprocess.PIPE) as stdout:
-        ran = subprocess.run([sys.executable, "-c", code, path], stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+        ran = subprocess.run(
+            [sys.executable, "-c", code, path], stdout=stdout, stderr=subprocess.PIPE, timeout=60
+        )
     assert ran.stdout == {"pipe": b"text", "redirected": None}.get(target, b"")
     assert (b"symbolic link" in ran.stderr) == (target == "file")
     assert file.read_text() == ("before\ntext" if target == "redirected" else "before\n")

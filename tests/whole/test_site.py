@@ -14,7 +14,9 @@ import pytest
 
 import fpipe
 
-pytestmark = pytest.mark.xdist_group("explorer")  # whose page is part of the site, and takes seconds to build
+pytestmark = pytest.mark.xdist_group(
+    "explorer"
+)  # whose page is part of the site, and takes seconds to build
 ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
@@ -37,7 +39,9 @@ PAGES, SECTIONS = 5, 10
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as ``mkdocs build --strict`` makes it; a warning, such as one of a dead link, fails the build."""
+    """The site, as ``mkdocs build --strict`` makes it; a warning, such as one of a dead link, fails
+    the build.
+    """
     pytest.importorskip("material")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
@@ -55,7 +59,9 @@ def test_search_finds_names_by_their_parts(site: Path):
     (worker,) = (site / "assets/javascripts/workers").glob("search.*.js")
     index = site / "search/search_index.json"
     command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *QUERIES]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    )
     for query, place in QUERIES.items():
         first = [item for page in found[query][:PAGES] for item in page[:SECTIONS]]
         assert any(item.startswith(place) for item in first), f"{query}: {first}"
@@ -89,20 +95,31 @@ def test_links_lead_to_places_of_the_site(site: Path):
                 continue
             path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
             path = path / "index.html" if path.is_dir() else path
-            if not path.exists() or (parts.fragment and path in pages and parts.fragment not in pages[path].ids):
+            if not path.exists() or (
+                parts.fragment and path in pages and parts.fragment not in pages[path].ids
+            ):
                 dead.append(f"{page.relative_to(site)}: {target}")
     assert dead == []
 
 
 def test_front_page_links_to_examples_and_contributing(site: Path):
     targets = Links(site / "index.html").targets
-    assert {"examples.html", "contributing.html"} <= {target.partition("#")[0] for target in targets}
+    assert {"examples.html", "contributing.html"} <= {
+        target.partition("#")[0] for target in targets
+    }
     assert "contrastive" in Links(site / "examples.html").ids
-    assert any(target.endswith("examples.html#per_example") for target in Links(site / "howto/transforms.html").targets)
+    assert any(
+        target.endswith("examples.html#per_example")
+        for target in Links(site / "howto/transforms.html").targets
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_of_files_in_the_root_lead_to_files(name: str):
     text = (ROOT / name).read_text(encoding="utf-8")
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    targets = [
+        target.partition("#")[0]
+        for target in re.findall(r"\]\(([^)\s]+)\)", text)
+        if "://" not in target
+    ]
     assert [target for target in targets if not (ROOT / target).exists()] == []

@@ -1,8 +1,9 @@
-"""Tensor, context and expert parallel inside a stage, beside the pipeline: gradients equal those of the unsplit model.
+"""Tensor, context and expert parallel inside a stage, beside the pipeline: gradients equal those of
+the unsplit model.
 
-One job of four processes, 2 x 2, runs them all; what each process has is compared here with a slice of the whole.
-The rule, everywhere: what the members of an axis hold alike is averaged over it, what they hold apart is divided by
-its size.
+One job of four processes, 2 x 2, runs them all; what each process has is compared here with a slice
+of the whole. The rule, everywhere: what the members of an axis hold alike is averaged over it, what
+they hold apart is divided by its size.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def network(**shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    return [dict(zip(shapes, draw(stage, *shapes.values()), strict=True)) for stage in range(STAGES)]
+    return [
+        dict(zip(shapes, draw(stage, *shapes.values()), strict=True)) for stage in range(STAGES)
+    ]
 
 
-def run(fn: Any, params: Any, x: Tensor, y: Tensor, group: Any, tx: Any = None, **keywords: Any) -> Any:
+def run(
+    fn: Any, params: Any, x: Tensor, y: Tensor, group: Any, tx: Any = None, **keywords: Any
+) -> Any:
     """Loss and gradients of a pipeline of one stage function."""
     microbatches = keywords.pop("microbatches", MICROBATCHES)
-    pipe = fpipe.pipeline([fn] * STAGES, SCHEDULE, loss=squared, microbatches=microbatches, group=group, **keywords)
+    pipe = fpipe.pipeline(
+        [fn] * STAGES, SCHEDULE, loss=squared, microbatches=microbatches, group=group, **keywords
+    )
     value, grads = fpipe.value_and_grad(pipe)(pipe.place(params), x, y)
     return value, grads if tx is None else tx.update(grads, tx.init(params), params)[0]
 
 
-# ---- tensor parallel: a part of each matrix on each member ----------------------------------------------------------
+# ---- tensor parallel: a part of each matrix on each member ----
 FEED = {"norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "bias": (WIDTH,)}
 
 
@@ -53,9 +60,13 @@ def feed_forward(p: Any, x: Tensor, members: Any = None) -> Tensor:
 
 
 def columns(params: Any, member: int) -> Any:
-    """What a member of two has: its columns of ``up``, its rows of ``down``, and all of the rest."""
+    """What a member of two has: its columns of ``up``, its rows of ``down``, and all of the
+    rest.
+    """
     return [
-        p | {"up": p["up"].chunk(2, 1)[member].clone(), "down": p["down"].chunk(2, 0)[member].clone()} for p in params
+        p
+        | {"up": p["up"].chunk(2, 1)[member].clone(), "down": p["down"].chunk(2, 0)[member].clone()}
+        for p in params
     ]
 
 
@@ -70,7 +81,7 @@ def tensor_parallel(group: Any) -> Any:
     return run(lambda p, x: feed_forward(p, x, tp), params, x, y, group, tx)
 
 
-# ---- tensor parallel by DTensor -------------------------------------------------------------------------------------
+# ---- tensor parallel by DTensor ----
 def by_dtensor(group: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -82,43 +93,57 @@ def by_dtensor(group: Any) -> Any:
         return y.redistribute(tp, [Replicate()]).to_local()  # type: ignore[attr-defined]
 
     params = [
-        {k: distribute_tensor(v, tp, [places.get(k, Replicate())]) for k, v in p.items()} for p in network(**FEED)
+        {k: distribute_tensor(v, tp, [places.get(k, Replicate())]) for k, v in p.items()}
+        for p in network(**FEED)
     ]
     x, y = draw(9, *[(MICROBATCHES * ROWS, WIDTH)] * 2)
     value, grads = run(stage, params, x, y, group, engine="eager")
     return value, optree.tree_map(lambda g: g.full_tensor(), grads)
 
 
-# ---- context parallel: a part of the sequence on each member --------------------------------------------------------
+# ---- context parallel: a part of the sequence on each member ----
 HEAD = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
 
 
 def attention(p: Any, x: Tensor, members: Any = None) -> Tensor:
     q, k, v = (x @ p["qkv"]).chunk(3, -1)
-    k, v = (fpipe.ops.all_gather(rearrange(t, "row token d -> token row d"), members) for t in (k, v))
+    k, v = (
+        fpipe.ops.all_gather(rearrange(t, "row token d -> token row d"), members) for t in (k, v)
+    )
     k, v = (rearrange(t, "token row d -> row token d") for t in (k, v))
     return x + F.scaled_dot_product_attention(q, k, v) @ p["out"]
 
 
 def context_parallel(group: Any, zero: int) -> Any:
     cp = group.mesh["dp"]
-    x, y = (t.chunk(2, 1)[cp.get_local_rank()] for t in draw(8, *[(MICROBATCHES * ROWS, LENGTH, WIDTH)] * 2))
+    x, y = (
+        t.chunk(2, 1)[cp.get_local_rank()]
+        for t in draw(8, *[(MICROBATCHES * ROWS, LENGTH, WIDTH)] * 2)
+    )
     stages = [lambda p, x: attention(p, x, cp)] * STAGES
     pipe = fpipe.pipeline(
-        stages, SCHEDULE, loss=squared, microbatches=MICROBATCHES, group=group, dp=group.dp, zero=zero
+        stages,
+        SCHEDULE,
+        loss=squared,
+        microbatches=MICROBATCHES,
+        group=group,
+        dp=group.dp,
+        zero=zero,
     )
     value, grads = fpipe.value_and_grad(pipe)(pipe.shard(network(**HEAD)), x, y)
     return value, pipe.unshard(grads)
 
 
-# ---- expert parallel: some of the experts on each member ------------------------------------------------------------
+# ---- expert parallel: some of the experts on each member ----
 EXPERTS = {"gate": (WIDTH, 4), "experts": (4, WIDTH, WIDTH)}
 
 
 def mixture(p: Any, x: Tensor, members: Any = None) -> Tensor:
     """Row r of every four goes to expert r, with a weight of its gate."""
     weight = torch.sigmoid(x @ p["gate"]).diagonal().unsqueeze(-1)
-    rows = rearrange(fpipe.ops.all_to_all(x, members), "(n expert) d -> expert n d", expert=len(p["experts"]))
+    rows = rearrange(
+        fpipe.ops.all_to_all(x, members), "(n expert) d -> expert n d", expert=len(p["experts"])
+    )
     rows = rearrange(torch.tanh(rows @ p["experts"]), "expert n d -> (n expert) d")
     return x + weight * fpipe.ops.all_to_all(rows, members)
 
@@ -131,7 +156,7 @@ def expert_parallel(group: Any) -> Any:
     return run(lambda p, x: mixture(p, x, ep), params, x, y, group, dp=group.dp, own=["*.experts"])
 
 
-# ---- modules under fully_shard --------------------------------------------------------------------------------------
+# ---- modules under fully_shard ----
 class Matrix(nn.Module):
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -154,7 +179,9 @@ class Layer(nn.Module):
 
 
 def trained(pipe: Any, params: Any, x: Tensor, y: Tensor) -> Any:
-    """Loss and gradients, and the losses after a step by new tensors and after one in place, forward alone."""
+    """Loss and gradients, and the losses after a step by new tensors and after one in place,
+    forward alone.
+    """
     value, first = fpipe.value_and_grad(pipe)(params, x, y)
     params = [p and {k: p[k] - 0.1 * g[k] for k in p} for p, g in zip(params, first, strict=True)]
     losses = [value, pipe(params, x, y)]
@@ -169,17 +196,28 @@ def under_fsdp(group: Any) -> Any:
     layers = [Layer(p) for p in network(**FEED)]
     for layer in layers:
         fully_shard(layer.up, mesh=mesh)
-    stages, params = zip(*(from_fsdp(fully_shard(layer, mesh=mesh)) for layer in layers), strict=True)
+    stages, params = zip(
+        *(from_fsdp(fully_shard(layer, mesh=mesh)) for layer in layers), strict=True
+    )
     x, y = (t.chunk(2)[group.dp.rank] for t in draw(9, *[(2 * MICROBATCHES * ROWS, WIDTH)] * 2))
     pipe = fpipe.pipeline(
-        stages, SCHEDULE, loss=squared, microbatches=MICROBATCHES, group=group, dp=group.dp, own=["*"]
+        stages,
+        SCHEDULE,
+        loss=squared,
+        microbatches=MICROBATCHES,
+        group=group,
+        dp=group.dp,
+        own=["*"],
     )
     losses, grads = trained(pipe, pipe.place(params), x, y)
-    grads = [g and {k.split(".")[0]: torch.cat(group.dp.gather_objects(v)) for k, v in g.items()} for g in grads]
+    grads = [
+        g and {k.split(".")[0]: torch.cat(group.dp.gather_objects(v)) for k, v in g.items()}
+        for g in grads
+    ]
     return losses, grads
 
 
-# ---- all of them, once ----------------------------------------------------------------------------------------------
+# ---- all of them, once ----
 def job() -> dict[str, Any]:
     group = fpipe.init(pp=2, tp=2, timeout=60)
     results = {"tensor": tensor_parallel(group), "dtensor": by_dtensor(group)}
@@ -198,11 +236,17 @@ def whole(kind: str) -> Any:
     """The unsplit model, here."""
     group = fpipe.local(2)
     if kind == "context":
-        return run(attention, network(**HEAD), *draw(8, *[(MICROBATCHES * ROWS, LENGTH, WIDTH)] * 2), group)
+        return run(
+            attention, network(**HEAD), *draw(8, *[(MICROBATCHES * ROWS, LENGTH, WIDTH)] * 2), group
+        )
     if kind == "fsdp":
         x, y = draw(9, *[(2 * MICROBATCHES * ROWS, WIDTH)] * 2)
         pipe = fpipe.pipeline(
-            [feed_forward] * STAGES, SCHEDULE, loss=squared, microbatches=2 * MICROBATCHES, group=group
+            [feed_forward] * STAGES,
+            SCHEDULE,
+            loss=squared,
+            microbatches=2 * MICROBATCHES,
+            group=group,
         )
         return trained(pipe, network(**FEED), x, y)
     if kind == "expert":
@@ -215,13 +259,17 @@ def close(mine: Any, wanted: Any) -> bool:
     """The stages of one process, compared with all."""
     held = [(a, b) for a, b in zip(mine, wanted, strict=True) if a is not None]
     pairs = zip(*(optree.tree_leaves([pair[i] for pair in held]) for i in (0, 1)), strict=True)
-    return len(held) == STAGES // 2 and all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    return len(held) == STAGES // 2 and all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs
+    )
 
 
 @pytest.mark.xdist_group("axes")
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert", "fsdp"])
-def test_gradients_are_those_of_the_unsplit_model(results: list[dict[str, Any]], kind: str, rank: int):
+def test_gradients_are_those_of_the_unsplit_model(
+    results: list[dict[str, Any]], kind: str, rank: int
+):
     value, grads = results[rank][kind]
     wanted_value, wanted = whole(kind.rstrip("03"))
     if kind == "tensor":

@@ -1,6 +1,8 @@
-"""Models of other libraries: encoders and decoders of public packages and of torch itself, random weights.
+"""Models of other libraries: encoders and decoders of public packages and of torch itself, random
+weights.
 
-Each is traced whole, as one stage, and split: outputs and gradients agree with plain autograd to 1e-6.
+Each is traced whole, as one stage, and split: outputs and gradients agree with plain autograd to
+1e-6.
 """
 
 from __future__ import annotations
@@ -16,15 +18,30 @@ import fpipe
 from sample import also
 
 SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 PICTURE = {"image_size": 8, "patch_size": 4}
 HALVES = {
-    "vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 50,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 IDS = torch.tensor([[5, 7, 11, 13, 17], [3, 9, 27, 4, 12]])
 
 
@@ -39,22 +56,56 @@ def text(kind: str, **more: Any) -> tuple[str, dict[str, Any], dict[str, Tensor]
 #: model, configuration, inputs
 PACKAGED = {
     "BERT": text("BertModel"),
-    "DeBERTa": text("DebertaV2Model", relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"]),
+    "DeBERTa": text(
+        "DebertaV2Model", relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"]
+    ),
     "ModernBERT": text("ModernBertModel", cls_token_id=1, sep_token_id=2),
-    "GPT-2": ("GPT2LMHeadModel", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1,
-                                  "eos_token_id": 2}, {"input_ids": IDS}),
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": 50,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        {"input_ids": IDS},
+    ),
     "Llama": text("LlamaForCausalLM", num_key_value_heads=1),
     "Gemma 2": text("Gemma2ForCausalLM", num_key_value_heads=1, head_dim=8),
-    "T5": ("T5ForConditionalGeneration", {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1,
-                                          "num_heads": 2}, {"input_ids": IDS, "decoder_input_ids": IDS}),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+        {"input_ids": IDS, "decoder_input_ids": IDS},
+    ),
     "BART": ("BartModel", HALVES | {"max_position_embeddings": 20}, {"input_ids": IDS}),
-    "Whisper": ("WhisperModel", HALVES | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8},
-                {"input_features": torch.linspace(-1, 1, 128).sin().view(2, 4, 16), "decoder_input_ids": IDS}),
-    "ViT": ("ViTModel", few("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id") | PICTURE,
-            {"pixel_values": torch.linspace(-2, 2, 384).view(2, 3, 8, 8)}),
-    "Swin": ("SwinModel", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "image_size": 16,
-                           "patch_size": 4}, {"pixel_values": torch.linspace(-2, 2, 1536).view(2, 3, 16, 16)}),
-}  # fmt: skip
+    "Whisper": (
+        "WhisperModel",
+        HALVES | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8},
+        {
+            "input_features": torch.linspace(-1, 1, 128).sin().view(2, 4, 16),
+            "decoder_input_ids": IDS,
+        },
+    ),
+    "ViT": (
+        "ViTModel",
+        few("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id") | PICTURE,
+        {"pixel_values": torch.linspace(-2, 2, 384).view(2, 3, 8, 8)},
+    ),
+    "Swin": (
+        "SwinModel",
+        {
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        {"pixel_values": torch.linspace(-2, 2, 1536).view(2, 3, 16, 16)},
+    ),
+}
 
 
 #: Decoders, which test_huggingface.py splits, and models with the parts of others in the table.
@@ -102,20 +153,35 @@ def test_models_of_the_transformers_package(name: str, transformers: Any):
 
 
 OWN: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "encoder layer": lambda: (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (torch.randn(2, 3, 8),)),
+    "encoder layer": lambda: (
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        (torch.randn(2, 3, 8),),
+    ),
     "encoder layer, norm first": lambda: (
-        nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True), (torch.randn(2, 3, 8),),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True),
+        (torch.randn(2, 3, 8),),
     ),
     "decoder layer": lambda: (
-        nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), (torch.randn(2, 3, 8), torch.randn(2, 4, 8)),
+        nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True),
+        (torch.randn(2, 3, 8), torch.randn(2, 4, 8)),
     ),
     "a gated recurrent unit": lambda: (nn.GRU(4, 5, 2, batch_first=True), (torch.randn(2, 3, 4),)),
-    "a recurrent network": lambda: (nn.RNN(4, 5, batch_first=True, bidirectional=True), (torch.randn(2, 3, 4),)),
-    "a small picture network": lambda: (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.PReLU(), nn.MaxPool2d(2), nn.Flatten(),
-                      nn.LazyLinear(2)), (torch.randn(2, 3, 8, 8),),
+    "a recurrent network": lambda: (
+        nn.RNN(4, 5, batch_first=True, bidirectional=True),
+        (torch.randn(2, 3, 4),),
     ),
-}  # fmt: skip
+    "a small picture network": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.PReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.LazyLinear(2),
+        ),
+        (torch.randn(2, 3, 8, 8),),
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore")

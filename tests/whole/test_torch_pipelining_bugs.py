@@ -34,7 +34,9 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-def plain(fns: Any, params: Any, x: Any, t: Any, parts: int, loss: Any = squared) -> tuple[Tensor, Any]:
+def plain(
+    fns: Any, params: Any, x: Any, t: Any, parts: int, loss: Any = squared
+) -> tuple[Tensor, Any]:
     """Loss and gradients by one process, microbatch after microbatch."""
     leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), params)
     flat, spec = optree.tree_flatten(leaves)
@@ -54,7 +56,9 @@ def plain(fns: Any, params: Any, x: Any, t: Any, parts: int, loss: Any = squared
 
 
 def piped(fns: Any, schedule: str, ranks: int, parts: int, **more: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(fns, schedule, loss=squared, microbatches=parts, group=fpipe.local(ranks), **more)
+    return fpipe.pipeline(
+        fns, schedule, loss=squared, microbatches=parts, group=fpipe.local(ranks), **more
+    )
 
 
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
@@ -62,7 +66,9 @@ def test_first_stage_frozen_zero_bubble_schedule(name: str):
     """There: later stages' weights silently get no gradient."""
     stages = 2 if name == "ZBH1" else 4
     params, (x, t) = weights(stages), batch(8)
-    loss, grads = fpipe.value_and_grad(piped([layer] * stages, name, 2, 4, frozen=["0"]))(params, x, t)
+    loss, grads = fpipe.value_and_grad(piped([layer] * stages, name, 2, 4, frozen=["0"]))(
+        params, x, t
+    )
     true_loss, true = plain([layer] * stages, params, x, t, 4)
     assert torch.equal(loss, true_loss)
     assert grads[0] == {"w": None} and same(grads[1:], true[1:])
@@ -102,7 +108,9 @@ def test_a_middle_stage_that_ends_in_a_3d_linear_with_bias(name: str):
 
 
 def test_activation_checkpointing_under_i_and_w():
-    """There: recomputed once per parameter group, so K linears give 2 + K forward runs. Here two, whatever K is."""
+    """There: recomputed once per parameter group, so K linears give 2 + K forward runs. Here two,
+    whatever K is.
+    """
     depth, stages, parts = 5, 4, 4
 
     def deep(p, x):
@@ -173,7 +181,9 @@ def test_memory_at_i():
     del saved, y
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= len(needed & set(programs.saved))
-    live = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values.values()}
+    live = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values.values()
+    }
     assert sum(live.values()) <= programs.held(programs.backward_weight.program.inputs) + x.nbytes
     assert set(kept.values) == set(programs.backward_weight.program.inputs)
     assert before > 0
@@ -196,8 +206,17 @@ def test_eval_on_zbv_or_dualpipev(name: str):
     assert torch.equal(y, true)
     (cached,) = outputs.cache.plans.values()
     for plan in cached.prepared.plans.values():
-        assert {ins.kind for ins in plan.instructions} <= {"F", "SEND", "RECV", "WAIT", "SETTLE", "FREE"}
-        assert all(len(ins.writes) == 1 for ins in plan.instructions if ins.kind == "F"), "something is saved"
+        assert {ins.kind for ins in plan.instructions} <= {
+            "F",
+            "SEND",
+            "RECV",
+            "WAIT",
+            "SETTLE",
+            "FREE",
+        }
+        assert all(len(ins.writes) == 1 for ins in plan.instructions if ins.kind == "F"), (
+            "something is saved"
+        )
 
 
 def test_eval_after_step():
@@ -228,7 +247,9 @@ def test_uneven_or_shorter_microbatches_a_changed_length_at_the_second_step(name
     params = weights(stages)
     for sizes in ((3, 1, 2, 5), (2, 2), (7,), (3, 1, 2, 5), (1, 1, 1, 1, 1, 4)):
         xs, ts = [torch.randn(n, WIDTH) for n in sizes], [torch.randn(n, WIDTH) for n in sizes]
-        loss, grads = fpipe.value_and_grad(pipe)(params, fpipe.Microbatches(xs), fpipe.Microbatches(ts))
+        loss, grads = fpipe.value_and_grad(pipe)(
+            params, fpipe.Microbatches(xs), fpipe.Microbatches(ts)
+        )
         order = list(range(len(sizes)))[:: -1 if name == "LoopedBFS" else 1]
         _, true = plain([layer] * stages, params, [xs[i] for i in order], [ts[i] for i in order], 0)
         true_loss, _ = plain([layer] * stages, params, xs, ts, 0)
@@ -241,7 +262,10 @@ def test_dict_between_stages(name: str):
     stages = fpipe.make_schedule(name, 2, 4).stages
 
     def spread(p, x):
-        return {"h": layer(p, x if isinstance(x, Tensor) else x["h"] + x["more"]["skip"]), "more": {"skip": p["w"][0]}}
+        return {
+            "h": layer(p, x if isinstance(x, Tensor) else x["h"] + x["more"]["skip"]),
+            "more": {"skip": p["w"][0]},
+        }
 
     def gather(p, x):
         return layer(p, x["h"] + x["more"]["skip"])
@@ -292,7 +316,9 @@ def test_torch_compile_of_a_stage():
 
 @pytest.mark.parametrize("name", ["DualPipeV", "DualPipe"])
 def test_overlap_f_b(name: str):
-    """There: the two run one after the other. Here a fused action is one action of the plan, and right either way."""
+    """There: the two run one after the other. Here a fused action is one action of the plan, and
+    right either way.
+    """
     schedule = fpipe.make_schedule(name, 2, 6)
     assert any(isinstance(action, fpipe.Fused) for row in schedule for action in row)
     params, (x, t) = weights(schedule.stages), batch(12)
@@ -302,16 +328,22 @@ def test_overlap_f_b(name: str):
     assert all(map(torch.allclose, optree.tree_leaves(grads), optree.tree_leaves(true)))
 
 
-@pytest.mark.parametrize("text", ["[0F0, 2F0xyz]", "[0F0, 0B0, 0B0]", "[0F0, 0F1, 0B0]", "[1B0, 1F0]\n[0F0, 0B0]"])
+@pytest.mark.parametrize(
+    "text", ["[0F0, 2F0xyz]", "[0F0, 0B0, 0B0]", "[0F0, 0F1, 0B0]", "[1B0, 1F0]\n[0F0, 0B0]"]
+)
 def test_parser_and_validator(text: str):
-    """There: accepts ``2F0xyz``, duplicates, orders that deadlock, microbatches never run backward."""
+    """There: accepts ``2F0xyz``, duplicates, orders that deadlock, microbatches never run
+    backward.
+    """
     with pytest.raises(fpipe.ScheduleError):
         fpipe.Schedule.parse(text).check()
 
 
 def test_an_unknown_deadlock():
     """There: "Malformed compute schedule", no rank, no action."""
-    crossed = "[0F0, 0F1, 0B1, 0B0]\n[1F1, 1B1, 1F0, 1B0]".replace("0F0, 0F1, 0B1, 0B0", "0F0, 0B0, 0F1, 0B1")
+    crossed = "[0F0, 0F1, 0B1, 0B0]\n[1F1, 1B1, 1F0, 1B0]".replace(
+        "0F0, 0F1, 0B1, 0B0", "0F0, 0B0, 0F1, 0B1"
+    )
     with pytest.raises(fpipe.ScheduleError, match=r"rank \d") as caught:
         fpipe.Schedule.parse(crossed).check()
     assert caught.value.rank is not None and caught.value.position is not None
@@ -319,15 +351,22 @@ def test_an_unknown_deadlock():
 
 
 ROWS = """
-first stage frozen, zero-bubble schedule; a stage output that depends on parameters only; a middle stage that ends in a
-3-D linear with bias; activation checkpointing under I/W; custom autograd.Function under I/W; memory at I; eval on ZBV
-or DualPipeV; eval after step; two steps without zeroing; uneven or shorter microbatches, a changed length at the second
-step; dict between stages; BatchNorm; torch.compile of a stage; OVERLAP_F_B; parser; an unknown deadlock
+first stage frozen, zero-bubble schedule; a stage output that depends on parameters only; a middle
+stage that ends in a 3-D linear with bias; activation checkpointing under I/W; custom
+autograd.Function under I/W; memory at I; eval on ZBV or DualPipeV; eval after step; two steps
+without zeroing; uneven or shorter microbatches, a changed length at the second step; dict between
+stages; BatchNorm; torch.compile of a stage; OVERLAP_F_B; parser; an unknown deadlock
 """
 
 
 def test_every_case_has_its_test():
-    plainly = lambda text: re.sub(r"[^a-z]", "", text.lower().replace("/", "and").replace("autograd.", "autograd"))
-    tests = [plainly(name.removeprefix("test_").replace("3d", "d")) for name in globals() if name.startswith("test_")]
+    plainly = lambda text: re.sub(
+        r"[^a-z]", "", text.lower().replace("/", "and").replace("autograd.", "autograd")
+    )
+    tests = [
+        plainly(name.removeprefix("test_").replace("3d", "d"))
+        for name in globals()
+        if name.startswith("test_")
+    ]
     for row in ROWS.replace("\n", " ").replace("3-D", "D").split(";"):
         assert any(test.startswith(plainly(row)) for test in tests), row

@@ -1,4 +1,5 @@
-"""What trainers stand on: the curve of one process on two and four, and an engine for reinforcement learning.
+"""What trainers stand on: the curve of one process on two and four, and an engine for reinforcement
+learning.
 
 Four processes are started once for all of it: four ranks of a pipeline, then two pipelines of two.
 """
@@ -26,7 +27,7 @@ from rl_engine import Engine, log_probs, ppo, rollouts  # pyright: ignore[report
 PARTS, ROWS, LENGTH = 4, 2, 16
 
 
-# ---- training on text -----------------------------------------------------------------------------------------------
+# ---- training on text ----
 def _model() -> tuple[Any, Any]:
     return gpt(Sizes(len(sonnets().letters), LENGTH, width=16, heads=2, layers=4), 4)
 
@@ -65,7 +66,7 @@ def _alone(stages: Any, plan: fpipe.Schedule, params: Any, x: Tensor, y: Tensor)
     return one_process(stages, params, cross_entropy, x, y, schedule=plan)
 
 
-# ---- an engine ------------------------------------------------------------------------------------------------------
+# ---- an engine ----
 @cache
 def _policy() -> tuple[Any, Any, list[dict[str, Any]]]:
     """A model, and data whose log-probabilities are of another one."""
@@ -79,16 +80,26 @@ def _policy() -> tuple[Any, Any, list[dict[str, Any]]]:
     return stages, params, data
 
 
-def _engine(budget: int, divisor: int = 16, schedule: str = "Interleaved1F1B", group: Any = None) -> Engine:
+def _engine(
+    budget: int, divisor: int = 16, schedule: str = "Interleaved1F1B", group: Any = None
+) -> Engine:
     stages, params, _ = _policy()
     return Engine(
-        stages, params, rate=1e-3, budget=budget, divisor=divisor, schedule=schedule, group=group or fpipe.local(2)
+        stages,
+        params,
+        rate=1e-3,
+        budget=budget,
+        divisor=divisor,
+        schedule=schedule,
+        group=group or fpipe.local(2),
     )
 
 
 @cache
 def _uncut() -> tuple[Tensor, Any]:
-    """Loss and gradients of the mean over all tokens, by plain autograd and one sequence after another."""
+    """Loss and gradients of the mean over all tokens, by plain autograd and one sequence after
+    another.
+    """
     stages, params, data = _policy()
     count = sum(one["mask"].sum() for one in data)
 
@@ -111,7 +122,8 @@ def _close(made: Any, true: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "divisor", "schedule"), [(16, 16, "Interleaved1F1B"), (64, 16, "ZBV"), (10_000, 4, "1F1B")]
+    ("budget", "divisor", "schedule"),
+    [(16, 16, "Interleaved1F1B"), (64, 16, "ZBV"), (10_000, 4, "1F1B")],
 )
 def test_the_gradient_does_not_depend_on_the_cut(budget: int, divisor: int, schedule: str):
     engine, (_, _, data) = _engine(budget, divisor, schedule), _policy()
@@ -119,9 +131,9 @@ def test_the_gradient_does_not_depend_on_the_cut(budget: int, divisor: int, sche
     loss, grads = _uncut()
     _close(made["loss"], loss)
     _close(engine.grads, grads)
-    assert sorted(row for part in made["rows"] for row in part) == list(range(len(data))) and len(made["rows"]) == len(
-        made["metrics"]
-    )
+    assert sorted(row for part in made["rows"] for row in part) == list(range(len(data))) and len(
+        made["rows"]
+    ) == len(made["metrics"])
     for rows, metrics in zip(made["rows"], made["metrics"], strict=True):
         assert metrics["tokens"] == sum(data[row]["mask"].sum() for row in rows)
     again = engine.forward_backward_batch(data, ppo, forward_only=True)
@@ -131,7 +143,9 @@ def test_the_gradient_does_not_depend_on_the_cut(budget: int, divisor: int, sche
 
 def test_log_probabilities_come_in_the_order_of_the_data():
     engine, (stages, params, data) = _engine(64), _policy()
-    for one, line in zip(data, engine.forward_backward_batch(data, forward_only=True)["log_probs"], strict=True):
+    for one, line in zip(
+        data, engine.forward_backward_batch(data, forward_only=True)["log_probs"], strict=True
+    ):
         y = one["tokens"][None]
         for fn, p in zip(stages, params, strict=True):
             y = fn(p, y)
@@ -139,7 +153,11 @@ def test_log_probabilities_come_in_the_order_of_the_data():
 
 
 def test_the_engine_has_sixty_lines_and_learns():
-    lines = [line for part in (Engine, cut, padded, log_probs) for line in inspect.getsource(part).splitlines()]
+    lines = [
+        line
+        for part in (Engine, cut, padded, log_probs)
+        for line in inspect.getsource(part).splitlines()
+    ]
     assert len([line for line in lines if line.strip()]) <= 60
     engine, (_, _, data) = _engine(64), _policy()
     losses = []
@@ -153,7 +171,12 @@ def _rl(group: Any) -> dict[str, Any]:
     engine, (_, _, data) = _engine(64, group=group), _policy()
     made = engine.forward_backward_batch(data, ppo)
     returned = engine.forward_backward_batch(data, forward_only=True)["log_probs"]
-    return {"loss": made["loss"], "metrics": made["metrics"], "grads": engine.grads, "log_probs": returned}
+    return {
+        "loss": made["loss"],
+        "metrics": made["metrics"],
+        "grads": engine.grads,
+        "log_probs": returned,
+    }
 
 
 @pytest.mark.xdist_group("trainers")
@@ -161,15 +184,21 @@ def test_the_engine_on_two_processes(four: list[dict[str, Any]]):
     here = _rl(fpipe.local(2))
     for rank, found in enumerate(four):
         made = found["rl"]
-        assert all(torch.equal(a, b) for a, b in zip(made["log_probs"], here["log_probs"], strict=True)), rank
+        assert all(
+            torch.equal(a, b) for a, b in zip(made["log_probs"], here["log_probs"], strict=True)
+        ), rank
         assert torch.equal(made["loss"], here["loss"]) and made["metrics"] == here["metrics"]
-        mine = [(own, other) for own, other in zip(made["grads"], here["grads"], strict=True) if own is not None]
+        mine = [
+            (own, other)
+            for own, other in zip(made["grads"], here["grads"], strict=True)
+            if own is not None
+        ]
         assert len(mine) == 2
         for own, other in mine:
             torch.testing.assert_close(own, other, rtol=0, atol=0)
 
 
-# ---- four processes -------------------------------------------------------------------------------------------------
+# ---- four processes ----
 def _everything(steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"PP=4": _piped(steps, "1F1B", fpipe.init(pp=4))}

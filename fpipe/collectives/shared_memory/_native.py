@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of Linux: memory files, limits, and with ctypes addresses, copies, and the futex (sleep until a word of
-memory changes).
+"""The calls of Linux: memory files, limits, and with ctypes addresses, copies, and the futex (sleep
+until a word of memory changes).
 
-The counters of a lane are written after the bytes that they announce, and read before them. x86-64 keeps that order
-without a fence; other processors do not, so ``AVAILABLE`` is true on x86-64 Linux alone. A write before a later read
-of another word is not kept in order: that needs :func:`fence`.
+The counters of a lane are written after the bytes that they announce, and read before them. x86-64
+keeps that order without a fence; other processors do not, so ``AVAILABLE`` is true on x86-64 Linux
+alone. A write before a later read of another word is not kept in order: that needs :func:`fence`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,15 @@ class _Timespec(ctypes.Structure):
 
 def _entry() -> Any:
     function = ctypes.CDLL(None).syscall
-    # restype and the address are 64 bits wide; the two operations do not read the arguments left out.
-    function.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+    # restype and the address are 64 bits wide; the two operations do not read the arguments left
+    # out.
+    function.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+    )
     function.restype = ctypes.c_long
     return function
 
@@ -82,7 +89,9 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Make earlier writes visible to other processors before later reads: taking a lock does that."""
+    """Make earlier writes visible to other processors before later reads: taking a lock does
+    that.
+    """
     _lock.acquire()  # held for an instant only
     _lock.release()
 
@@ -93,7 +102,9 @@ def wake(word: int) -> None:
 
 
 def sleep(word: int, value: int, seconds: float) -> None:
-    """Sleep while the word at an address holds a value, at most some seconds; may return earlier."""
+    """Sleep while the word at an address holds a value, at most some seconds; may return
+    earlier.
+    """
     whole = int(seconds)
     span = _Timespec(whole, int((seconds - whole) * 1e9))
     _syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.addressof(span))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words that the ranks of one host announce before each call, in memory that they share.
 
-Each rank writes its words into its own memory, alternately to two places, and then how many it has written. A rank
-ends a call only when every rank has begun it, so no rank is more than one call ahead and two places are enough. This
-module must not know calls.
+Each rank writes its words into its own memory, alternately to two places, and then how many it has
+written. A rank ends a call only when every rank has begun it, so no rank is more than one call
+ahead and two places are enough. This module must not know calls.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ _LATER = 0.01  #: seconds of waiting after which a rank looks less often
 
 
 class Board:
-    """An exchange of words. ``others`` are the words of the other ranks, ``gone`` says why a rank will not write.
+    """An exchange of words. ``others`` are the words of the other ranks, ``gone`` says why a rank
+    will not write.
 
     >>> first, second = (memoryview(bytearray(8 * WORDS)).cast("Q") for _ in range(2))
     >>> board = Board(first, {1: second}, lambda rank: "", 0.0)
     >>> board.start(0, 7); board.equal(0, 7), board.missing(0)
     (None, 1)
-    >>> Board(second, {0: first}, lambda rank: "", 0.0).start(0, 8); board.equal(0, 7), board.missing(0)
+    >>> Board(second, {0: first}, lambda rank: "", 0.0).start(0, 8); board.equal(0,
+    ...     7), board.missing(0)
     (False, None)
     """
 
     def __init__(
-        self, words: memoryview, others: Mapping[int, memoryview], gone: Callable[[int], str], poll: float
-    ):  # fmt: skip
+        self,
+        words: memoryview,
+        others: Mapping[int, memoryview],
+        gone: Callable[[int], str],
+        poll: float,
+    ):
         self._words, self._others, self._gone, self._poll = words, others, gone, poll
         self._views = tuple(others.values())
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One lane of messages from a process to another of the same host, in memory that both have mapped.
 
-The writer copies a message in and increments ``sent``; the reader copies it out and increments ``taken``. Each counter
-has one writer, so there are no locks. A message takes the first free range, and a note per message records which, with
-the header of the call that it belongs to; an empty lane starts again at its beginning, so that the memory in use stays
-in the cache. This module must not know
-processes and backends.
+The writer copies a message in and increments ``sent``; the reader copies it out and increments
+``taken``. Each counter has one writer, so there are no locks. A message takes the first free range,
+and a note per message records which, with the header of the call that it belongs to; an empty lane
+starts again at its beginning, so that the memory in use stays in the cache. This module must not
+know processes and backends.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ LARGE = AREA // 4  #: larger messages are sent in several pieces
 _MASK = 2**32 - 1
 _CPU = torch.device("cpu")  # whatever the default device is
 KEEP = 8 << 20  #: bytes of an area whose pages stay once they were used
-QUIET = 64  #: how often a lane must be empty without having used more, before further pages are returned
-_APPENDED = 16  # so many messages may lie one after another before the writer looks which were taken
+#: how often a lane must be empty without having used more, before further pages are returned
+QUIET = 64
+_APPENDED = (
+    16  # so many messages may lie one after another before the writer looks which were taken
+)
 
 
 class Piece(NamedTuple):
-    """What is copied at once: parts of buffers as (buffer, offset in it, bytes, offset in the piece)."""
+    """What is copied at once: parts of buffers as (buffer, offset in it, bytes, offset in the
+    piece).
+    """
 
     parts: tuple[tuple[int, int, int, int], ...]
     size: int
@@ -48,7 +53,8 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
-    """A message of buffers of these sizes: one piece, or several so that no piece needs most of the area.
+    """A message of buffers of these sizes: one piece, or several so that no piece needs most of the
+    area.
 
     >>> pieces((4, 100))
     (Piece(parts=((0, 0, 4, 0), (1, 0, 100, 64)), size=192),)
@@ -72,22 +78,30 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-_REMEDY = "another program, or a stage that writes out of bounds, changed the memory of the job; end it"
+_REMEDY = (
+    "another program, or a stage that writes out of bounds, changed the memory of the job; end it"
+)
 
 
 def _overwritten(start: int, size: int) -> GroupError:
-    return GroupError(f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; {_REMEDY}")
+    return GroupError(
+        f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; {_REMEDY}"
+    )
 
 
 class _End:
-    """One end of a lane: views of its counters (one word each) and notes, and the address of its area."""
+    """One end of a lane: views of its counters (one word each) and notes, and the address of its
+    area.
+    """
 
     def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
         self.head = [0] if head is None else head  # added to the size in each note
         view = memoryview(memory)
         self.sent, self.taken = view[0:4].cast("I"), view[64:68].cast("I")
         self.asleep = view[128:132].cast("I")  # whether the reader sleeps, or is about to
-        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")  # per message: its start, its bytes + head
+        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast(
+            "Q"
+        )  # per message: its start, its bytes + head
         self.area = _native.address(memory, _AREA_AT)
         self.bell = _native.address(memory)  # of ``sent``
         self.count = 0  # pieces written, or read, at this end
@@ -121,19 +135,38 @@ class LaneWriter(_End):
         return not self.queued
 
     def sender(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
-        """:meth:`write` for messages of one tensor that is laid out as its Spec says. The returned function returns
-        False, and writes nothing, if the tensor is laid out differently or an earlier message is still queued.
+        """:meth:`write` for messages of one tensor that is laid out as its Spec says. The returned
+        function returns False, and writes nothing, if the tensor is laid out differently or an
+        earlier message is still queued.
 
         Every message of a plan passes here, so the methods are written out.
         """
         (piece,) = pieces((nbytes,))
         (shape, stride, dtype), size, last = spec, piece.size, AREA - piece.size
-        copy, area, notes, sent, asleep, bell = _native.copy, self.area, self.notes, self.sent, self.asleep, self.bell
-        live, queued, room, fence, wake = self._live, self.queued, self._room, _native.fence, _native.wake
+        copy, area, notes, sent, asleep, bell = (
+            _native.copy,
+            self.area,
+            self.notes,
+            self.sent,
+            self.asleep,
+            self.bell,
+        )
+        live, queued, room, fence, wake = (
+            self._live,
+            self.queued,
+            self._room,
+            _native.fence,
+            _native.wake,
+        )
         head = self.head
 
         def send(tensor: Tensor) -> bool:
-            if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
+            if (
+                tensor.stride() != stride
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or tensor.is_neg()
+            ):
                 return False
             if queued:
                 return False
@@ -184,11 +217,18 @@ class LaneWriter(_End):
     def _room(self, size: int) -> int:
         """The start of a free range of so many bytes; -1 if there is none."""
         live = self._live
-        if live and len(live) < _APPENDED and live[-1][1] + size <= AREA and live[0][0] < live[-1][1]:
+        if (
+            live
+            and len(live) < _APPENDED
+            and live[-1][1] + size <= AREA
+            and live[0][0] < live[-1][1]
+        ):
             return live[-1][1]
         taken = (self.taken[0] - self._freed) & _MASK
         if taken > len(live):
-            raise GroupError(f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}")
+            raise GroupError(
+                f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}"
+            )
         high = 0
         for _ in range(taken):
             high = max(high, live.popleft()[1])
@@ -209,7 +249,9 @@ class LaneWriter(_End):
         return 0 if size <= first else -1
 
     def _shrink(self) -> None:
-        """Return the pages that large messages used, once only small ones follow. The lane is empty."""
+        """Return the pages that large messages used, once only small ones follow. The lane is
+        empty.
+        """
         self._quiet += 1
         if self._quiet > QUIET:
             with suppress(OSError):  # it keeps its pages where the system cannot take them
@@ -221,7 +263,9 @@ class LaneReader(_End):
     """The receiver's end."""
 
     def sleep(self, number: int, seconds: float) -> None:
-        """Sleep until the piece of this number has arrived, at most some seconds; may return earlier."""
+        """Sleep until the piece of this number has arrived, at most some seconds; may return
+        earlier.
+        """
         seen = self.sent[0]
         self.asleep[0] = 1
         _native.fence()
@@ -239,10 +283,16 @@ class LaneReader(_End):
         self.taken[0] = self.count & _MASK
 
     def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
-        """:meth:`read` for messages of one contiguous tensor. The returned function returns None, and reads nothing,
-        if the next message has not arrived, has another size or belongs to another call."""
+        """:meth:`read` for messages of one contiguous tensor. The returned function returns None,
+        and reads nothing, if the next message has not arrived, has another size or belongs to
+        another call.
+        """
         (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size, new = spec, piece.size, torch.empty_strided  # faster than torch.empty
+        (shape, stride, dtype), size, new = (
+            spec,
+            piece.size,
+            torch.empty_strided,
+        )  # faster than torch.empty
         copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
         head, last = self.head, AREA - piece.size
 
@@ -263,7 +313,9 @@ class LaneReader(_End):
         return fetch
 
     def read(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
-        """Copy the next piece, which has arrived, into buffers; False if it has another size or header."""
+        """Copy the next piece, which has arrived, into buffers; False if it has another size or
+        header.
+        """
         note = 2 * (self.count % NOTES)
         if self.notes[note + 1] != piece.size + self.head[0]:
             return False

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of a group that run on one host, through memory that they share.
 
-Each rank has an outbox, a memory file without a name, that the others open through ``/proc``: nothing is left behind,
-however a rank ends. The bytes of a send are copied when it returns; a message that does not fit is queued, and written
-when this rank next sends or waits, so sends never block. A waiting rank polls, then sleeps, and regularly checks that
-the sender's process exists. This module must not know backends: they carry messages between hosts.
+Each rank has an outbox, a memory file without a name, that the others open through ``/proc``:
+nothing is left behind, however a rank ends. The bytes of a send are copied when it returns; a
+message that does not fit is queued, and written when this rank next sends or waits, so sends never
+block. A waiting rank polls, then sleeps, and regularly checks that the sender's process exists.
+This module must not know backends: they carry messages between hosts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _SENT = Done()
 
 
 class Address(NamedTuple):
-    """Where a rank's outbox is: its host, process and file descriptor, and a token that the outbox begins with."""
+    """Where a rank's outbox is: its host, process and file descriptor, and a token that the outbox
+    begins with.
+    """
 
     host: str
     process: int
@@ -92,7 +95,10 @@ class _Peer:
         weakref.finalize(self, os.close, process)
         self._poll = select.poll()
         self._poll.register(process, select.POLLIN)
-        self._incoming, self._outgoing = _map_lanes(self.file, reader), _map_lanes(outbox.file, rank)
+        self._incoming, self._outgoing = (
+            _map_lanes(self.file, reader),
+            _map_lanes(outbox.file, rank),
+        )
 
     def reader(self, kind: int, head: list[int]) -> LaneReader:
         return LaneReader(self._incoming[kind], head)
@@ -112,18 +118,32 @@ def _outbox_size(size: int) -> int:
 
 
 def _map_lanes(file: int, dst: int) -> list[mmap.mmap]:
-    return [mmap.mmap(file, LANE, offset=PAGE + (dst * _LANES + kind) * LANE) for kind in range(_LANES)]
+    return [
+        mmap.mmap(file, LANE, offset=PAGE + (dst * _LANES + kind) * LANE) for kind in range(_LANES)
+    ]
 
 
 class SharedMemory:
-    """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those are."""
+    """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those
+    are.
+    """
 
-    def __init__(self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]):
+    def __init__(
+        self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]
+    ):
         self.rank = monitor.rank
-        self._monitor, self._agreement, self._outbox, self._peers = monitor, agreement, outbox, peers
+        self._monitor, self._agreement, self._outbox, self._peers = (
+            monitor,
+            agreement,
+            outbox,
+            peers,
+        )
         self._writers: dict[tuple[int, int], LaneWriter] = {}
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
-        self._sender, self._fetcher = lru_cache(_KEPT)(self.sender), lru_cache(_KEPT)(self.fetcher)  # of broadcasts
+        self._sender, self._fetcher = (
+            lru_cache(_KEPT)(self.sender),
+            lru_cache(_KEPT)(self.fetcher),
+        )  # of broadcasts
         self._late: list[LaneWriter] = []  # those with queued messages
         self.poll = _POLL if len(peers) < cores() else 0.0
         words = {rank: peer.words for rank, peer in peers.items()}
@@ -132,20 +152,29 @@ class SharedMemory:
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    # ---- sending ------------------------------------------------------------------------------------------------
-    def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
+    # ---- sending ----
+    def send(
+        self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS
+    ) -> Work:
         """Copy a message into the outbox; if it does not fit it is written later."""
         writer = self._writer(dst, kind)
         if self._late:
             self.retry()
-        if not writer.write(form.pack(tensors, self.rank, dst), pieces(form.sizes)) and writer not in self._late:
+        if (
+            not writer.write(form.pack(tensors, self.rank, dst), pieces(form.sizes))
+            and writer not in self._late
+        ):
             self._late.append(writer)
         return _SENT
 
     def sender(self, form: WireFormat, dst: int, kind: int = PLANS) -> Sender:
         """:meth:`send` for messages of one form."""
         monitor = self._monitor
-        single = self._writer(dst, kind).sender(form.specs[0], form.sizes[0]) if _short(form) else lambda _: False
+        single = (
+            self._writer(dst, kind).sender(form.specs[0], form.sizes[0])
+            if _short(form)
+            else lambda _: False
+        )
 
         def send(tensors: tuple[Tensor, ...]) -> None:
             if monitor.broken is not None:
@@ -173,7 +202,9 @@ class SharedMemory:
             self._until(self.retry, dst, "to send to", lambda: time.sleep(0.001))
 
     def drop(self) -> None:
-        """Drop the messages of a call that was refused: those that are queued, and those that no rank reads."""
+        """Drop the messages of a call that was refused: those that are queued, and those that no
+        rank reads.
+        """
         for writer in self._late:
             writer.queued.clear()
         self._late.clear()
@@ -187,17 +218,25 @@ class SharedMemory:
         for writer in self._writers.values():
             _native.wake(writer.bell)
 
-    # ---- receiving ----------------------------------------------------------------------------------------------
+    # ---- receiving ----
     def recv(self, form: WireFormat, src: int, kind: int = PLANS) -> Work:
         """Request the next message of a rank."""
         return self._inbox(src, kind).request(form, pieces(form.sizes))
 
-    def fetcher(self, form: WireFormat, src: int, kind: int = PLANS) -> Callable[[], tuple[Tensor, ...] | None]:
-        """For the next message if it is one contiguous tensor, arrives within the time of polling, and no earlier one
-        was requested and not read; otherwise the returned function returns None."""
+    def fetcher(
+        self, form: WireFormat, src: int, kind: int = PLANS
+    ) -> Callable[[], tuple[Tensor, ...] | None]:
+        """For the next message if it is one contiguous tensor, arrives within the time of polling,
+        and no earlier one was requested and not read; otherwise the returned function returns None.
+        """
         if not _short(form):
             return lambda: None
-        monitor, inbox, clock, poll = self._monitor, self._inbox(src, kind), time.perf_counter, self.poll
+        monitor, inbox, clock, poll = (
+            self._monitor,
+            self._inbox(src, kind),
+            time.perf_counter,
+            self.poll,
+        )
         read, requested = inbox.reader.fetcher(form.specs[0], form.sizes[0]), inbox.requested
 
         def fetch() -> tuple[Tensor, ...] | None:
@@ -220,10 +259,14 @@ class SharedMemory:
     def _inbox(self, src: int, kind: int) -> _Inbox:
         inbox = self._inboxes.get((src, kind))
         if inbox is None:
-            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].reader(kind, self._agreement.head))
+            inbox = self._inboxes[src, kind] = _Inbox(
+                self, src, self._peers[src].reader(kind, self._agreement.head)
+            )
         return inbox
 
-    def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
+    def share(
+        self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int
+    ) -> tuple[Tensor, ...]:
         """Broadcast from one rank to the others of its host."""
         if tensors is None:
             return self._fetcher(form, src, SHARED)() or self.recv(form, src, SHARED).wait()
@@ -232,7 +275,9 @@ class SharedMemory:
         return tensors
 
     def wait(self, src: int, reader: LaneReader, number: int, polled: bool) -> None:
-        """Until the piece of this number has arrived: poll for a while, unless the caller did, then sleep."""
+        """Until the piece of this number has arrived: poll for a while, unless the caller did, then
+        sleep.
+        """
         until = 0.0 if polled else time.perf_counter() + self.poll
         while time.perf_counter() <= until:
             if reader.has(number):
@@ -247,7 +292,9 @@ class SharedMemory:
         """Raise if the other ranks run another call."""
         self._agreement.confirm()
 
-    def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]) -> None:
+    def _until(
+        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]
+    ) -> None:
         self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
 
     def _gone(self, peer: int) -> str:
@@ -300,7 +347,8 @@ class _Inbox:
         if not reader.read(buffers, piece):
             self.memory.confirm()  # a message of another call
             raise MismatchError(
-                f"rank {self.src} sent a message of another size than the {piece.size} bytes that rank "
+                f"rank {self.src} sent a message of another size than the {piece.size} bytes that "
+                "rank "
                 f"{self.memory.rank} expected; both must run one plan"
             )
 
@@ -308,21 +356,31 @@ class _Inbox:
 def connect(
     monitor: FaultMonitor, agreement: Agreement, gather: Callable[[object], list[Any]]
 ) -> tuple[SharedMemory | None, bool]:
-    """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share.
+    """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank
+    cannot share.
 
-    It is used between ranks of which each could open the other's outbox. Also returns whether every two ranks can: the
-    same on all ranks.
+    It is used between ranks of which each could open the other's outbox. Also returns whether every
+    two ranks can: the same on all ranks.
     """
     outbox = address = None
     # Lanes in both directions; the rest of a limited address space is for tensors.
-    fits = 2 * _LANES * LANE * monitor.size <= _native.address_space() / 4 if _native.AVAILABLE else False
+    fits = (
+        2 * _LANES * LANE * monitor.size <= _native.address_space() / 4
+        if _native.AVAILABLE
+        else False
+    )
     if monitor.size > 1 and fits and os.environ.get(SWITCH, "1") != "0":
         with _or_backend(monitor):
             outbox = _Outbox(monitor.size)
             address = Address(host(), os.getpid(), outbox.file, outbox.token)
     peers: dict[int, _Peer] = {}
     for rank, other in enumerate(gather(address)):
-        if rank != monitor.rank and outbox is not None and address is not None and _here(other, address):
+        if (
+            rank != monitor.rank
+            and outbox is not None
+            and address is not None
+            and _here(other, address)
+        ):
             with _or_backend(monitor):
                 peers[rank] = _Peer(other, rank, outbox, monitor.rank, monitor.size)
     opened = gather(tuple(peers))
@@ -342,13 +400,16 @@ def _here(other: object, address: Address) -> bool:
 
 @contextmanager
 def _or_backend(monitor: FaultMonitor) -> Iterator[None]:
-    """Ignore what the system refuses: the backend then carries the messages. It needs file descriptors too."""
+    """Ignore what the system refuses: the backend then carries the messages. It needs file
+    descriptors too.
+    """
     try:
         yield
     except OSError as error:  # another user's memory, or no memory files, or no address space
         if error.errno in (errno.EMFILE, errno.ENFILE):
             failure = GroupError(
-                f"this process cannot open another file ({error}); raise the limit of open files, as with "
+                f"this process cannot open another file ({error}); raise the limit of open files, "
+                "as with "
                 "ulimit -n 4096"
             )
             monitor.failed(failure)  # the others wait for this rank

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connecting each rank to every other one that it shares no memory with, by addresses that all ranks exchange.
+"""Connecting each rank to every other one that it shares no memory with, by addresses that all
+ranks exchange.
 
-Every rank listens until all are connected, no longer. Both ends of a connection prove that they are ranks of the group
-by a token that travelled through the store of the job. A pair that cannot connect uses the backend. This module must
-not know messages.
+Every rank listens until all are connected, no longer. Both ends of a connection prove that they are
+ranks of the group by a token that travelled through the store of the job. A pair that cannot
+connect uses the backend. This module must not know messages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from importlib import import_module
 from struct import Struct
 from typing import Any, NamedTuple
 
-_HELLO = Struct("<16sII")  #: the token of the rank that is called, the caller's rank, the kind of connection
+_HELLO = Struct(
+    "<16sII"
+)  #: the token of the rank that is called, the caller's rank, the kind of connection
 _TOKEN = 16
 _PATIENCE = 2.0  #: seconds to connect to one address
 _ANSWER = 10.0  #: seconds for the answer of a rank that was reached
@@ -30,7 +33,9 @@ _ADDRESS_OF = 0x8915  #: of an interface, as Linux numbers its calls
 
 
 class Links(NamedTuple):
-    """The connections between two ranks: for messages of plans, broadcasts, and the words of calls."""
+    """The connections between two ranks: for messages of plans, broadcasts, and the words of
+    calls.
+    """
 
     plans: socket.socket
     shared: socket.socket
@@ -49,19 +54,38 @@ class Address(NamedTuple):
 def connect(
     rank: int, size: int, near: Collection[int], gather: Callable[[object], list[Any]], wanted: bool
 ) -> tuple[dict[int, Links], bool]:
-    """Connections to the ranks that are not ``near``, by three rounds of ``gather``, in which all ranks take part.
+    """Connections to the ranks that are not ``near``, by three rounds of ``gather``, in which all
+    ranks take part.
 
-    Without ``wanted`` this rank has none. The result has a rank exactly if that rank's has this one. Also returns
-    whether every two ranks are near or connected: the same on all ranks.
+    Without ``wanted`` this rank has none. The result has a rank exactly if that rank's has this
+    one. Also returns whether every two ranks are near or connected: the same on all ranks.
     """
     with _listening(size) if wanted else nullcontext() as listener:
-        mine = None if listener is None else Address(_host(), _names(), listener.getsockname()[1], os.urandom(_TOKEN))
-        found = {other: Address(*each) for other, each in enumerate(gather(mine)) if each is not None}
-        far = {other: at for other, at in found.items() if mine is not None and other not in near and other != rank}
-        ends = {other: _called(mine, at, rank) for other, at in far.items() if other < rank and mine is not None}
-        callers = [other for other, ranks in enumerate(gather([*filter(ends.get, ends)])) if rank in ranks]
+        mine = (
+            None
+            if listener is None
+            else Address(_host(), _names(), listener.getsockname()[1], os.urandom(_TOKEN))
+        )
+        found = {
+            other: Address(*each) for other, each in enumerate(gather(mine)) if each is not None
+        }
+        far = {
+            other: at
+            for other, at in found.items()
+            if mine is not None and other not in near and other != rank
+        }
+        ends = {
+            other: _called(mine, at, rank)
+            for other, at in far.items()
+            if other < rank and mine is not None
+        }
+        callers = [
+            other for other, ranks in enumerate(gather([*filter(ends.get, ends)])) if rank in ranks
+        ]
         if listener is not None and mine is not None:
-            ends |= _answered(listener, mine.token, {other: far[other].token for other in callers if other in far})
+            ends |= _answered(
+                listener, mine.token, {other: far[other].token for other in callers if other in far}
+            )
             ends |= {other: _confirmed(ends[other], mine.token) for other in ends if other < rank}
         links = {other: Links(*each) for other, each in ends.items() if len(each) == _KINDS}
         every = [(set(beside), set(ranks)) for beside, ranks in gather(([*near], [*links]))]
@@ -69,12 +93,15 @@ def connect(
     for other in ends:
         if other not in kept:
             _close(ends[other])
-    mutual = lambda a, b: b in every[a][0] or (b in every[a][1] and a in every[b][1])
+
+    def mutual(a, b):
+        return b in every[a][0] or (b in every[a][1] and a in every[b][1])
+
     whole = all(mutual(a, b) for a in range(size) for b in range(size) if a != b)
     return {other: each for other, each in links.items() if other in kept}, whole
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------
+# ---- addresses ----
 def _host() -> str:
     """Equal for processes of one host."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
@@ -97,7 +124,9 @@ def _each_name() -> Iterator[str]:
         yield "127.0.0.1"
         return
     with suppress(OSError):
-        yield _towards(os.environ["MASTER_ADDR"] if "MASTER_ADDR" in os.environ else socket.gethostname())
+        yield _towards(
+            os.environ["MASTER_ADDR"] if "MASTER_ADDR" in os.environ else socket.gethostname()
+        )
     with suppress(OSError):
         for *_, at in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             yield str(at[0])
@@ -134,7 +163,9 @@ def _listening(size: int) -> Iterator[socket.socket | None]:
     try:
         both = socket.has_dualstack_ipv6() and not _alone()
         family, name = socket.AF_INET6 if both else socket.AF_INET, "127.0.0.1" if _alone() else ""
-        listener = socket.create_server((name, 0), family=family, backlog=_KINDS * size, dualstack_ipv6=both)
+        listener = socket.create_server(
+            (name, 0), family=family, backlog=_KINDS * size, dualstack_ipv6=both
+        )
     except OSError:
         yield None
         return
@@ -142,10 +173,12 @@ def _listening(size: int) -> Iterator[socket.socket | None]:
         yield listener
 
 
-# ---- both ends ------------------------------------------------------------------------------------------------------
+# ---- both ends ----
 def _called(mine: Address, other: Address, rank: int) -> list[socket.socket]:
     """Connections to a rank, which has not answered yet; none if it cannot be reached."""
-    names = [name for name in other.names if mine.host == other.host or not name.startswith(_LOOPBACK)]
+    names = [
+        name for name in other.names if mine.host == other.host or not name.startswith(_LOOPBACK)
+    ]
     for name in names:
         ends: list[socket.socket] = []
         try:
@@ -161,7 +194,7 @@ def _called(mine: Address, other: Address, rank: int) -> list[socket.socket]:
 
 def _answered(
     listener: socket.socket, token: bytes, callers: Mapping[int, bytes]
-) -> dict[int, list[socket.socket]]:  # fmt: skip
+) -> dict[int, list[socket.socket]]:
     """The connections of the ranks that have called this one; others are closed."""
     found: dict[tuple[int, int], socket.socket] = {}
     end = time.monotonic() + _ANSWER
@@ -181,7 +214,10 @@ def _answered(
             found[rank, kind] = connection
         except OSError:
             connection.close()
-    return {rank: [found[rank, kind] for kind in range(_KINDS) if (rank, kind) in found] for rank in callers}
+    return {
+        rank: [found[rank, kind] for kind in range(_KINDS) if (rank, kind) in found]
+        for rank in callers
+    }
 
 
 def _confirmed(ends: list[socket.socket], token: bytes) -> list[socket.socket]:

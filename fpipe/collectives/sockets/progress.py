@@ -12,7 +12,8 @@ from .stream import Stream
 
 
 class Progress:
-    """Streams with something to send. The thread starts with the first of them, and sleeps without one.
+    """Streams with something to send. The thread starts with the first of them, and sleeps without
+    one.
 
     >>> Progress().close()
     """
@@ -33,7 +34,9 @@ class Progress:
             if not self._wake:
                 self._wake += os.pipe()
                 work = (self._lock, self._late, self._wake[0])
-                self._threads.append(threading.Thread(target=_work, args=work, name="fpipe-sockets", daemon=True))
+                self._threads.append(
+                    threading.Thread(target=_work, args=work, name="fpipe-sockets", daemon=True)
+                )
                 self._threads[0].start()
         os.write(self._wake[1], b"1")
 

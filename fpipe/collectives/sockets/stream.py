@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection between two ranks: frames in both directions, each a header and the bytes of a message.
+"""One connection between two ranks: frames in both directions, each a header and the bytes of a
+message.
 
-The header contains the size of the message and the header of its call, and travels with the bytes. A send hands over
-to the system what it takes at once; the rest is queued. A receive knows the size of its message, so header and bytes
-are read by one call, the bytes to where they stay. This module must not know ranks and backends.
+The header contains the size of the message and the header of its call, and travels with the bytes.
+A send hands over to the system what it takes at once; the rest is queued. A receive knows the size
+of its message, so header and bytes are read by one call, the bytes to where they stay. This module
+must not know ranks and backends.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _MOST = 512  #: parts of memory in one call of the system
 
 
 class Frame:
-    """A message under way: the parts of memory that are left to send or to fill, and what keeps them alive."""
+    """A message under way: the parts of memory that are left to send or to fill, and what keeps
+    them alive.
+    """
 
     __slots__ = ("held", "left", "parts")
 
@@ -89,9 +93,11 @@ class Stream:
         self.ended = ""  # why nothing more arrives
         self.odd = False  # a message arrived that is not the one that was requested
 
-    # ---- sending ------------------------------------------------------------------------------------------------
+    # ---- sending ----
     def send(self, buffers: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Send a message; False if some of it is queued. Its buffers must not change until it is sent."""
+        """Send a message; False if some of it is queued. Its buffers must not change until it is
+        sent.
+        """
         frame = Frame(_HEADER.pack(sum(sizes), self.head[0]), buffers, sizes)
         if self.queued or not self._sent(frame):
             self.queued.append(frame)
@@ -117,7 +123,7 @@ class Stream:
                 return True
         return True
 
-    # ---- receiving ----------------------------------------------------------------------------------------------
+    # ---- receiving ----
     def request(self, buffers: Sequence[Tensor], sizes: Sequence[int]) -> Incoming:
         """Request the next message, to be read into these buffers."""
         frame = Incoming(buffers, sizes, self.head[0])
@@ -160,6 +166,8 @@ def ended(error: OSError | None = None) -> str:
 
 
 def ending(connection: socket.socket) -> None:
-    """End one direction of a connection: the other end reads what is under way, and then that it has ended."""
+    """End one direction of a connection: the other end reads what is under way, and then that it
+    has ended.
+    """
     with suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_WR)

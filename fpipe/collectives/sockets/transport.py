@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between CPU ranks through TCP, where they share no memory: between hosts, or on other systems than Linux.
+"""Messages between CPU ranks through TCP, where they share no memory: between hosts, or on other
+systems than Linux.
 
-A send returns when the system has its bytes, or has queued them: a thread, which sleeps while nothing is queued, sends
-the rest. Messages wait in the memory of the system until their receiver needs them. A waiting rank polls, then sleeps
-until something arrives, and regularly checks the other ranks. This module must not know backends: they carry the
-collectives.
+A send returns when the system has its bytes, or has queued them: a thread, which sleeps while
+nothing is queued, sends the rest. Messages wait in the memory of the system until their receiver
+needs them. A waiting rank polls, then sleeps until something arrives, and regularly checks the
+other ranks. This module must not know backends: they carry the collectives.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ _SENT = Done()
 
 
 class Sockets:
-    """Messages of one rank to and from the ranks of other hosts; ``rank in sockets`` tells which those are."""
+    """Messages of one rank to and from the ranks of other hosts; ``rank in sockets`` tells which
+    those are.
+    """
 
-    def __init__(self, monitor: FaultMonitor, agreement: Agreement, links: Mapping[int, Links], poll: bool):
+    def __init__(
+        self, monitor: FaultMonitor, agreement: Agreement, links: Mapping[int, Links], poll: bool
+    ):
         self.rank = monitor.rank
         self._monitor, self._agreement = monitor, agreement
         self._poll = _POLL if poll else 0.0
@@ -46,9 +51,12 @@ class Sockets:
     def _connect(self, links: Mapping[int, Links]) -> None:
         self._streams = {
             (rank, kind): Stream(connection, self._agreement.head)
-            for rank, both in links.items() for kind, connection in enumerate((both.plans, both.shared))
-        }  # fmt: skip
-        self._begun: dict[int, Work] = {}  # by rank: the message that a fetch requested, and that had not arrived
+            for rank, both in links.items()
+            for kind, connection in enumerate((both.plans, both.shared))
+        }
+        self._begun: dict[
+            int, Work
+        ] = {}  # by rank: the message that a fetch requested, and that had not arrived
         self._progress = Progress()
         self.words = Words({rank: both.words for rank, both in links.items()}, self._poll)
         self._ranks = frozenset(links)
@@ -57,14 +65,23 @@ class Sockets:
         return rank in self._ranks
 
     def renew(self, links: Mapping[int, Links]) -> None:
-        """Use other connections, to the same ranks: what is under way through the old ones is dropped."""
+        """Use other connections, to the same ranks: what is under way through the old ones is
+        dropped.
+        """
         self.close()
         if self._ranks != frozenset(links):
-            missing = ", ".join(str(self._monitor.names[rank]) for rank in sorted(self._ranks - frozenset(links)))
-            raise GroupError(f"rank {self._monitor.me} cannot connect to rank {missing} again; start the job anew")
+            missing = ", ".join(
+                str(self._monitor.names[rank]) for rank in sorted(self._ranks - frozenset(links))
+            )
+            raise GroupError(
+                f"rank {self._monitor.me} cannot connect to rank {missing} again; start the job "
+                "anew"
+            )
         self._connect(links)
 
-    def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
+    def send(
+        self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS
+    ) -> Work:
         """Send a message; what the system does not take at once is sent later."""
         stream = self._streams[dst, kind]
         if not stream.send(form.pack(tensors, self.rank, dst), form.sizes):
@@ -83,8 +100,10 @@ class Sockets:
         return send
 
     def fetcher(self, form: WireFormat, src: int) -> Callable[[], tuple[Tensor, ...] | None]:
-        """For the next message if it arrives within the time of polling, and no earlier one was requested and not read;
-        otherwise the returned function returns None, and :meth:`recv` continues."""
+        """For the next message if it arrives within the time of polling, and no earlier one was
+        requested and not read; otherwise the returned function returns None, and :meth:`recv`
+        continues.
+        """
         monitor, clock, poll = self._monitor, time.perf_counter, self._poll
 
         def fetch() -> tuple[Tensor, ...] | None:
@@ -105,7 +124,9 @@ class Sockets:
 
         return fetch
 
-    def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
+    def share(
+        self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int
+    ) -> tuple[Tensor, ...]:
         """Broadcast from one rank to those that it is connected to."""
         if tensors is None:
             return self.recv(form, src, SHARED).wait()
@@ -120,7 +141,9 @@ class Sockets:
         stream, buffers = self._streams[src, kind], form.empty(_CPU)
         return self._work(form, stream, stream.request(buffers, form.sizes), buffers, src)
 
-    def _work(self, form: WireFormat, stream: Stream, frame: Incoming, buffers: list[Tensor], src: int) -> Pending:
+    def _work(
+        self, form: WireFormat, stream: Stream, frame: Incoming, buffers: list[Tensor], src: int
+    ) -> Pending:
         def finish() -> tuple[Tensor, ...]:
             if frame.left:
                 self._wait(stream, frame, src)
@@ -136,7 +159,12 @@ class Sockets:
         """Wait until no message is queued."""
         for (dst, _), stream in self._streams.items():
             if stream.queued:
-                self._until(lambda stream=stream: not stream.queued, dst, "to send to", lambda: time.sleep(0.001))
+                self._until(
+                    lambda stream=stream: not stream.queued,
+                    dst,
+                    "to send to",
+                    lambda: time.sleep(0.001),
+                )
 
     def close(self) -> None:
         """End the connections at once: what is under way is lost."""
@@ -151,7 +179,7 @@ class Sockets:
             stream.finish()
         self.words.finish()
 
-    # ---- waiting ------------------------------------------------------------------------------------------------
+    # ---- waiting ----
     def _wait(self, stream: Stream, frame: Incoming, src: int) -> None:
         until = time.perf_counter() + self._poll
         while not self._arrived(stream, frame, src) and time.perf_counter() < until:
@@ -159,7 +187,10 @@ class Sockets:
         if frame.left:
             ready = select.poll()
             ready.register(stream.connection, select.POLLIN)
-            sleep = lambda: ready.poll(1e3 * _SLICE)
+
+            def sleep():
+                return ready.poll(1e3 * _SLICE)
+
             self._until(lambda: self._arrived(stream, frame, src), src, "for a message from", sleep)
 
     def _arrived(self, stream: Stream, frame: Incoming, src: int) -> bool:
@@ -167,12 +198,15 @@ class Sockets:
         if frame.left and stream.odd:
             self._agreement.confirm()  # a message of another call
             raise MismatchError(
-                f"rank {src} sent another message than the {frame.size} bytes that rank {self.rank} "
+                f"rank {src} sent another message than the {frame.size} bytes that rank "
+                f"{self.rank} "
                 "expected; both must run one plan"
             )
         return not frame.left
 
-    def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object]) -> None:
+    def _until(
+        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object]
+    ) -> None:
         self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
 
     def _gone(self, peer: int) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that ranks announce before each call, each to every other one over a connection of their own.
+"""The words that ranks announce before each call, each to every other one over a connection of
+their own.
 
 This module must not know calls.
 """
@@ -19,7 +20,8 @@ _LATER = 0.01  #: seconds of waiting after which a rank sleeps
 
 
 class Words:
-    """An exchange of words. A rank ends a call only when every rank has begun it, so it reads no word of a later one.
+    """An exchange of words. A rank ends a call only when every rank has begun it, so it reads no
+    word of a later one.
 
     >>> a, b = socket.socketpair()
     >>> first, second = Words({1: a}, 0.0), Words({0: b}, 0.0)
@@ -33,7 +35,9 @@ class Words:
             connection.setblocking(False)
             weakref.finalize(self, connection.close)
         self._read = dict.fromkeys(connections, b"")
-        self._said: dict[int, tuple[int, int]] = dict.fromkeys(connections, (-1, 0))  # number of the call, word
+        self._said: dict[int, tuple[int, int]] = dict.fromkeys(
+            connections, (-1, 0)
+        )  # number of the call, word
         self._ended: dict[int, str] = {}
 
     def start(self, number: int, word: int) -> None:
@@ -41,7 +45,9 @@ class Words:
         for rank, connection in self._connections.items():
             try:
                 connection.sendall(_WORD.pack(number, word))
-            except OSError as error:  # nobody reads it; whoever waits for this rank's word learns why
+            except (
+                OSError
+            ) as error:  # nobody reads it; whoever waits for this rank's word learns why
                 self._ended[rank] = ended(error)
 
     def equal(self, number: int, word: int) -> bool | None:
@@ -59,7 +65,9 @@ class Words:
         return next((rank for rank in self._connections if self._word(rank, number) is None), None)
 
     def pause(self, number: int, waited: float) -> str:
-        """Poll for a while, then sleep until something arrives from a rank whose word is missing."""
+        """Poll for a while, then sleep until something arrives from a rank whose word is
+        missing.
+        """
         rank = self.missing(number)
         if rank is None:
             return ""

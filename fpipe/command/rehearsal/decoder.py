@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain decoder of the sizes of a plan as pure stages: the part of one tensor-parallel rank, on the device meta.
+"""A plain decoder of the sizes of a plan as pure stages: the part of one tensor-parallel rank, on
+the device meta.
 
-Shapes and memory are those of one rank. Collectives of tensor-parallel ranks are operations with their shapes: a gather
-repeats the part of a rank, a reduction over parts of the sequence adds them up. Values do not matter. Rotations of
-queries and keys are left out. Knows neither schedules nor ranks of a pipeline.
+Shapes and memory are those of one rank. Collectives of tensor-parallel ranks are operations with
+their shapes: a gather repeats the part of a rank, a reduction over parts of the sequence adds them
+up. Values do not matter. Rotations of queries and keys are left out. Knows neither schedules nor
+ranks of a pipeline.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
 def batch(job: Job, layout: Layout) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one copy of the pipeline, without data."""
     shape = (job.batch // layout.dp, job.sequence)
-    return torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(shape, dtype=torch.int64, device="meta")
+    return torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(
+        shape, dtype=torch.int64, device="meta"
+    )
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +64,7 @@ class _Part:
     job: Job
     layout: Layout
 
-    # ---- parameters -------------------------------------------------------------------------------------------------
+    # ---- parameters ----
     def _empty(self, *shape: int) -> Tensor:
         dtype = {2: torch.bfloat16, 4: torch.float32}[self.job.precision.parameters]
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -83,11 +87,13 @@ class _Part:
         h, gate = model.hidden, model.matrices - 1
         experts = (model.experts,) if model.experts else ()
         found: Params = {
-            "norm1": self._empty(h), "norm2": self._empty(h),
-            "qkv": self._empty(h, (model.queries + 2 * model.keys) // t), "out": self._empty(model.queries // t, h),
+            "norm1": self._empty(h),
+            "norm2": self._empty(h),
+            "qkv": self._empty(h, (model.queries + 2 * model.keys) // t),
+            "out": self._empty(model.queries // t, h),
             "up": self._empty(*experts, h, gate * model.feed_forward // t),
             "down": self._empty(*experts, model.feed_forward // t, h),
-        }  # fmt: skip
+        }
         if model.experts:
             found["router"] = self._empty(h, model.experts)
         if model.shared:
@@ -97,10 +103,12 @@ class _Part:
 
     @property
     def _cheap_again(self) -> bool:
-        """Whether norms and activation functions are computed again; of attention that keeps scores, these are."""
+        """Whether norms and activation functions are computed again; of attention that keeps
+        scores, these are.
+        """
         return self.layout.recompute == "selective" and self.job.attention == "flash"
 
-    # ---- functions --------------------------------------------------------------------------------------------------
+    # ---- functions ----
     def stage(self, first: bool, last: bool) -> Function:
         """The function of a stage."""
         layer = block(remat(self.layer) if self.layout.recompute == "full" else self.layer)
@@ -124,9 +132,13 @@ class _Part:
     def layer(self, p: Params, x: Tensor) -> Tensor:
         """One layer."""
         joined = remat(self._normed) if self._cheap_again else self._unkept
-        x = x + self._dropped(self._scattered(self._attention(joined(x, p["norm1"], p["qkv"])) @ p["out"]))
+        x = x + self._dropped(
+            self._scattered(self._attention(joined(x, p["norm1"], p["qkv"])) @ p["out"])
+        )
         if not self.job.model.experts:
-            return x + self._dropped(self._scattered(self._inner(joined(x, p["norm2"], p["up"]), p["down"])))
+            return x + self._dropped(
+                self._scattered(self._inner(joined(x, p["norm2"], p["up"]), p["down"]))
+            )
         return x + self._scattered(self._experts(p, self._gathered(self._norm(x, p["norm2"]))))
 
     def _normed(self, x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
@@ -143,7 +155,9 @@ class _Part:
         return self._gathered(y) @ matrix
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight)  # an RMS norm is several operations on the device meta
+        return F.layer_norm(
+            x, weight.shape, weight
+        )  # an RMS norm is several operations on the device meta
 
     def _inner(self, y: Tensor, down: Tensor) -> Tensor:
         """The rest of a feed-forward, after its first product."""
@@ -155,8 +169,12 @@ class _Part:
         model, (b, s, h) = self.job.model, y.shape
         weights = torch.topk(torch.softmax(y @ p["router"], -1), model.active).values
         each = -(-b * s * model.active // model.experts)
-        sorted_ = y.reshape(-1, h).repeat(-(-each * model.experts // (b * s)), 1)[: each * model.experts]
-        results = self._inner(torch.bmm(sorted_.view(model.experts, each, h), p["up"]), p["down"]).flatten(0, 1)
+        sorted_ = y.reshape(-1, h).repeat(-(-each * model.experts // (b * s)), 1)[
+            : each * model.experts
+        ]
+        results = self._inner(
+            torch.bmm(sorted_.view(model.experts, each, h), p["up"]), p["down"]
+        ).flatten(0, 1)
         results = results[: b * s * model.active].view(model.active, b, s, h)
         total = (results * weights.permute(2, 0, 1).unsqueeze(-1)).sum(0)
         return total + self._inner(y @ p["shared_up"], p["shared_down"]) if model.shared else total
@@ -169,7 +187,10 @@ class _Part:
         if self.job.attention == "flash":
             y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
         else:
-            k, v = (each.repeat_interleave(heads // shared, 1) if heads > shared else each for each in (k, v))
+            k, v = (
+                each.repeat_interleave(heads // shared, 1) if heads > shared else each
+                for each in (k, v)
+            )
             scored = remat(self._scored) if self.layout.recompute == "selective" else self._scored
             y = scored(q, k, v)
         return y.transpose(1, 2).flatten(2)
@@ -183,7 +204,7 @@ class _Part:
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, DROPOUT) if self.job.model.dropout else x
 
-    # ---- tensor-parallel collectives --------------------------------------------------------------------------------
+    # ---- tensor-parallel collectives ----
     def _gathered(self, x: Tensor) -> Tensor:
         """The whole sequence, of the part of a rank."""
         return x.repeat(1, self.layout.split, 1) if self.layout.split > 1 else x

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of ``fpipe train``: starts the ranks, shows their reports, compares gradients with one process, and prints.
+"""The run of ``fpipe train``: starts the ranks, shows their reports, compares gradients with one
+process, and prints.
 
 Knows no options.
 """
@@ -34,27 +35,39 @@ from .single import one_process
 
 
 def run(settings: Settings, source: str, out: Path) -> int:
-    """Train and print the results; returns the exit status, 1 if the gradients differ from those of one process."""
+    """Train and print the results; returns the exit status, 1 if the gradients differ from those of
+    one process.
+    """
     torch.set_num_threads(1)  # like the ranks: the order of a sum determines its bits
     console, s = Console(highlight=False), settings.schedule
-    title = f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
+    title = (
+        f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
+    )
     if not console.is_terminal:
         console.print(title)
     screen = Screen(console, title, settings.steps)
     with screen.live if console.is_terminal else nullcontext():
         last = conduct(settings, screen.show)
-    text = " / ".join(filter(None, map(str.strip, sample(settings, last.after, "Shall I", 120).splitlines())))
+    text = " / ".join(
+        filter(None, map(str.strip, sample(settings, last.after, "Shall I", 120).splitlines()))
+    )
     console.print(f"\n[dim]A sample of the model:[/dim] {escape(text)}", soft_wrap=True)
     result = verdict(settings, last)
     good = result.largest == 0 and result.loss == 0
     largest = f"[bold {'green' if good else 'red'}]{result.largest:g}[/]"
     of = f"({result.tensors} tensors, {result.numbers:,} numbers; loss {result.loss:g})"
-    console.print(f"Largest difference of its gradients from a single process: {largest}  {of}", soft_wrap=True)
+    console.print(
+        f"Largest difference of its gradients from a single process: {largest}  {of}",
+        soft_wrap=True,
+    )
     page = write(last, out, s.name)
     console.print(f"Simulated and measured timeline: [bold]{page}[/bold]", soft_wrap=True)
     if cores() < s.ranks:
         shared = f"{s.ranks} processes share {cores()} of this machine's cores"
-        console.print(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]", soft_wrap=True)
+        console.print(
+            f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]",
+            soft_wrap=True,
+        )
     console.print("\nThree things to try next:")
     for line, purpose in _next(settings, out):
         console.print(f"  [bold cyan]{line}[/]\n      {purpose}", soft_wrap=True)
@@ -62,9 +75,13 @@ def run(settings: Settings, source: str, out: Path) -> int:
 
 
 def conduct(settings: Settings, show: Callable[[Ready | Step | Measured], None]) -> LastStep:
-    """Train on processes of this machine, pass each report of rank 0 to ``show``, and collect the last step."""
+    """Train on processes of this machine, pass each report of rank 0 to ``show``, and collect the
+    last step.
+    """
     ours, theirs = Pipe(duplex=False)
-    listener = threading.Thread(target=_listen, args=(ours, show), name="fpipe-train-reports", daemon=True)
+    listener = threading.Thread(
+        target=_listen, args=(ours, show), name="fpipe-train-reports", daemon=True
+    )
     listener.start()
     try:
         return together(launch(work, settings, theirs, ranks=settings.schedule.ranks))
@@ -103,18 +120,27 @@ def verdict(settings: Settings, last: LastStep) -> Verdict:
     """Compare with the last step in this process, by plain autograd."""
     text, functions, _ = settings.model()
     x, following = settings.batch(text, settings.steps - 1)
-    loss, grads = one_process(functions, last.before, cross_entropy, x, following, schedule=settings.schedule)
+    loss, grads = one_process(
+        functions, last.before, cross_entropy, x, following, schedule=settings.schedule
+    )
     ours, theirs = tree.leaves(last.grads), tree.leaves(grads)
     largest = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     numbers = sum(leaf.numel() for leaf in ours)
-    return Verdict(largest, len(ours), numbers, max(abs(other - float(loss)) for other in last.losses))
+    return Verdict(
+        largest, len(ours), numbers, max(abs(other - float(loss)) for other in last.losses)
+    )
 
 
 def write(last: LastStep, out: Path, title: str) -> Path:
-    """Write both timelines as one page, and each as a file for ``fpipe view``; return the path of the page."""
+    """Write both timelines as one page, and each as a file for ``fpipe view``; return the path of
+    the page.
+    """
     out.mkdir(parents=True, exist_ok=True)
     timelines = {"simulated": last.simulated, "measured": last.measured}
-    named = {kind: replace(timeline, name=f"{title} {kind}".strip()) for kind, timeline in timelines.items()}
+    named = {
+        kind: replace(timeline, name=f"{title} {kind}".strip())
+        for kind, timeline in timelines.items()
+    }
     for kind, timeline in named.items():
         timeline.save(out / f"{kind}.json")
     page = out / "timeline.html"
@@ -140,9 +166,21 @@ def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:
     other = "DualPipeV" if settings.schedule.name != "DualPipeV" else "1F1B"
     p, m = settings.schedule.ranks, settings.schedule.microbatches
     started = os.path.relpath(sys.argv[0])  # as it can be typed here
-    fpipe = "fpipe" if which("fpipe") else "python -m fpipe" if started.endswith("__main__.py") else started
+    fpipe = (
+        "fpipe"
+        if which("fpipe")
+        else "python -m fpipe"
+        if started.endswith("__main__.py")
+        else started
+    )
     return [
-        (f"{fpipe} view {out}", "open that page: zoom, hover over an action to see what it waited for, search 3F2"),
-        (f"{fpipe} train --schedule {other} --ranks {p} --out {out}-{other.lower()}", "the same losses, another order"),
+        (
+            f"{fpipe} view {out}",
+            "open that page: zoom, hover over an action to see what it waited for, search 3F2",
+        ),
+        (
+            f"{fpipe} train --schedule {other} --ranks {p} --out {out}-{other.lower()}",
+            "the same losses, another order",
+        ),
         (f"{fpipe} compare --ranks {p} --microbatches {m}", "all schedules, bubbles and memory"),
     ]

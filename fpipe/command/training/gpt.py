@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GPT as pure stages: one function, and a pytree of parameters for each stage.
 
-The parameters of a stage determine its computation: an embedding, some blocks, a head. A block's initial values depend
-on its number, so the model is the same for any number of stages. Knows neither ranks nor schedules.
+The parameters of a stage determine its computation: an embedding, some blocks, a head. A block's
+initial values depend on its number, so the model is the same for any number of stages. Knows
+neither ranks nor schedules.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model; ``vocabulary`` is the number of distinct tokens, ``length`` the longest sequence."""
+    """Sizes of the model; ``vocabulary`` is the number of distinct tokens, ``length`` the longest
+    sequence.
+    """
 
     vocabulary: int
     length: int = 64
@@ -30,7 +33,9 @@ class Sizes:
     layers: int = 8
 
 
-def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, Any], Tensor]], list[dict[str, Any]]]:
+def gpt(
+    sizes: Sizes, stages: int, seed: int = 0
+) -> tuple[list[Callable[[Any, Any], Tensor]], list[dict[str, Any]]]:
     """``(functions, params)`` of the model cut into ``stages`` stages, layers spread evenly.
 
     With more stages than layers, some stages have no layer and return their input.
@@ -44,7 +49,8 @@ def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, A
     """
     edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
     params: list[dict[str, Any]] = [
-        {"blocks": [_block_params(sizes, seed, layer) for layer in range(*edge)]} for edge in pairwise(edges)
+        {"blocks": [_block_params(sizes, seed, layer) for layer in range(*edge)]}
+        for edge in pairwise(edges)
     ]
     normal, vocabulary, width = _normal(seed, -1), sizes.vocabulary, sizes.width
     params[0]["embed"] = {"token": normal(vocabulary, width), "place": normal(sizes.length, width)}
@@ -73,7 +79,9 @@ def stage_of_gpt(heads: int, p: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def _block(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    q, k, v = rearrange(_norm(x, p["norm1"]) @ p["qkv"], "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads)
+    q, k, v = rearrange(
+        _norm(x, p["norm1"]) @ p["qkv"], "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads
+    )
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + rearrange(mixed, "row head t d -> row t (head d)") @ p["mix"]
     return x + F.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]

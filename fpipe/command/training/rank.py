@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of ``fpipe train``: a training loop as a user would write it, with reports over a connection.
+"""One process of ``fpipe train``: a training loop as a user would write it, with reports over a
+connection.
 
-Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and no file.
+Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and
+no file.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Settings:
         return self.rate * min((step + 1) / 10, 1.0) * (1 - 0.9 * progress)
 
     def measured(self, step: int) -> bool:
-        """Whether this step is measured. The first two are not: they trace programs and allocate memory."""
+        """Whether this step is measured. The first two are not: they trace programs and allocate
+        memory.
+        """
         every = max(self.steps // self.pictures, 1)
         return step == self.steps - 1 or (step >= 2 and (step - 2) % every == 0)
 
@@ -83,7 +87,9 @@ class Measured(NamedTuple):
 
 
 class LastStep(NamedTuple):
-    """The last step: losses by rank; by stage, parameters before, gradients, parameters after; and its timelines."""
+    """The last step: losses by rank; by stage, parameters before, gradients, parameters after; and
+    its timelines.
+    """
 
     losses: list[float]
     before: list[Any]
@@ -117,5 +123,7 @@ def work(settings: Settings, wire: Connection | None) -> LastStep:
         if measured:
             report(Measured(number, profiled.timeline))
         if number == settings.steps - 1:
-            return LastStep([float(loss)], before, grads, params, profiled.timeline, profiled.simulated)
+            return LastStep(
+                [float(loss)], before, grads, params, profiled.timeline, profiled.simulated
+            )
     raise AssertionError("Settings.steps is 1 or more")

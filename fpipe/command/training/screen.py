@@ -13,7 +13,14 @@ from statistics import median_high
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -32,14 +39,24 @@ class Screen:
         self.done: list[Step] = []
         self.measured: Measured | None = None
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console, expand=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
         self.task = self.bar.add_task("starting the ranks", total=steps)
-        self.live = Live(console=console, refresh_per_second=6, transient=False, get_renderable=self.picture)
+        self.live = Live(
+            console=console, refresh_per_second=6, transient=False, get_renderable=self.picture
+        )
 
     def show(self, report: Ready | Step | Measured) -> None:
-        """Include a report in the display; without a terminal, print a line for every tenth of the steps."""
+        """Include a report in the display; without a terminal, print a line for every tenth of the
+        steps.
+        """
         if isinstance(report, Ready):
             self.title = f"{self.title}, {report.parameters:,} parameters"
             self.bar.update(self.task, description="tracing the stages")
@@ -51,7 +68,9 @@ class Screen:
             self.bar.update(self.task, completed=number, description="training")
             tenth = number == self.steps or report.number % max(self.steps // 10, 1) == 0
             if tenth and not self.console.is_terminal:
-                self.console.print(f"step {number:4d}   loss {report.loss:.4f}   {self._speed():7,.0f} tokens/s")
+                self.console.print(
+                    f"step {number:4d}   loss {report.loss:.4f}   {self._speed():7,.0f} tokens/s"
+                )
 
     def picture(self) -> RenderableType:
         """The whole display."""
@@ -59,9 +78,14 @@ class Screen:
         parts: list[RenderableType] = [self.bar, self._figures(inside)]
         if self.measured is not None:
             number, timeline = self.measured
-            title = f"step {number + 1} as it ran: {1e3 * timeline.total:.0f} ms, bubble {timeline.bubble:.0%}"
+            title = (
+                f"step {number + 1} as it ran: {1e3 * timeline.total:.0f} ms, bubble "
+                f"{timeline.bubble:.0%}"
+            )
             parts += [Text(), Text(title, style="dim"), lanes(timeline, inside)]
-        return Panel(Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left")
+        return Panel(
+            Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left"
+        )
 
     def _figures(self, width: int) -> RenderableType:
         if not self.done:
@@ -94,12 +118,17 @@ def lanes(timeline: Timeline, width: int) -> Text:
         held = timeline.placement.stages_of(rank)
         row = [(" ", "")] * columns
         for span in timeline.of_rank(rank):
-            first, last = ((t - timeline.start) / timeline.total * columns for t in (span.start, span.end))
+            first, last = (
+                (t - timeline.start) / timeline.total * columns for t in (span.start, span.end)
+            )
             parts = span.action.parts
             for column in range(int(first), min(max(round(last), int(first) + 1), columns)):
                 part = parts[column % len(parts)]  # a fused action shows both
                 ground = fill(part.op, held.index(part.stage), len(held))
-                row[column] = part.op, f"{ground} on {ground}"  # shows the letter where colours are not available
+                row[column] = (
+                    part.op,
+                    f"{ground} on {ground}",
+                )  # shows the letter where colours are not available
                 seen.add(part.op)
         for letter, style in row:
             picture.append(letter, style=style)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training text: Shakespeare's sonnets, by character.
 
-Batches depend on (seed, step) alone, so they are the same on every rank and in every run. Knows no model.
+Batches depend on (seed, step) alone, so they are the same on every rank and in every run. Knows no
+model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Text:
 
     def encode(self, text: str) -> Tensor:
         """Characters as tokens; characters that are not in the text are dropped."""
-        return torch.tensor([self.letters.index(letter) for letter in text if letter in self.letters])
+        return torch.tensor(
+            [self.letters.index(letter) for letter in text if letter in self.letters]
+        )
 
     def decode(self, tokens: Tensor) -> str:
         """Tokens as characters."""

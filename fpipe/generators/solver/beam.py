@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search for small problems: rows grow action by action, and of each length the best few are kept.
+"""Beam search for small problems: rows grow action by action, and of each length the best few are
+kept.
 
-Local search does not leave rows whose improvement takes changes on several ranks at once, with memory full between
-them. Here the action that can end first names a rank, and each action that this rank can start before that end is a
-branch: the best rows are among these (Giffler and Thompson, 1960). Of rows with the same actions done those are dropped
-that others are not behind of in any way. The value of a state is a lower bound on the span of all that it can become.
+Local search does not leave rows whose improvement takes changes on several ranks at once, with
+memory full between them. Here the action that can end first names a rank, and each action that this
+rank can start before that end is a branch: the best rows are among these (Giffler and Thompson,
+1960). Of rows with the same actions done those are dropped that others are not behind of in any
+way. The value of a state is a lower bound on the span of all that it can become.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class _Action(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Begun rows. Numbers are by rank, ``done`` by op and stage, ``arrivals`` by pass: of those that have not run."""
+    """Begun rows. Numbers are by rank, ``done`` by op and stage, ``arrivals`` by pass: of those
+    that have not run.
+    """
 
     done: tuple[int, ...]
     clock: tuple[float, ...]
@@ -47,8 +51,11 @@ class _State(NamedTuple):
         return [*self.clock, *waiting, *(-start for start in self.first)]
 
 
-def beam(problem: Problem, width: int, alike: int = 3, passed: Callable[[], bool] = lambda: False) -> Filled | None:
-    """The best rows of a search that keeps so many states; None where all run out of memory, or time has passed.
+def beam(
+    problem: Problem, width: int, alike: int = 3, passed: Callable[[], bool] = lambda: False
+) -> Filled | None:
+    """The best rows of a search that keeps so many states; None where all run out of memory, or
+    time has passed.
 
     Of states with the same actions done it keeps at most ``alike``.
 
@@ -68,7 +75,11 @@ def beam(problem: Problem, width: int, alike: int = 3, passed: Callable[[], bool
             for action in search.branches(state):
                 after = search.after(state, action)
                 _keep(reached.setdefault(after.done, []), after)
-        best = [one for same in reached.values() for one in sorted(map(search.valued, same), key=_BY_VALUE)[:alike]]
+        best = [
+            one
+            for same in reached.values()
+            for one in sorted(map(search.valued, same), key=_BY_VALUE)[:alike]
+        ]
         states = [state for _, state in sorted(best, key=_BY_VALUE)[:width]]
     finished = [(search.windows(state), state) for state in states]
     if not finished:
@@ -78,7 +89,9 @@ def beam(problem: Problem, width: int, alike: int = 3, passed: Callable[[], bool
 
 
 def _keep(same: list[tuple[list[float], _State]], state: _State) -> None:
-    """Add a state to those with the same actions done, unless one of them is better; without those that are worse."""
+    """Add a state to those with the same actions done, unless one of them is better; without those
+    that are worse.
+    """
     times = state.times
     for others, _ in same:
         if all(map(le, others, times)):
@@ -101,9 +114,12 @@ class _Beam:
         for s in reversed(range(p.stages)):
             way[s] = p.F[s] + (p.link[s] + way[s + 1] if s + 1 < p.stages else way[p.stages + s])
         short = min(p.load)
-        #: By pass: the rank, the time of one, and the time from its start until the microbatch has come back
-        self.ways = [(p.path[at % p.stages], step * short, time * short)
-                     for at, (step, time) in enumerate(zip((*p.F, *p.I), way, strict=True))]  # fmt: skip
+        #: By pass: the rank, the time of one, and the time from its start until the microbatch has
+        #: come back
+        self.ways = [
+            (p.path[at % p.stages], step * short, time * short)
+            for at, (step, time) in enumerate(zip((*p.F, *p.I), way, strict=True))
+        ]
 
     def branches(self, state: _State) -> Iterator[_Action]:
         """The actions of one rank of which one is next."""
@@ -122,7 +138,13 @@ class _Beam:
 
     def _add(self, found: list[_Action], state: _State, rank: int, s: int) -> None:
         """The next actions of a stage, as far as they have arrived and fit in memory."""
-        p, done, arrivals, stages, clock = self.problem, state.done, state.arrivals, self.stages, state.clock[rank]
+        p, done, arrivals, stages, clock = (
+            self.problem,
+            state.done,
+            state.arrivals,
+            self.stages,
+            state.clock[rank],
+        )
         if arrivals[s]:
             held, k = state.held[rank] + p.adds[0][s] * p.size[done[s]], done[s]
             if held <= self.limit[rank] and self._leaves_room(state, rank, s, held):
@@ -137,11 +159,16 @@ class _Beam:
             found.append(_Action(clock + p.W[s] * p.load[k], clock, 2, s))
 
     def _leaves_room(self, state: _State, rank: int, s: int, held: float) -> bool:
-        """Whether a later stage of this rank can still run, or some microbatch has been there and will free memory."""
+        """Whether a later stage of this rank can still run, or some microbatch has been there and
+        will free memory.
+        """
         p, last = self.problem, self.problem.of_rank[rank][-1]
         if s == last or state.done[last] > state.done[2 * self.stages + s]:
             return True
-        return held + max(p.saved[later] for later in p.of_rank[rank] if later > s) * max(p.size) <= self.limit[rank]
+        return (
+            held + max(p.saved[later] for later in p.of_rank[rank] if later > s) * max(p.size)
+            <= self.limit[rank]
+        )
 
     def after(self, state: _State, action: _Action) -> _State:
         """The state after one more action."""
@@ -158,12 +185,16 @@ class _Beam:
         held = _set(state.held, rank, state.held[rank] + p.adds[op][s] * p.size[k])
         left = _set(state.left, rank, state.left[rank] - self.length[op][s] * p.load[k])
         clock = _set(state.clock, rank, end)
-        return _State(_set(state.done, at, k + 1), clock, first, held, left, arrivals, (state, action))
+        return _State(
+            _set(state.done, at, k + 1), clock, first, held, left, arrivals, (state, action)
+        )
 
     def windows(self, state: _State) -> list[float]:
         """How long ranks are busy or wait, if they do not wait any more."""
-        return [(clock - first if first >= 0 else 0.0) + left
-                for clock, first, left in zip(state.clock, state.first, state.left, strict=True)]  # fmt: skip
+        return [
+            (clock - first if first >= 0 else 0.0) + left
+            for clock, first, left in zip(state.clock, state.first, state.left, strict=True)
+        ]
 
     def valued(self, one: tuple[list[float], _State]) -> tuple[float, _State]:
         """A state with its value: a lower bound on the span, and a little of the other ranks'."""
@@ -175,7 +206,9 @@ class _Beam:
     def _back(self, state: _State) -> float:
         """When all microbatches can have come back to the first rank."""
         latest, last, clock = 0.0, self.microbatches - 1, state.clock
-        for (rank, step, way), done, arrivals in zip(self.ways, state.done, state.arrivals, strict=False):
+        for (rank, step, way), done, arrivals in zip(
+            self.ways, state.done, state.arrivals, strict=False
+        ):
             if done <= last:
                 time = clock[rank]
                 if arrivals and arrivals[0] > time:

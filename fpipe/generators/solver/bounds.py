@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a shorter one.
+"""Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a
+shorter one.
 
 Six are computed, and the largest counts; each names its reason:
 
-* *work*: a rank is busy for its own work. Until its first backward can be there it has only forwards to run, and only
-  as many as fit in memory; after its last forward it has only the backwards of what it holds. What is left of both
-  times is idle (the *head* and the *tail*).
-* *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank, that one works and
-  waits, and the last microbatch comes back. Only the Ws that the later rank still holds then can come after that.
-* *path*: from a rank's first forward to its last backward a microbatch passes all later stages and comes back.
-* *memory*: what a rank holds lies there from its forward to its backward; that much area must fit under the limit.
-* *linear program*: precedence, work and memory together (``relaxation.py``), of few actions and with OR-tools.
+* *work*: a rank is busy for its own work. Until its first backward can be there it has only
+  forwards to run, and only as many as fit in memory; after its last forward it has only the
+  backwards of what it holds. What is left of both times is idle (the *head* and the *tail*).
+* *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank,
+  that one works and waits, and the last microbatch comes back. Only the Ws that the later rank
+  still holds then can come after that.
+* *path*: from a rank's first forward to its last backward a microbatch passes all later stages and
+  comes back.
+* *memory*: what a rank holds lies there from its forward to its backward; that much area must fit
+  under the limit.
+* *linear program*: precedence, work and memory together (``relaxation.py``), of few actions and
+  with OR-tools.
 * *search*: what the exact solver proved.
 """
 
@@ -55,7 +60,9 @@ def lower_bound(problem: Problem, costs: Costs) -> Bound:
 
 
 class _Least(NamedTuple):
-    """Times of actions, by stage, so that no schedule has less to do, whether backwards are split or fused or not."""
+    """Times of actions, by stage, so that no schedule has less to do, whether backwards are split
+    or fused or not.
+    """
 
     F: tuple[float, ...]
     W: tuple[float, ...]
@@ -90,21 +97,28 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
     for rank, stages in enumerate(p.of_rank):
         here = f"rank {rank}: "
         yield Bound(ends[rank].work, here + "its work")
-        yield Bound(_path(p, least, stages), here + "the way of a microbatch through all later stages and back")
+        yield Bound(
+            _path(p, least, stages),
+            here + "the way of a microbatch through all later stages and back",
+        )
         if (waits := ends[rank].waits) > 0:
             yield Bound(
-                ends[rank].work + waits, here + "its work, and its waits before its first and after its last forwards"
+                ends[rank].work + waits,
+                here + "its work, and its waits before its first and after its last forwards",
             )
         first, last = stages[0], min(p.load) * (least.both[stages[0]] - least.inward[stages[0]])
         for other, there in enumerate(p.of_rank):
             if first < there[0]:
                 yield Bound(
                     _way(p, least, first, there[0]) + ends[other].until + last,
-                    here + f"the way to rank {other}, the work and the waits there, and the way back",
+                    here
+                    + f"the way to rank {other}, the work and the waits there, and the way back",
                 )
         if 0 < p.limit[rank] < inf:
             area = sum(_area(p, least, s) for s in stages)
-            yield Bound(area / p.limit[rank], here + "how much it holds for how long, within its memory")
+            yield Bound(
+                area / p.limit[rank], here + "how much it holds for how long, within its memory"
+            )
 
 
 def _path(p: Problem, least: _Least, stages: tuple[int, ...]) -> float:
@@ -120,7 +134,9 @@ def _way(p: Problem, least: _Least, first: int, there: int) -> float:
 
 
 class _Ends(NamedTuple):
-    """How long a rank works, waits, and is not done with the backwards of its first stage, at least."""
+    """How long a rank works, waits, and is not done with the backwards of its first stage, at
+    least.
+    """
 
     work: float
     waits: float  #: before its first backward and after its last forward
@@ -133,12 +149,15 @@ class _Ends(NamedTuple):
         first, last = stages[0], stages[-1]
         work = sum(p.load) * sum(least.every[s] for s in stages)
         room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
-        most = lambda items: long * _knapsack(items, p.microbatches, room)
+
+        def most(items):
+            return long * _knapsack(items, p.microbatches, room)
+
         there = sum(least.forward[first:]) * short + sum(p.link[first:])
         beyond = sum(least.inward[last + 1 :]) * short + sum(p.link[last:])
         head = max(0.0, there + beyond - most([(least.F[s], p.saved[s]) for s in stages]))
-        # the last forward is one of the last stage; until its gradient has come back to the first stage, there is only
-        # the work of what is held
+        # the last forward is one of the last stage; until its gradient has come back to the first
+        # stage, there is only the work of what is held
         back = sum(least.forward[last + 1 :]) * short + sum(p.link[last:]) + beyond
         back += sum(least.inward[first + 1 : last + 1]) * short + sum(p.link[first:last])
         later = [(least.W[s], p.kept[s]) for s in stages]
@@ -154,11 +173,15 @@ class _Ends(NamedTuple):
 def _area(p: Problem, least: _Least, s: int) -> float:
     """How much a stage's microbatches hold from F to I, times how long at least."""
     passes, links = sum(least.forward[s:]) + sum(least.inward[s:]), 2 * sum(p.link[s:])
-    return p.saved[s] * sum(size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True))
+    return p.saved[s] * sum(
+        size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True)
+    )
 
 
 def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float:
-    """The most time of items (time, bytes), each at most ``most`` times and in parts too, that fit in ``room``."""
+    """The most time of items (time, bytes), each at most ``most`` times and in parts too, that fit
+    in ``room``.
+    """
     sizes = {size for _, size in items}
     if len(sizes) == 1 and (size := sizes.pop()) > 0 and room < inf:
         room = room * ALMOST // size * size  # no parts

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schedule to take for given costs and memory: the solver's, or the best of those with a name."""
+"""Which schedule to take for given costs and memory: the solver's, or the best of those with a
+name.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Choice:
     def __str__(self) -> str:
         best, unit = self.best, self.unit and f" {self.unit}"
         proof = f"no schedule is shorter than {number(self.bound)}{unit} ({self.bound.reason})"
-        figures = f"span {number(best.span)}{unit}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
+        figures = (
+            f"span {number(best.span)}{unit}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
+        )
         wide = max(len(each.name) for each in self.candidates)
         lines = [f"{'schedule':<{wide}}  {'span':>10}  {'bubble':>7}  {'memory':>10}"]
         for each in self.candidates:
@@ -60,21 +64,43 @@ class Choice:
 
 
 def choose(
-    costs: Costs, ranks: int, microbatches: int, stages: int, memory: Memory = None, *,
-    placement: Placement | None = None, time_limit: float = 2.0,
-) -> Choice:  # fmt: skip
-    """The solver's schedule beside all named ones for these counts; ``placement`` leaves out those that differ from it.
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    memory: Memory = None,
+    *,
+    placement: Placement | None = None,
+    time_limit: float = 2.0,
+) -> Choice:
+    """The solver's schedule beside all named ones for these counts; ``placement`` leaves out those
+    that differ from it.
 
     >>> print(choose(Costs(), 3, 9, 6, memory=6).best.name)
     ZBVZeroBubble
     """
     limit = limits(memory, ranks)
-    solved = solve(costs, ranks, microbatches, placement or "any", stages=stages, memory=memory,
-                   time_limit=time_limit, progress=False)  # fmt: skip
-    found = [_candidate(name, schedule, costs, limit) for name, schedule in _named(solved, placement)]
+    solved = solve(
+        costs,
+        ranks,
+        microbatches,
+        placement or "any",
+        stages=stages,
+        memory=memory,
+        time_limit=time_limit,
+        progress=False,
+    )
+    found = [
+        _candidate(name, schedule, costs, limit) for name, schedule in _named(solved, placement)
+    ]
     ranked = sorted(
         [*found, _candidate("Solved", solved, costs, limit)],
-        key=lambda each: (not each.fits, round(each.span, 9), descends(each.schedule), each.name == "Solved"),
+        key=lambda each: (
+            not each.fits,
+            round(each.span, 9),
+            descends(each.schedule),
+            each.name == "Solved",
+        ),
     )
     if ranked[0].span <= solved.bound:
         return Choice(tuple(ranked), Bound(ranked[0].span, solved.bound.reason), costs.unit)
@@ -82,7 +108,9 @@ def choose(
 
 
 def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
-    """The named schedules for the same counts, without those that hold parameters twice, which costs do not count."""
+    """The named schedules for the same counts, without those that hold parameters twice, which
+    costs do not count.
+    """
     ranks, microbatches, stages = solved.ranks, solved.microbatches, solved.stages
     for name in schedule_names() if stages * microbatches <= MOST else ():
         try:
@@ -95,7 +123,9 @@ def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, S
 
 
 def descends(schedule: Schedule) -> bool:
-    """Whether a stage adds the gradients of its microbatches in another order than the ascending one."""
+    """Whether a stage adds the gradients of its microbatches in another order than the ascending
+    one.
+    """
     for row in schedule.rows:
         last: dict[int, int] = {}
         for part in plain(row):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local search on complete rows: actions on a critical path change places, those of W as well.
 
-``fill`` places W by a rule, and the best rows of small problems may not follow it. Here the span is the longest window
-of a rank, from its first start to its last end. Going back from that end, each action starts when the one before it in
-its row ends, or when the message that it needs arrives. Only a change among the first kind of pairs can shorten the
-span: an action changes places with its neighbour, or goes to one end of a block of such actions. Where the row then
-exceeds the memory of its rank, Ws come earlier: with memory full, most single changes would do that.
+``fill`` places W by a rule, and the best rows of small problems may not follow it. Here the span is
+the longest window of a rank, from its first start to its last end. Going back from that end, each
+action starts when the one before it in its row ends, or when the message that it needs arrives.
+Only a change among the first kind of pairs can shorten the span: an action changes places with its
+neighbour, or goes to one end of a block of such actions. Where the row then exceeds the memory of
+its rank, Ws come earlier: with memory full, most single changes would do that.
 
 Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 1992.
 """
@@ -31,7 +32,9 @@ class _Times(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A problem by action, which is a number: how long it takes, what it needs and how long that travels, its bytes."""
+    """A problem by action, which is a number: how long it takes, what it needs and how long that
+    travels, its bytes.
+    """
 
     problem: Problem
     length: list[float]
@@ -43,7 +46,10 @@ class _Graph(NamedTuple):
     def of(cls, p: Problem) -> _Graph:
         """The graph of a problem."""
         stages, count = p.stages, p.microbatches
-        number = lambda op, s, k: (op * stages + s) * count + k
+
+        def number(op, s, k):
+            return (op * stages + s) * count + k
+
         graph = cls(p, [], [], [], [])
         for op in range(3):
             for s in range(stages):
@@ -64,12 +70,16 @@ class _Graph(NamedTuple):
     def named(self, rows: Sequence[Sequence[int]]) -> Rows:
         """Rows of numbers as rows."""
         stages, count = self.problem.stages, self.problem.microbatches
-        return [[(a // count // stages, a // count % stages, a % count) for a in row] for row in rows]
+        return [
+            [(a // count // stages, a // count % stages, a % count) for a in row] for row in rows
+        ]
 
     def fitting(self, row: list[int], rank: int) -> list[int] | None:
-        """A row that keeps to the memory of its rank: before an action that does not fit runs what frees memory.
+        """A row that keeps to the memory of its rank: before an action that does not fit runs what
+        frees memory.
 
-        These are the Ws that come next in the row and whose Is have run. None where they do not suffice.
+        These are the Ws that come next in the row and whose Is have run. None where they do not
+        suffice.
         """
         held, limit, adds, needs = 0.0, self.problem.limit[rank] * ALMOST, self.adds, self.needs
         fitting, begun = list[int](), set[int]()
@@ -93,14 +103,19 @@ class _Graph(NamedTuple):
     def ends(
         self, rows: Sequence[Sequence[int]], before: _Times | None = None, since: float = 0.0
     ) -> list[float] | None:
-        """When each action ends; None where the rows block each other. What ended until ``since`` is as ``before``."""
+        """When each action ends; None where the rows block each other. What ended until ``since``
+        is as ``before``.
+        """
         length, needs, travel = self.length, self.needs, self.travel
         if before is None:
             end, at, clock = [-1.0] * len(length), [0] * len(rows), [0.0] * len(rows)
         else:
             end = before.end[:]
             at = [bisect_right(ends, since) for ends in before.by_rank]
-            clock = [ends[position - 1] if position else 0.0 for ends, position in zip(before.by_rank, at, strict=True)]
+            clock = [
+                ends[position - 1] if position else 0.0
+                for ends, position in zip(before.by_rank, at, strict=True)
+            ]
             for row, position in zip(rows, at, strict=True):
                 for action in row[position:]:
                     end[action] = -1.0
@@ -130,7 +145,9 @@ class _Graph(NamedTuple):
 
     def times(self, rows: Sequence[Sequence[int]], end: list[float]) -> _Times:
         """The times of rows whose actions end so."""
-        return _Times(end, [[end[action] for action in row] for row in rows], self.windows(rows, end))
+        return _Times(
+            end, [[end[action] for action in row] for row in rows], self.windows(rows, end)
+        )
 
     def windows(self, rows: Sequence[Sequence[int]], end: Sequence[float]) -> list[float]:
         """How long each rank is busy or waits."""
@@ -138,10 +155,15 @@ class _Graph(NamedTuple):
 
 
 def anneal_rows(
-    problem: Problem, rows: Rows, random: Random, share: Callable[[], float], found: Callable[[Filled], object]
+    problem: Problem,
+    rows: Rows,
+    random: Random,
+    share: Callable[[], float],
+    found: Callable[[Filled], object],
 ) -> None:
-    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; ``found`` gets what is
-    better than all before."""
+    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; ``found``
+    gets what is better than all before.
+    """
     graph = _Graph.of(problem)
     now = graph.numbered(rows)
     end = graph.ends(now)
@@ -178,7 +200,9 @@ def _value(windows: Sequence[float]) -> float:
 
 
 def _moved(row: Sequence[int], first: int, last: int, random: Random) -> list[int]:
-    """A row after a change between two positions: neighbours change places, or an action goes to one of the ends."""
+    """A row after a change between two positions: neighbours change places, or an action goes to
+    one of the ends.
+    """
     row = list(row)
     if random.random() < 0.5:
         at = random.randrange(first, last)
@@ -189,8 +213,12 @@ def _moved(row: Sequence[int], first: int, last: int, random: Random) -> list[in
     return row
 
 
-def _blocks(graph: _Graph, rows: Sequence[Sequence[int]], times: _Times) -> list[tuple[int, int, int]]:
-    """(rank, first position, last position) of actions on a critical path that follow each other without a wait."""
+def _blocks(
+    graph: _Graph, rows: Sequence[Sequence[int]], times: _Times
+) -> list[tuple[int, int, int]]:
+    """(rank, first position, last position) of actions on a critical path that follow each other
+    without a wait.
+    """
     count, stages, path = graph.problem.microbatches, graph.problem.stages, graph.problem.path
     place = {action: at for row in rows for at, action in enumerate(row)}
     end, rank = times.end, times.windows.index(max(times.windows))

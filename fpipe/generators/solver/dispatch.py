@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """List scheduling: ranks run, in the order of time, the pass that is first in a repeated block.
 
-A block gives each pass of a microbatch its place in time; the next microbatch has the same places a period later. A
-rank runs the passes in the order of these places. While the one whose turn it is has not arrived, a later one may come
-early: an F only if the memory suffices for all passes between now and its turn.
+A block gives each pass of a microbatch its place in time; the next microbatch has the same places a
+period later. A rank runs the passes in the order of these places. While the one whose turn it is
+has not arrived, a later one may come early: an F only if the memory suffices for all passes between
+now and its turn.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from math import inf
 from .problem import ALMOST, Orders, Problem
 
 
-def dispatch(problem: Problem, places: Sequence[float], period: float, target: float, early: bool) -> Orders | None:
+def dispatch(
+    problem: Problem, places: Sequence[float], period: float, target: float, early: bool
+) -> Orders | None:
     """The orders of this block; None where they do not fit in memory.
 
-    ``places`` are by pass, for microbatch 0. ``target`` is the span that is aimed at, as in ``fill``.
+    ``places`` are by pass, for microbatch 0. ``target`` is the span that is aimed at, as in
+    ``fill``.
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (2.0, 1.0))
@@ -37,13 +41,17 @@ def dispatch(problem: Problem, places: Sequence[float], period: float, target: f
 class _Run:
     """The state of all ranks and passes."""
 
-    def __init__(self, problem: Problem, places: Sequence[float], period: float, target: float, early: bool):
+    def __init__(
+        self, problem: Problem, places: Sequence[float], period: float, target: float, early: bool
+    ):
         ranks, stages = problem.ranks, problem.stages
         self.problem, self.period, self.early = problem, period, early
         self.key, self.count = list(places), [0] * (2 * stages)
         self.arrivals: list[list[float]] = [[] for _ in range(2 * stages)]
         self.arrivals[0] = [0.0] * problem.microbatches
-        self.passes = [[*(stages + s for s in reversed(held)), *reversed(held)] for held in problem.of_rank]
+        self.passes = [
+            [*(stages + s for s in reversed(held)), *reversed(held)] for held in problem.of_rank
+        ]
         self.clock, self.idle, self.held, self.live = ([0.0] * ranks for _ in range(4))
         self.number = [0] * ranks  #: of a rank's last event; older ones are void
         self.events = [(0.0, rank, 0) for rank in range(ranks)]
@@ -76,9 +84,22 @@ class _Run:
             heappush(self.events, (arrival, rank, self.number[rank]))
 
     def _choose(self, rank: int, time: float) -> tuple[int, int, float, bool]:
-        """The pass whose turn it is, the one to run, the next arrival, and whether Ws must make room first."""
-        p, stages, key, count, arrivals = self.problem, self.problem.stages, self.key, self.count, self.arrivals
-        held, live, limit, microbatches = self.held[rank], self.live[rank], self.limit[rank], p.microbatches
+        """The pass whose turn it is, the one to run, the next arrival, and whether Ws must make
+        room first.
+        """
+        p, stages, key, count, arrivals = (
+            self.problem,
+            self.problem.stages,
+            self.key,
+            self.count,
+            self.arrivals,
+        )
+        held, live, limit, microbatches = (
+            self.held[rank],
+            self.live[rank],
+            self.limit[rank],
+            p.microbatches,
+        )
         turn, best, following, full = -1, -1, inf, False
         first = last = inf
         for one in self.passes[rank]:
@@ -94,7 +115,9 @@ class _Run:
                 if held + adds > limit:
                     full |= one == turn and arrival <= time
                     continue
-                if one != turn and not (self.early and live + adds <= limit and self._fits(rank, one, adds)):
+                if one != turn and not (
+                    self.early and live + adds <= limit and self._fits(rank, one, adds)
+                ):
                     continue
             if arrival > time:
                 following = min(following, arrival)
@@ -105,7 +128,9 @@ class _Run:
         return turn, best, following, full
 
     def _fits(self, rank: int, early: int, adds: float) -> bool:
-        """Whether an F can run before its turn, and leave enough memory for all passes before that."""
+        """Whether an F can run before its turn, and leave enough memory for all passes before
+        that.
+        """
         p, stages, turn = self.problem, self.problem.stages, self.key[early]
         changes = []
         for one in self.passes[rank]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``): for small problems, and to shorten what
-was found for few microbatches of a large one.
+"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``): for small problems,
+and to shorten what was found for few microbatches of a large one.
 
-Every action is an interval of integer length. Microbatches that cost the same run in ascending order on every stage:
-in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Where a rank begins
-later than it could, it waits for another microbatch, and the numbers of the result say so. Times are scaled to
-integers and rounded down, and so is memory, so that what is proved for the integers holds for the true costs.
+Every action is an interval of integer length. Microbatches that cost the same run in ascending
+order on every stage: in any schedule they can be numbered anew so, stage by stage, and keep all
+times and all memory. Where a rank begins later than it could, it waits for another microbatch, and
+the numbers of the result say so. Times are scaled to integers and rounded down, and so is memory,
+so that what is proved for the integers holds for the true costs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the solver found: rows, or None, and a lower bound on the span; and whether Ctrl-C ended it."""
+    """What the solver found: rows, or None, and a lower bound on the span; and whether Ctrl-C ended
+    it.
+    """
 
     rows: Rows | None
     bound: float
@@ -42,12 +45,19 @@ class Answer:
 
 
 def solve_exactly(
-    problem: Problem, span: float, bound: float, seconds: float, *, seed: int = 0, known: Rows | None = None
+    problem: Problem,
+    span: float,
+    bound: float,
+    seconds: float,
+    *,
+    seed: int = 0,
+    known: Rows | None = None,
 ) -> Answer:
-    """Rows of a shorter span than this one, if there are any, and a bound that is not less than the one given.
+    """Rows of a shorter span than this one, if there are any, and a bound that is not less than the
+    one given.
 
-    With ``known`` rows, the search begins there, and keeps what runs before, in and after a period of theirs, so that
-    it can be repeated; there is no proof then.
+    With ``known`` rows, the search begins there, and keeps what runs before, in and after a period
+    of theirs, so that it can be repeated; there is no proof then.
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
@@ -79,33 +89,50 @@ def solve_exactly(
     interrupted = status != cp_model.OPTIMAL and solver.wall_time < 0.9 * seconds
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, proved, interrupted)
-    when = lambda name: (solver.value(model.start[name]), problem.time(*name))
-    first = {stage: list(map(solver.value, choice)).index(1) for stage, choice in model.first.items()}
-    found = _numbered([sorted(row, key=when) for row in names], problem.stages, problem.microbatches, first)
+
+    def when(name):
+        return (solver.value(model.start[name]), problem.time(*name))
+
+    first = {
+        stage: list(map(solver.value, choice)).index(1) for stage, choice in model.first.items()
+    }
+    found = _numbered(
+        [sorted(row, key=when) for row in names], problem.stages, problem.microbatches, first
+    )
     return Answer(found, proved, interrupted)
 
 
 def _names(problem: Problem) -> Rows:
     """The actions of each rank."""
     counts = range(problem.microbatches)
-    return [[(op, s, k) for s in stages for op in range(3) for k in counts] for stages in problem.of_rank]
+    return [
+        [(op, s, k) for s in stages for op in range(3) for k in counts]
+        for stages in problem.of_rank
+    ]
 
 
 def _scale(problem: Problem, span: float) -> float:
-    """Integers by unit of time: a power of ten at which the costs are exact, if there is one, else a large one."""
+    """Integers by unit of time: a power of ten at which the costs are exact, if there is one, else
+    a large one.
+    """
     times = {*problem.F, *problem.I, *problem.W, *problem.link}
     times = {time * load for time in times for load in set(problem.load)} | set(problem.link)
     for power in range(7):
-        if all(abs(time * 10**power - round(time * 10**power)) < 1e-7 for time in times) and span * 10**power < 1e8:
+        if (
+            all(abs(time * 10**power - round(time * 10**power)) < 1e-7 for time in times)
+            and span * 10**power < 1e8
+        ):
             return 10.0**power
     return _UNITS / span
 
 
 def few_integers(problem: Problem, span: float) -> bool:
-    """Whether times are small integers of some unit: the exact solver shortens large problems of such times only.
+    """Whether times are small integers of some unit: the exact solver shortens large problems of
+    such times only.
 
     >>> from fpipe.schedules.costs import Costs
-    >>> [few_integers(Problem.of(Costs(F=time), (0, 1), 2, 9, (9.0, 9.0)), 100.0) for time in (1.5, 1.503)]
+    >>> [few_integers(Problem.of(Costs(F=time), (0, 1), 2, 9, (9.0, 9.0)), 100.0) for time in (1.5,
+    ...     1.503)]
     [True, False]
     """
     return span * _scale(problem, span) <= _FEW
@@ -119,14 +146,25 @@ class _Model(NamedTuple):
     scale: float
     start: dict[Name, Any]
     length: dict[Name, int]
-    first: dict[int, list[Any]]  #: by a rank's first stage, for which forward of the stage before it waits
+    first: dict[
+        int, list[Any]
+    ]  #: by a rank's first stage, for which forward of the stage before it waits
 
 
-def _model(model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int) -> _Model:
+def _model(
+    model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int
+) -> _Model:
     """The whole model: its variables and constraints."""
     length = {name: floor(problem.time(*name) * scale + 1e-6) for row in rows for name in row}
     latest = most + sum(floor(link * scale) for link in problem.link) + sum(length.values())
-    m = _Model(model, problem, scale, {name: model.new_int_var(0, latest, "") for name in length}, length, {})
+    m = _Model(
+        model,
+        problem,
+        scale,
+        {name: model.new_int_var(0, latest, "") for name in length},
+        length,
+        {},
+    )
     _precedences(m)
     if problem.even:
         _ascending(m)
@@ -243,7 +281,8 @@ def _span(m: _Model, rows: Rows, span: Any) -> None:
 
 
 def _begins(m: _Model, stage: int) -> None:
-    """A rank begins when a forward arrives, not in between: rows express no other delay than to wait for a later one.
+    """A rank begins when a forward arrives, not in between: rows express no other delay than to
+    wait for a later one.
 
     Microbatches are numbered anew then: see ``_numbered``.
     """
@@ -260,9 +299,11 @@ def _begins(m: _Model, stage: int) -> None:
 
 
 def _numbered(rows: Rows, stages: int, microbatches: int, first: dict[int, int]) -> Rows:
-    """Rows in which each of these stages runs that forward first which is there the so-manieth of the stage before.
+    """Rows in which each of these stages runs that forward first which is there the so-manieth of
+    the stage before.
 
-    >>> _numbered([[(0, 0, 0), (0, 0, 1), (1, 0, 0)], [(0, 1, 0), (1, 1, 0), (0, 1, 1)]], 2, 2, {1: 1})
+    >>> _numbered([[(0, 0, 0), (0, 0, 1), (1, 0, 0)], [(0, 1, 0), (1, 1, 0), (0, 1, 1)]], 2, 2,
+    ...     {1: 1})
     [[(0, 0, 0), (0, 0, 1), (1, 0, 1)], [(0, 1, 1), (1, 1, 1), (0, 1, 0)]]
     """
     numbers = [list(range(microbatches))]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From orders of F and I to rows: every pass as early as it can, and Ws where they cost least.
 
-A W runs before a pass that does not fit in memory without it, in a wait that is long enough for it, and in a shorter
-one where waiting would cost the rank more idle time than ``target`` leaves it; the others come last.
+A W runs before a pass that does not fit in memory without it, in a wait that is long enough for it,
+and in a shorter one where waiting would cost the rank more idle time than ``target`` leaves it; the
+others come last.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Filled(NamedTuple):
 def fill(problem: Problem, orders: Orders, target: float, tolerance: float = 0.0) -> Filled | None:
     """The rows of these orders; None where they block each other or do not fit in memory.
 
-    ``target`` is the span that is aimed at: a rank may idle as long as it leaves it. A W may exceed that by
-    ``tolerance`` times its length before it is put into a wait that is too short for it.
+    ``target`` is the span that is aimed at: a rank may idle as long as it leaves it. A W may exceed
+    that by ``tolerance`` times its length before it is put into a wait that is too short for it.
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
@@ -71,12 +72,28 @@ class _Run:
         self.next = _next(problem)
 
     def advance(
-        self, rank: int, order: Sequence[tuple[int, int]], waiting: dict[tuple[int, int], int], ready: list[int]
+        self,
+        rank: int,
+        order: Sequence[tuple[int, int]],
+        waiting: dict[tuple[int, int], int],
+        ready: list[int],
     ) -> bool:
-        """Run this rank's passes until one waits for another rank; False where memory does not suffice."""
-        p, stages, arrivals, rows = self.problem, self.problem.stages, self.arrivals, self.rows[rank]
+        """Run this rank's passes until one waits for another rank; False where memory does not
+        suffice.
+        """
+        p, stages, arrivals, rows = (
+            self.problem,
+            self.problem.stages,
+            self.arrivals,
+            self.rows[rank],
+        )
         times, load, size, saved, kept = (p.F, p.I), p.load, p.size, p.saved, p.kept
-        clock, held, position, limit = self.clock[rank], self.held[rank], self.position[rank], self.limit[rank]
+        clock, held, position, limit = (
+            self.clock[rank],
+            self.held[rank],
+            self.position[rank],
+            self.limit[rank],
+        )
         queue, following = self.queues[rank], self.next
         for at in range(position, len(order)):
             one, k = order[at]
@@ -107,14 +124,19 @@ class _Run:
         self.clock[rank], self.held[rank], self.position[rank] = clock, held, position
         return True
 
-    def _fill(self, rank: int, clock: float, held: float, arrival: float, adds: float) -> tuple[float, float]:
+    def _fill(
+        self, rank: int, clock: float, held: float, arrival: float, adds: float
+    ) -> tuple[float, float]:
         """Ws until the next pass fits and has arrived; the clock and the memory then."""
         p, queue, done, limit = self.problem, self.queues[rank], self.filled[rank], self.limit[rank]
         while done < len(queue):
             s, k = queue[done]
             time = p.W[s] * p.load[k]
             fits = held + adds <= limit
-            late = arrival > clock and self.idle[rank] + arrival - clock > self.budget[rank] + self.tolerance * time
+            late = (
+                arrival > clock
+                and self.idle[rank] + arrival - clock > self.budget[rank] + self.tolerance * time
+            )
             if fits and clock + time > arrival * ALMOST and not late:
                 break
             self.rows[rank].append((2, s, k))
@@ -145,10 +167,16 @@ class Setting(NamedTuple):
 
 #: By how much a target exceeds the bound, and the tolerance.
 _FEW = ((1.0, 0.0), (1.05, 0.0), (inf, 0.0))
-_MANY = tuple((stretch, tolerance) for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf) for tolerance in (0.0, 1.0))
+_MANY = tuple(
+    (stretch, tolerance)
+    for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf)
+    for tolerance in (0.0, 1.0)
+)
 
 
-def best_fill(problem: Problem, orders: Orders, bound: float, known: float = inf) -> tuple[Filled | None, Setting]:
+def best_fill(
+    problem: Problem, orders: Orders, bound: float, known: float = inf
+) -> tuple[Filled | None, Setting]:
     """The shortest span of these orders under several settings, and the setting.
 
     Many are tried of small problems, where few come near the span that is ``known``.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of a schedule with whole backwards, and with fused forwards and backwards, where these cost less."""
+"""Variants of a schedule with whole backwards, and with fused forwards and backwards, where these
+cost less.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from ...schedules.costs import Costs
 
 
 def merged(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """The schedule with I and W of one microbatch as B where they follow each other; and that with F and B fused.
+    """The schedule with I and W of one microbatch as B where they follow each other; and that with
+    F and B fused.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0I0, 0W0, 0I1, 0W1]")
     >>> print(*merged(s, Costs(B=1, overlap=1)), sep="\\n")
@@ -59,9 +62,11 @@ def _fused(row: Sequence[AnyAction]) -> Row:
     for action in row:
         last = result[-1] if result else None
         if (
-            isinstance(action, Action) and isinstance(last, Action)
-            and action.microbatch != last.microbatch and (last.op, action.op) == ("F", "B")
-        ):  # fmt: skip
+            isinstance(action, Action)
+            and isinstance(last, Action)
+            and action.microbatch != last.microbatch
+            and (last.op, action.op) == ("F", "B")
+        ):
             result[-1] = Fused((last, action))
         else:
             result.append(action)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers move between stages in the same search: cuts are tried with short searches, the best with a long one."""
+"""Layers move between stages in the same search: cuts are tried with short searches, the best with
+a long one.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,33 @@ def count_of(layers: Costs) -> int:
     """How many layers these costs have numbers for."""
     counts = {len(value) for name in _SUMMED if isinstance(value := getattr(layers, name), tuple)}
     if len(counts) != 1:
-        what = f"numbers for {' and '.join(map(str, sorted(counts)))} layers" if counts else "no number for each layer"
-        raise ScheduleError(f"layers= has {what}; give F, I and W one number for each layer", rule="costs")
+        what = (
+            f"numbers for {' and '.join(map(str, sorted(counts)))} layers"
+            if counts
+            else "no number for each layer"
+        )
+        raise ScheduleError(
+            f"layers= has {what}; give F, I and W one number for each layer", rule="costs"
+        )
     return counts.pop()
 
 
 def costs_of(costs: Costs, layers: Costs, starts: Sequence[int]) -> Costs:
-    """The costs of stages that begin with these layers: sums over layers; messages and microbatches as in ``costs``.
+    """The costs of stages that begin with these layers: sums over layers; messages and microbatches
+    as in ``costs``.
 
     >>> costs_of(Costs(comm=2), Costs(F=[1, 2, 3]), [0, 2]).F
     (3.0, 3.0)
     """
     count = count_of(layers)
-    given = {name: layers.spread(name, count) for name in _SUMMED if getattr(layers, name) is not None}
+    given = {
+        name: layers.spread(name, count) for name in _SUMMED if getattr(layers, name) is not None
+    }
     ends = [*starts[1:], count]
-    sums = {name: tuple(sum(values[a:b]) for a, b in zip(starts, ends, strict=True)) for name, values in given.items()}
+    sums = {
+        name: tuple(sum(values[a:b]) for a, b in zip(starts, ends, strict=True))
+        for name, values in given.items()
+    }
     return replace(costs, **{"B": None, "kept": None, **sums})
 
 
@@ -50,11 +64,14 @@ def layers_work(layers: Costs) -> float:
 def best_cut(
     costs: Costs, layers: Costs, stages: int, run: Callable[[Costs, float], S], seconds: float
 ) -> tuple[tuple[int, ...], S]:
-    """Where stages begin, and what ``run(costs, seconds)`` gives for them. Single layers move while that helps."""
+    """Where stages begin, and what ``run(costs, seconds)`` gives for them. Single layers move while
+    that helps.
+    """
     begin, count, times = monotonic(), count_of(layers), layers.times(count_of(layers))
     if count < stages:
         raise ScheduleError(
-            f"{count} layers cannot fill {stages} stages; give fewer stages or finer layers", rule="stages"
+            f"{count} layers cannot fill {stages} stages; give fewer stages or finer layers",
+            rule="stages",
         )
     each = [sum(of) for of in zip(times["F"], times["I"], times["W"], strict=True)]
     starts, even = spread(each, stages), tuple(count * s // stages for s in range(stages))
@@ -76,4 +93,6 @@ def best_cut(
             inside = all(a < b for a, b in zip(moved, (*moved[1:], count), strict=True))
             if inside and monotonic() - begin < seconds / 2 and span(moved) < span(best):
                 best, better = moved, True
-    return best, run(costs_of(costs, layers, best), max(seconds - (monotonic() - begin), seconds / 10))
+    return best, run(
+        costs_of(costs, layers, best), max(seconds - (monotonic() - begin), seconds / 10)
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local search: passes change places in their ranks' orders, one at a time or in all microbatches from one on."""
+"""Local search: passes change places in their ranks' orders, one at a time or in all microbatches
+from one on.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ from .problem import Orders, Problem
 
 
 def anneal(
-    problem: Problem, orders: Orders, setting: Setting, random: Random, share: Callable[[], float],
+    problem: Problem,
+    orders: Orders,
+    setting: Setting,
+    random: Random,
+    share: Callable[[], float],
     found: Callable[[Filled, Setting], None],
-) -> None:  # fmt: skip
-    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; ``found`` gets what is
-    better than all before."""
+) -> None:
+    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; ``found``
+    gets what is better than all before.
+    """
     begun = fill(problem, orders, *setting)
     if begun is None:
         return
@@ -36,7 +43,9 @@ def anneal(
             orders[rank] = _moved_all(old, random, problem.microbatches)
         tried = fill(problem, orders, target, tolerance)
         change = _value(tried) - value if tried else 0.0
-        if tried is None or (change > 0 and random.random() >= exp(-change / (warmth * (1 - passed) ** 2 + 1e-12))):
+        if tried is None or (
+            change > 0 and random.random() >= exp(-change / (warmth * (1 - passed) ** 2 + 1e-12))
+        ):
             orders[rank], (target, tolerance) = old, aims
             continue
         value += change
@@ -59,7 +68,9 @@ def _moved(order: list[tuple[int, int]], random: Random) -> list[tuple[int, int]
     return order
 
 
-def _moved_all(order: list[tuple[int, int]], random: Random, microbatches: int) -> list[tuple[int, int]]:
+def _moved_all(
+    order: list[tuple[int, int]], random: Random, microbatches: int
+) -> list[tuple[int, int]]:
     """A pass of all microbatches from one on, one place further."""
     order, (which, start) = list(order), random.choice(order)
     by = random.choice((-1, 1))

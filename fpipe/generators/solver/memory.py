@@ -21,7 +21,9 @@ def in_bytes(memory: float | str) -> float:
     (60000000000.0, 1610612736.0, 7.0)
     """
     if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?\s*", memory, re.IGNORECASE)
+        match = re.fullmatch(
+            r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?\s*", memory, re.IGNORECASE
+        )
         try:
             number = float(match[1]) if match else -1.0
         except ValueError:
@@ -29,10 +31,15 @@ def in_bytes(memory: float | str) -> float:
         unit, binary = ((match[2] or "").lower(), match[3]) if match else ("", "")
         value = number * (1024 if binary else 1000) ** _UNITS[unit]
     else:
-        value = float(memory) if isinstance(memory, (int, float)) and not isinstance(memory, bool) else -1.0
+        value = (
+            float(memory)
+            if isinstance(memory, (int, float)) and not isinstance(memory, bool)
+            else -1.0
+        )
     if not value > 0:
         raise ScheduleError(
-            f"memory={memory!r} is no limit; give a number above 0, or text such as '60GB'", rule="memory"
+            f"memory={memory!r} is no limit; give a number above 0, or text such as '60GB'",
+            rule="memory",
         )
     return value
 
@@ -50,6 +57,7 @@ def limits(memory: Memory, ranks: int) -> tuple[float, ...]:
     values = tuple(map(in_bytes, memory))
     if len(values) != ranks:
         raise ScheduleError(
-            f"memory has {len(values)} limits, but there are {ranks} ranks; give one, or {ranks}", rule="memory"
+            f"memory has {len(values)} limits, but there are {ranks} ranks; give one, or {ranks}",
+            rule="memory",
         )
     return values

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts from periods without idle time: each rank runs its passes and Ws of one microbatch back to back, and again.
+"""Starts from periods without idle time: each rank runs its passes and Ws of one microbatch back to
+back, and again.
 
-A rank's order of these is a cycle; where they stand in time follows from it. From rank to rank cycles and shifts are
-chosen so that a microbatch waits as little as possible, by dynamic programming over the ranks. Waits of whole periods
-then use the memory that is left: rank 0 of a V at unit cost, small letters for the second stage, and its neighbour:
+A rank's order of these is a cycle; where they stand in time follows from it. From rank to rank
+cycles and shifts are chosen so that a microbatch waits as little as possible, by dynamic
+programming over the ranks. Waits of whole periods then use the memory that is left: rank 0 of a V
+at unit cost, small letters for the second stage, and its neighbour:
 
-    rank 0   F f i w I W F f I i W w ...        F on rank 1 starts where that of rank 0 ends; f comes back from there
-    rank 1     F I i W f w F I i W f w ...
+    rank 0   F f i w I W F f I i W w ...        F on rank 1 starts where that of rank 0 ends; f
+    comes back from there rank 1     F I i W f w F I i W f w ...
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ _STRETCHES = (1.0, 1.0, 1.0, 1.0, 1.02, 1.05)  #: of a period beyond the work of
 _TARGETS = (1.0, 1.0, 1.02, 1.05)  #: spans that are aimed at, beside the bound
 _APART = 3  #: actions between the Is of a rank and their Ws, at most
 _LOST = 1e-9
-#: One rank's cycle: when its actions begin; F, I and W of its first stage, then those of its second.
+#: One rank's cycle: when its actions begin; F, I and W of its first stage, then those of its
+#: second.
 Cycle = tuple[float, ...]
 
 
 class Link(NamedTuple):
-    """How long messages between two neighbours take for one pair of cycles, and the shift that gives this."""
+    """How long messages between two neighbours take for one pair of cycles, and the shift that
+    gives this.
+    """
 
     waits: tuple[float, ...]
     shift: float
@@ -66,7 +71,9 @@ class Periods:
         return self._near(self.random.choice(known)[1])
 
     def orders(self, problem: Problem, choice: Choice) -> Orders | None:
-        """The orders of this problem, which may have other microbatches; None where they do not fit in memory."""
+        """The orders of this problem, which may have other microbatches; None where they do not fit
+        in memory.
+        """
         places = later(choice.places, choice.waits, choice.period)
         if choice.early is None:
             return static(problem, places, choice.period)
@@ -76,12 +83,16 @@ class Periods:
         random = self.random
         base = self.base(random.choice(_STRETCHES))
         places = min(
-            (base.places(random) for _ in range(random.choice((1, 4)))), key=lambda one: one[self.problem.stages]
+            (base.places(random) for _ in range(random.choice((1, 4)))),
+            key=lambda one: one[self.problem.stages],
         )
         early, turns = random.choice((True, True, True, False, None)), random.random() < 0.6
         target = random.choice(_TARGETS) * self.bound
         spare = base.spare(places)
-        waits = (self._pass(turns) for _ in range(spare if random.random() < 0.8 else random.randint(0, spare)))
+        waits = (
+            self._pass(turns)
+            for _ in range(spare if random.random() < 0.8 else random.randint(0, spare))
+        )
         return Choice(tuple(places), base.period, tuple(waits), target, early)
 
     def _near(self, choice: Choice) -> Choice:
@@ -98,11 +109,17 @@ class Periods:
         return choice._replace(waits=tuple(waits), target=target, early=early)
 
     def _pass(self, turn: bool = False) -> int:
-        """A pass to wait for, in the order of a microbatch's way: where that turns back, or mostly there."""
+        """A pass to wait for, in the order of a microbatch's way: where that turns back, or mostly
+        there.
+        """
         p, random = self.problem, self.random
         way = range(1, 2 * p.stages)
         turns = [at for at in way if _rank(p, at) == _rank(p, at - 1)]
-        return random.choice(turns) if turns and (turn or random.random() < 0.6) else random.choice(way)
+        return (
+            random.choice(turns)
+            if turns and (turn or random.random() < 0.6)
+            else random.choice(way)
+        )
 
 
 def static(problem: Problem, places: Sequence[float], period: float) -> Orders:
@@ -115,11 +132,17 @@ def static(problem: Problem, places: Sequence[float], period: float) -> Orders:
     """
     stages, count = problem.stages, problem.microbatches
     return [
-        [one for _, one in sorted(
-            (places[one] + k * period, (one, k)) for s in held for one in (s, stages + s) for k in range(count)
-        )]
+        [
+            one
+            for _, one in sorted(
+                (places[one] + k * period, (one, k))
+                for s in held
+                for one in (s, stages + s)
+                for k in range(count)
+            )
+        ]
         for held in problem.of_rank
-    ]  # fmt: skip
+    ]
 
 
 def later(places: Sequence[float], waits: Sequence[int], period: float) -> list[float]:
@@ -157,24 +180,37 @@ class _Period:
         self.problem = problem
         self.period = stretch * max(problem.work) / problem.microbatches
         load = sum(problem.load) / problem.microbatches
-        self.F, self.I, self.W = ([t * load for t in times] for times in (problem.F, problem.I, problem.W))
+        self.F, self.I, self.W = (
+            [t * load for t in times] for times in (problem.F, problem.I, problem.W)
+        )
         known: dict[tuple[float, ...], list[Cycle]] = {}
-        self.cycles = [known.setdefault(key, _cycles(key, self.period)) if key not in known else known[key]
-                       for key in map(self._times, range(problem.ranks))]  # fmt: skip
+        self.cycles = [
+            known.setdefault(key, _cycles(key, self.period)) if key not in known else known[key]
+            for key in map(self._times, range(problem.ranks))
+        ]
         self.down, self.up = self._hops()
         tables: dict[object, list[list[Link]]] = {}
         self.links: list[list[list[Link]]] = []
         for rank in range(problem.ranks - 1):
-            key = id(self.cycles[rank]), id(self.cycles[rank + 1]), tuple(self.down[rank]), tuple(self.up[rank])
+            key = (
+                id(self.cycles[rank]),
+                id(self.cycles[rank + 1]),
+                tuple(self.down[rank]),
+                tuple(self.up[rank]),
+            )
             if key not in tables:
                 tables[key] = self._table(rank)
             self.links.append(tables[key])
 
     def _times(self, rank: int) -> tuple[float, ...]:
-        return tuple(t for s in self.problem.of_rank[rank] for t in (self.F[s], self.I[s], self.W[s]))
+        return tuple(
+            t for s in self.problem.of_rank[rank] for t in (self.F[s], self.I[s], self.W[s])
+        )
 
     def _step(self, at: int) -> tuple[int, float]:
-        """The number of an action in its rank's cycle, and how long it takes until the next one can run elsewhere."""
+        """The number of an action in its rank's cycle, and how long it takes until the next one can
+        run elsewhere.
+        """
         p, stages = self.problem, self.problem.stages
         s, back = (at, 0) if at < stages else (2 * stages - 1 - at, 1)
         link = p.link[s] if not back and s + 1 < stages else p.link[s - 1] if back and s else 0.0
@@ -193,8 +229,10 @@ class _Period:
         return down, up
 
     def _table(self, rank: int) -> list[list[Link]]:
-        return [[self._link(a, b, self.down[rank], self.up[rank]) for b in self.cycles[rank + 1]]
-                for a in self.cycles[rank]]  # fmt: skip
+        return [
+            [self._link(a, b, self.down[rank], self.up[rank]) for b in self.cycles[rank + 1]]
+            for a in self.cycles[rank]
+        ]
 
     def _link(self, a: Cycle, b: Cycle, down: Sequence[_Hop], up: Sequence[_Hop]) -> Link:
         """The shift of the second cycle for which the steps take the least time in all."""
@@ -202,8 +240,10 @@ class _Period:
         there = [(b[hop.stop] - a[hop.start] - hop.least, hop.least) for hop in down]
         back = [(a[hop.stop] - b[hop.start] - hop.least, hop.least) for hop in up]
         for shift in [-early for early, _ in there] + [early for early, _ in back]:
-            waits = tuple([(early + shift + _LOST) % period + time for early, time in there]
-                          + [(early - shift + _LOST) % period + time for early, time in back])  # fmt: skip
+            waits = tuple(
+                [(early + shift + _LOST) % period + time for early, time in there]
+                + [(early - shift + _LOST) % period + time for early, time in back]
+            )
             if sum(waits) < least - _LOST:
                 best, least = Link(waits, shift), sum(waits)
         assert best is not None
@@ -227,14 +267,22 @@ class _Period:
         p = self.problem
         weights = [random.uniform(*_WEIGHTS) for _ in range(2 * p.stages)]
         noise, far = random.choice((0.0, 0.1, 0.3)), random.choice((0.1, 0.3, 1.0))
-        jitter = lambda: 1 + noise * random.random()
+
+        def jitter():
+            return 1 + noise * random.random()
+
         costs = [far * jitter() * self._far(0, cycle) for cycle in self.cycles[0]]
         steps: list[list[int]] = []
         for rank, table in enumerate(self.links):
-            weighted = [[sum(map(float.__mul__, link.waits, weights)) for link in row] for row in table]
+            weighted = [
+                [sum(map(float.__mul__, link.waits, weights)) for link in row] for row in table
+            ]
             cycles, found, step = self.cycles[rank + 1], [], []
             for index, cycle in enumerate(cycles):
-                cost, before = min((c + row[index], a) for a, (c, row) in enumerate(zip(costs, weighted, strict=True)))
+                cost, before = min(
+                    (c + row[index], a)
+                    for a, (c, row) in enumerate(zip(costs, weighted, strict=True))
+                )
                 found.append(cost + far * jitter() * self._far(rank + 1, cycle))
                 step.append(before)
             costs = found
@@ -243,29 +291,43 @@ class _Period:
         for step in reversed(steps):
             chosen.append(step[chosen[-1]])
         chosen.reverse()
-        shifts = accumulate((self.links[r][chosen[r]][chosen[r + 1]].shift for r in range(p.ranks - 1)), initial=0.0)
-        return [cycles[index] for cycles, index in zip(self.cycles, chosen, strict=True)], list(shifts)
+        shifts = accumulate(
+            (self.links[r][chosen[r]][chosen[r + 1]].shift for r in range(p.ranks - 1)), initial=0.0
+        )
+        return [cycles[index] for cycles, index in zip(self.cycles, chosen, strict=True)], list(
+            shifts
+        )
 
     def _far(self, rank: int, cycle: Cycle) -> float:
         """How long Ws wait for their Is, and passes of this rank for each other."""
         return sum((cycle[at + 2] - cycle[at + 1]) % self.period for at in range(0, len(cycle), 3))
 
     def spare(self, places: Sequence[float]) -> int:
-        """How many periods each microbatch can wait within the memory, about; not more than there are stages."""
+        """How many periods each microbatch can wait within the memory, about; not more than there
+        are stages.
+        """
         p, period = self.problem, self.period
         rooms = []
         for rank, stages in enumerate(p.of_rank):
             size = max(p.size) * max(max(p.saved[s] for s in stages), 1e-30)
             time = sum(places[p.stages + s] + self.I[s] + self.W[s] - places[s] for s in stages)
-            rooms.append(min(p.limit[rank] / size, 4.0 * p.stages) - time / period - len(stages) / 2)
+            rooms.append(
+                min(p.limit[rank] / size, 4.0 * p.stages) - time / period - len(stages) / 2
+            )
         return max(0, min(floor(min(rooms) + 0.5), p.stages))
 
 
 def _cycles(times: tuple[float, ...], period: float) -> list[Cycle]:
-    """All cycles of a rank's actions that have each W near its I. What is left of the period is spread over them."""
+    """All cycles of a rank's actions that have each W near its I. What is left of the period is
+    spread over them.
+    """
     count, stretch = len(times), period / sum(times)
-    return [begins for order in permutations(range(1, count))
-            if _between((0, *order)) <= _APART for begins in _begins((0, *order), times, stretch)]  # fmt: skip
+    return [
+        begins
+        for order in permutations(range(1, count))
+        if _between((0, *order)) <= _APART
+        for begins in _begins((0, *order), times, stretch)
+    ]
 
 
 def _between(order: Sequence[int]) -> int:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Problem``: what a search needs to know, as plain numbers; and how a solution of it becomes a ``Schedule``.
+"""``Problem``: what a search needs to know, as plain numbers; and how a solution of it becomes a
+``Schedule``.
 
-Microbatches run in ascending order on every stage; their true numbers are in ``numbers``. A pass is an F or an I: the
-F of stage s is pass s, and its I is pass ``stages + s``. Where ``whole``, backwards are not split: I stands for B, and
-W takes no time and is left out at the end.
+Microbatches run in ascending order on every stage; their true numbers are in ``numbers``. A pass is
+an F or an I: the F of stage s is pass s, and its I is pass ``stages + s``. Where ``whole``,
+backwards are not split: I stands for B, and W takes no time and is left out at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order dif
 
 @dataclass(frozen=True)
 class Problem:
-    """The costs of stages on ranks. ``F``, ``I``, ``W``, ``saved`` and ``kept`` are by stage, ``link`` by boundary.
+    """The costs of stages on ranks. ``F``, ``I``, ``W``, ``saved`` and ``kept`` are by stage,
+    ``link`` by boundary.
 
-    ``load`` and ``size`` multiply times and bytes of a microbatch; ``limit`` is what each rank may hold.
+    ``load`` and ``size`` multiply times and bytes of a microbatch; ``limit`` is what each rank may
+    hold.
     """
 
     path: tuple[int, ...]
@@ -59,7 +62,8 @@ class Problem:
         limit: Sequence[float],
         whole: bool = False,
     ) -> Problem:
-        """From costs; the time that a message takes of its sender and receiver is added to their actions.
+        """From costs; the time that a message takes of its sender and receiver is added to their
+        actions.
 
         >>> Problem.of(Costs(comm=0.5), (0, 1), 2, 4, (2.0, 2.0)).link
         (0.5,)
@@ -68,22 +72,34 @@ class Problem:
         times, memory = costs.times(stages), costs.memory(stages)
         apart = [path[s] != path[s + 1] for s in range(stages - 1)]
         send, receive = (costs.spread(way, stages - 1) for way in ("send", "receive"))
-        forward = [(send[s] if s < stages - 1 and apart[s] else 0.0) + (receive[s - 1] if s and apart[s - 1] else 0.0)
-                   for s in range(stages)]  # fmt: skip
-        backward = [(receive[s] if s < stages - 1 and apart[s] else 0.0) + (send[s - 1] if s and apart[s - 1] else 0.0)
-                    for s in range(stages)]  # fmt: skip
+        forward = [
+            (send[s] if s < stages - 1 and apart[s] else 0.0)
+            + (receive[s - 1] if s and apart[s - 1] else 0.0)
+            for s in range(stages)
+        ]
+        backward = [
+            (receive[s] if s < stages - 1 and apart[s] else 0.0)
+            + (send[s - 1] if s and apart[s - 1] else 0.0)
+            for s in range(stages)
+        ]
         inward = times["B" if whole else "I"]
         return cls(
-            tuple(path), ranks,
+            tuple(path),
+            ranks,
             tuple(t + b for t, b in zip(times["F"], forward, strict=True)),
             tuple(t + b for t, b in zip(inward, backward, strict=True)),
             (0.0,) * stages if whole else times["W"],
             memory["F"],
             (0.0,) * stages if whole else tuple(-w for w in memory["W"]),
-            tuple(link if cut else 0.0 for link, cut in zip(costs.links(stages), apart, strict=True)),
-            tuple(limit), costs.spread("load", microbatches), costs.spread("size", microbatches),
-            tuple(range(microbatches)), whole,
-        )  # fmt: skip
+            tuple(
+                link if cut else 0.0 for link, cut in zip(costs.links(stages), apart, strict=True)
+            ),
+            tuple(limit),
+            costs.spread("load", microbatches),
+            costs.spread("size", microbatches),
+            tuple(range(microbatches)),
+            whole,
+        )
 
     @property
     def stages(self) -> int:
@@ -92,7 +108,9 @@ class Problem:
 
     @property
     def small(self) -> bool:
-        """Whether all named schedules are starts, orders are annealed, and many settings are tried."""
+        """Whether all named schedules are starts, orders are annealed, and many settings are
+        tried.
+        """
         return self.stages * self.microbatches <= _SMALL
 
     @property
@@ -103,7 +121,9 @@ class Problem:
     @cached_property
     def of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending."""
-        return tuple(tuple(s for s, at in enumerate(self.path) if at == rank) for rank in range(self.ranks))
+        return tuple(
+            tuple(s for s, at in enumerate(self.path) if at == rank) for rank in range(self.ranks)
+        )
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -113,7 +133,9 @@ class Problem:
 
     @cached_property
     def adds(self) -> tuple[tuple[float, ...], ...]:
-        """What an action adds to the memory of its rank, by op and stage, for a microbatch of size 1."""
+        """What an action adds to the memory of its rank, by op and stage, for a microbatch of size
+        1.
+        """
         after_i = tuple(kept - saved for saved, kept in zip(self.saved, self.kept, strict=True))
         return self.saved, after_i, tuple(-kept for kept in self.kept)
 
@@ -126,8 +148,12 @@ class Problem:
         """How long an action takes."""
         return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]
 
-    def needed(self, op: int, stage: int, microbatch: int) -> list[tuple[tuple[int, int, int], float]]:
-        """The action that an action needs, and how long its message takes; none for the F of the first stage."""
+    def needed(
+        self, op: int, stage: int, microbatch: int
+    ) -> list[tuple[tuple[int, int, int], float]]:
+        """The action that an action needs, and how long its message takes; none for the F of the
+        first stage.
+        """
         if op == 0:
             return [((0, stage - 1, microbatch), self.link[stage - 1])] if stage else []
         if op == 1 and stage < self.stages - 1:
@@ -141,16 +167,24 @@ class Problem:
 
     def taking(self, order: Sequence[int]) -> Problem:
         """The same problem with the microbatches in another order, or only some of them."""
-        pick = lambda values: tuple(values[k] for k in order)
+
+        def pick(values):
+            return tuple(values[k] for k in order)
+
         return replace(self, load=pick(self.load), size=pick(self.size), numbers=pick(self.numbers))
 
     @property
     def lacks(self) -> str | None:
-        """Which rank cannot hold its stages of the largest microbatch, as text; None where all can."""
+        """Which rank cannot hold its stages of the largest microbatch, as text; None where all
+        can.
+        """
         for rank, stages in enumerate(self.of_rank):
             needed = max(self.size) * sum(max(self.saved[s], self.kept[s]) for s in stages)
             if needed > self.limit[rank] * ALMOST:
-                return f"rank {rank} holds {needed:g} for one microbatch, more than its limit of {self.limit[rank]:g}"
+                return (
+                    f"rank {rank} holds {needed:g} for one microbatch, more than its limit of "
+                    f"{self.limit[rank]:g}"
+                )
         return None
 
     def schedule(self, rows: Rows, name: str = "") -> Schedule:
@@ -158,7 +192,10 @@ class Problem:
         numbers = self.numbers
         if self.whole:
             ops: Sequence[Op] = ("F", "B")
-            made = (tuple([Action(s, ops[op], numbers[k]) for op, s, k in row if op < 2]) for row in rows)
+            made = (
+                tuple([Action(s, ops[op], numbers[k]) for op, s, k in row if op < 2])
+                for row in rows
+            )
         else:
             made = (tuple([Action(s, _OPS[op], numbers[k]) for op, s, k in row]) for row in rows)
         return Schedule(tuple(made), Placement((self.path,), self.ranks), self.microbatches, name)
@@ -171,8 +208,12 @@ def most_held(problem: Problem) -> int:
     3
     """
     most, p = problem.microbatches, problem
-    rooms = [p.limit[rank] * ALMOST / (p.saved[s] * min(p.size)) for rank, held in enumerate(p.of_rank)
-             for s in held if p.saved[s] * min(p.size) > 0]  # fmt: skip
+    rooms = [
+        p.limit[rank] * ALMOST / (p.saved[s] * min(p.size))
+        for rank, held in enumerate(p.of_rank)
+        for s in held
+        if p.saved[s] * min(p.size) > 0
+    ]
     return int(min(most, max(rooms, default=most)))
 
 
@@ -184,10 +225,14 @@ def orders_of(schedule: Schedule) -> Orders:
     """
     stages = schedule.stages
     return [
-        [(part.stage + (0 if part.op == "F" else stages), part.microbatch)
-         for action in row for part in action.parts if part.op != "W"]
+        [
+            (part.stage + (0 if part.op == "F" else stages), part.microbatch)
+            for action in row
+            for part in action.parts
+            if part.op != "W"
+        ]
         for row in schedule.rows
-    ]  # fmt: skip
+    ]
 
 
 def passes_of(rows: Rows, stages: int) -> Orders:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lower bound on the span by linear programming, with GLOP of OR-tools (``pip install '.[solve]'``).
+"""A lower bound on the span by linear programming, with GLOP of OR-tools
+(``pip install '.[solve]'``).
 
-The program has the starts of all actions, and of each rank its first start and last end. Constraints that every
-schedule satisfies: an action starts after those it needs; of the actions of a rank no two run at once, so that the sum
-of length times start, for all actions and for those of one kind, is at least that of running them back to back, from
-the first start and from the last end (Queyranne 1993); the next forward waits for a W where no more microbatches fit
-in memory; and what a rank holds, times how long, fits in its memory.
+The program has the starts of all actions, and of each rank its first start and last end.
+Constraints that every schedule satisfies: an action starts after those it needs; of the actions of
+a rank no two run at once, so that the sum of length times start, for all actions and for those of
+one kind, is at least that of running them back to back, from the first start and from the last end
+(Queyranne 1993); the next forward waits for a W where no more microbatches fit in memory; and what
+a rank holds, times how long, fits in its memory.
 
-It exceeds the other bounds where memory for one to three microbatches is the limit. Times are those of split backwards.
+It exceeds the other bounds where memory for one to three microbatches is the limit. Times are those
+of split backwards.
 """
 
 from __future__ import annotations
@@ -47,8 +50,16 @@ def relaxed(problem: Problem) -> float:
     from ortools.linear_solver import pywraplp  # optional, and slow to load
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    names = [(op, s, k) for op in range(3) for s in range(problem.stages) for k in range(problem.microbatches)]
-    anywhere = lambda: solver.NumVar(-solver.infinity(), solver.infinity(), "")
+    names = [
+        (op, s, k)
+        for op in range(3)
+        for s in range(problem.stages)
+        for k in range(problem.microbatches)
+    ]
+
+    def anywhere():
+        return solver.NumVar(-solver.infinity(), solver.infinity(), "")
+
     program = _Program(solver, problem, {name: anywhere() for name in names})
     _order(program)
     span = solver.NumVar(0, solver.infinity(), "")
@@ -69,7 +80,9 @@ def _order(program: _Program) -> None:
         if op == 0 and s:
             program.after((0, s, k), (0, s - 1, k), p.link[s - 1])
         elif op == 1:
-            program.after((1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0)))
+            program.after(
+                (1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0))
+            )
         elif op == 2:
             program.after((2, s, k), (1, s, k))
         if k and p.even:  # as in the exact solver

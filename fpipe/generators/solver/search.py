@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: starts, local search and exact search under one deadline, for one or several placements."""
+"""The search: starts, local search and exact search under one deadline, for one or several
+placements.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from .task import Few, Source, Task
 
 _LEAST = 3.0  #: seconds that the exact solver needs for few microbatches of a large problem
 _BEAMS = 0.5  #: the share of the time that may be spent on beam search
-_BEAM = ((30, 3), (100, 3), (100, 1), (300, 3), (300, 1), (1000, 3), (1000, 1))  #: its states, in all and alike
+_BEAM = (
+    (30, 3),
+    (100, 3),
+    (100, 1),
+    (300, 3),
+    (300, 1),
+    (1000, 3),
+    (1000, 1),
+)  #: its states, in all and alike
 _SCAN = 0.15  #: the share of the time until which blocks that wait at the top are tried
 #: From which share of the time on complete rows are annealed: with one task, and with several.
 _ROWS_FROM = 0.3, 0.5
@@ -47,7 +57,11 @@ class Search:
     def run(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
         """Search until the time has passed, the best is known, or Ctrl-C."""
         self.bound = min(bounds)
-        tasks = [Task(v, bound) for p, bound in zip(problems, bounds, strict=True) for v in self._variants(p)]
+        tasks = [
+            Task(v, bound)
+            for p, bound in zip(problems, bounds, strict=True)
+            for v in self._variants(p)
+        ]
         try:
             for task in tasks:
                 self._start(task)
@@ -68,24 +82,44 @@ class Search:
 
     def note(self) -> str:
         """The state of the search in a line."""
-        found = f"span {self.span:.6g}, at most {self.span / self.bound - 1:.2%} above the best" if self.bound else ""
+        found = (
+            f"span {self.span:.6g}, at most {self.span / self.bound - 1:.2%} above the best"
+            if self.bound
+            else ""
+        )
         return f"solving: {found}" if self.schedule else "solving"
 
-    # ---- steps --------------------------------------------------------------------------------------------------
+    # ---- steps ----
     def _variants(self, problem: Problem) -> Iterator[Problem]:
-        """The problem with its microbatches in several orders, and without split backwards where these are cheaper."""
+        """The problem with its microbatches in several orders, and without split backwards where
+        these are cheaper.
+        """
         yield problem
         times = self.costs.times(problem.stages)
         if any(b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)):
-            yield Problem.of(self.costs, problem.path, problem.ranks, problem.microbatches, problem.limit, whole=True)
+            yield Problem.of(
+                self.costs,
+                problem.path,
+                problem.ranks,
+                problem.microbatches,
+                problem.limit,
+                whole=True,
+            )
         if not problem.even:
-            up = sorted(range(problem.microbatches), key=lambda k: (problem.load[k], problem.size[k]))
+            up = sorted(
+                range(problem.microbatches), key=lambda k: (problem.load[k], problem.size[k])
+            )
             for order in (up, up[::-1], up[::2] + up[1::2][::-1], up[::2][::-1] + up[1::2]):
                 yield problem.taking(order)
 
     def _start(self, task: Task) -> None:
-        """The starts, until the best is known: those of the heuristics, named schedules, then the orders of these."""
-        best = lambda: min(self.span, task.span) <= task.bound * ALMOST
+        """The starts, until the best is known: those of the heuristics, named schedules, then the
+        orders of these.
+        """
+
+        def best():
+            return min(self.span, task.span) <= task.bound * ALMOST
+
         for orders in starts.lines(task.problem):
             if not best():
                 task.offer_orders(orders)
@@ -99,7 +133,9 @@ class Search:
         if best() and self.schedule is not None:
             return
         small, before = task.whole.small, self.schedule
-        for schedule in starts.named(task.whole, () if small else starts.FEW) if small or not heuristics else ():
+        for schedule in (
+            starts.named(task.whole, () if small else starts.FEW) if small or not heuristics else ()
+        ):
             self._offer(schedule, task.whole.limit)
             for other in starts.relieved(schedule):
                 if self.share() < 1 and self.span > task.bound * ALMOST:
@@ -124,9 +160,14 @@ class Search:
             task.offer(fill(task.problem, tried, *setting), setting)
 
     def _prove(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
-        """Solve small problems exactly: with a proof that no schedule is better, or with a better bound."""
+        """Solve small problems exactly: with a proof that no schedule is better, or with a better
+        bound.
+        """
         if self._takes(problems[0], relaxation.MOST) and 0 < self.bound < self.span:
-            bounds = [self._relaxed(problem, bound) for problem, bound in zip(problems, bounds, strict=True)]
+            bounds = [
+                self._relaxed(problem, bound)
+                for problem, bound in zip(problems, bounds, strict=True)
+            ]
             self.bound = min(bounds)
         if not self._takes(problems[0], exact.MOST):
             return
@@ -140,7 +181,11 @@ class Search:
             if answer.rows is not None:
                 self._offer(problem.schedule(answer.rows))
             better = answer.bound > bound * ALMOST
-            proved.append(Bound(min(answer.bound, self.span), "exact search: there is none") if better else bound)
+            proved.append(
+                Bound(min(answer.bound, self.span), "exact search: there is none")
+                if better
+                else bound
+            )
             if answer.interrupted:
                 raise KeyboardInterrupt
         self.bound = min(proved)
@@ -150,29 +195,45 @@ class Search:
         if bound >= self.span or self.share() >= _DRAWS:
             return bound
         least = relaxation.relaxed(problem) * (1 - 1e-7)  # its solver is not exact
-        return Bound(min(least, self.span), "linear program of all starts") if least > bound * ALMOST else bound
+        return (
+            Bound(min(least, self.span), "linear program of all starts")
+            if least > bound * ALMOST
+            else bound
+        )
 
     def _takes(self, problem: Problem, most: int) -> bool:
-        """Whether the exact solver takes a problem: one of at most so many actions, and of split backwards."""
+        """Whether the exact solver takes a problem: one of at most so many actions, and of split
+        backwards.
+        """
         times = self.costs.times(problem.stages)
         split = all(b >= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True))
-        return problem.actions <= most and split and self.costs.overlap is None and exact.available()
+        return (
+            problem.actions <= most and split and self.costs.overlap is None and exact.available()
+        )
 
     def _improve(self, tasks: Sequence[Task]) -> None:
-        """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
+        """Rounds of draws and of local search from the best that was drawn; the last one from the
+        best of all.
+        """
         self._beams([task for task in tasks if task.problem.actions <= exact.MOST])
         for task in tasks:
             blocks = starts.Blocks(task.problem, self.random)
-            known = task.scan(blocks, lambda task=task: self.share() > _SCAN or task.span <= task.bound * ALMOST)
+            known = task.scan(
+                blocks, lambda task=task: self.share() > _SCAN or task.span <= task.bound * ALMOST
+            )
             for _, choice in known[:2]:
                 task.offer_orders(blocks.orders(task.problem, choice))
             self._take(task)
             task.sources = [Source(blocks, known)]
             if Periods.fit(task.problem):
-                task.sources.append(Source(Periods(task.problem, self.random, task.bound - task.work), []))
+                task.sources.append(
+                    Source(Periods(task.problem, self.random, task.bound - task.work), [])
+                )
         for drawn, annealed in _ROUNDS:
             few = tasks[0].few if tasks else None
-            if few and (drawn > _DRAWS or (drawn == _DRAWS and few.filled.span <= few.bound * _CLOSE)):
+            if few and (
+                drawn > _DRAWS or (drawn == _DRAWS and few.filled.span <= few.bound * _CLOSE)
+            ):
                 self.shorten(tasks[0], few)
             tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
             if tasks and tasks[0].problem.small:
@@ -182,14 +243,19 @@ class Search:
                     return
 
     def _beams(self, tasks: Sequence[Task]) -> None:
-        """Beam search of small problems, with more states while that helps and fits in its share of the time."""
+        """Beam search of small problems, with more states while that helps and fits in its share of
+        the time.
+        """
         late, each, known = lambda: self.share() >= _BEAMS, 0.0, self.span
         for width, alike in _BEAM:
             before = self.share()
             if before + 1.2 * each * width > _BEAMS:
                 return
             for task in tasks:
-                if task.span > task.bound * ALMOST and (found := beam(task.problem, width, alike, late)) is not None:
+                if (
+                    task.span > task.bound * ALMOST
+                    and (found := beam(task.problem, width, alike, late)) is not None
+                ):
                     task.offer(found, task.setting)
                     self._take(task)
             each = (self.share() - before) / width
@@ -197,7 +263,9 @@ class Search:
                 return
 
     def _draw(self, tasks: Sequence[Task], until: float) -> Sequence[Task]:
-        """Draw until this share of the time has passed; the tasks by what was drawn, the best one first."""
+        """Draw until this share of the time has passed; the tasks by what was drawn, the best one
+        first.
+        """
         for task in tasks:
             task.drawn = None
         while tasks and self.share() < until:
@@ -212,7 +280,9 @@ class Search:
         return sorted(tasks, key=lambda task: task.span)
 
     def _anneal(self, task: Task, until: float) -> None:
-        """Local search from what was drawn: with few microbatches first, since most of the waits are at both ends."""
+        """Local search from what was drawn: with few microbatches first, since most of the waits
+        are at both ends.
+        """
         filled, setting = task.filled, task.setting
         if until < 1 and task.drawn is not None:
             filled, setting, _ = task.drawn
@@ -230,14 +300,29 @@ class Search:
     def _anneal_rows(self, task: Task) -> None:
         """Local search on complete rows in what is left of the time."""
         if task.filled is not None:
-            found = lambda filled: task.offer(filled, task.setting)
-            anneal_rows(task.problem, task.filled.rows, self.random, self._passed(task, self.share(), 1.0), found)
+
+            def found(filled):
+                return task.offer(filled, task.setting)
+
+            anneal_rows(
+                task.problem,
+                task.filled.rows,
+                self.random,
+                self._passed(task, self.share(), 1.0),
+                found,
+            )
         self._take(task)
 
     def _anneal_few(self, task: Task, few: Few, until: float) -> None:
         better: list[Few] = []
-        passed, orders = self._passed(task, self.share(), until), passes_of(few.filled.rows, few.problem.stages)
-        found = lambda filled, setting: better.append(task.offer_few(few._replace(filled=filled, setting=setting)))
+        passed, orders = (
+            self._passed(task, self.share(), until),
+            passes_of(few.filled.rows, few.problem.stages),
+        )
+
+        def found(filled, setting):
+            return better.append(task.offer_few(few._replace(filled=filled, setting=setting)))
+
         anneal(few.problem, orders, few.setting, self.random, passed, found)
         for one in better[-1:-4:-1]:
             task.lengthen(one.filled.rows, few.more)
@@ -267,7 +352,7 @@ class Search:
 
         return passed
 
-    # ---- results ------------------------------------------------------------------------------------------------
+    # ---- results ----
     def _take(self, task: Task) -> None:
         """The solution of a task in full, if it may be the best."""
         if task.span < self.span and (schedule := task.schedule()) is not None:
@@ -283,5 +368,10 @@ class Search:
         except ScheduleError:
             return
         held = timeline.peak_bytes if min(limit, default=inf) < inf else ()
-        if timeline.span < self.span and all(h <= at * ALMOST for h, at in zip(held, limit, strict=False)):
-            self.schedule, self.span = replace(schedule, name=schedule.name or "Solved"), timeline.span
+        if timeline.span < self.span and all(
+            h <= at * ALMOST for h, at in zip(held, limit, strict=False)
+        ):
+            self.schedule, self.span = (
+                replace(schedule, name=schedule.name or "Solved"),
+                timeline.span,
+            )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem with one order of microbatches, and the best of its solutions; also of its first few microbatches."""
+"""A problem with one order of microbatches, and the best of its solutions; also of its first few
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Few(NamedTuple):
 
 
 class Task:
-    """A problem with one order of microbatches, shortened if there are many, and its best solution so far."""
+    """A problem with one order of microbatches, shortened if there are many, and its best solution
+    so far.
+    """
 
     def __init__(self, problem: Problem, bound: float):
         self.whole, self.bound = problem, bound
@@ -56,7 +60,9 @@ class Task:
         short = problem.even and problem.microbatches > 1.25 * kept and not problem.small
         self.problem = problem.taking(range(kept)) if short else problem
         self.more = problem.microbatches - self.problem.microbatches
-        self.work = self.more * max(self.problem.work) / self.problem.microbatches  #: of what was left out
+        self.work = (
+            self.more * max(self.problem.work) / self.problem.microbatches
+        )  #: of what was left out
         self.filled: Filled | None = None
         self.setting = Setting(inf, 0.0)
         self.sources: list[Source] = []
@@ -70,12 +76,16 @@ class Task:
 
     @property
     def has_few_actions(self) -> bool:
-        """Whether complete rows can be annealed: a change of those of few microbatches does not repeat."""
+        """Whether complete rows can be annealed: a change of those of few microbatches does not
+        repeat.
+        """
         return not self.more and self.problem.actions <= _ACTIONS
 
     def offer(self, filled: Filled | None, setting: Setting) -> None:
         """Keep a solution that is better."""
-        if filled is not None and (self.filled is None or filled.span < self.filled.span * (1 - 1e-12)):
+        if filled is not None and (
+            self.filled is None or filled.span < self.filled.span * (1 - 1e-12)
+        ):
             self.filled, self.setting = filled, setting
 
     def offer_orders(self, orders: Orders | None) -> tuple[Filled | None, Setting]:
@@ -94,9 +104,13 @@ class Task:
         choice = source.starts.draw(source.known)
         filled, setting = self.offer_orders(source.starts.orders(self.problem, choice))
         if filled is not None:
-            source.known[:] = sorted([*source.known, (filled.span, choice)], key=lambda entry: entry[0])[:8]
+            source.known[:] = sorted(
+                [*source.known, (filled.span, choice)], key=lambda entry: entry[0]
+            )[:8]
             if self.drawn is None or filled.span < self.drawn.filled.span:
-                self.drawn = Drawn(filled, setting, lambda problem: source.starts.orders(problem, choice))
+                self.drawn = Drawn(
+                    filled, setting, lambda problem: source.starts.orders(problem, choice)
+                )
 
     def begin_few(self) -> Few | None:
         """What the best draw gives for few microbatches: most of the waits are at both ends."""
@@ -109,7 +123,9 @@ class Task:
         return None if filled is None else self.offer_few(Few(few, filled, setting, more, bound))
 
     def scan(self, blocks: Blocks, passed: Callable[[], bool]) -> list[tuple[float, Any]]:
-        """The best of the blocks that wait at the top, of few microbatches, with their spans in full."""
+        """The best of the blocks that wait at the top, of few microbatches, with their spans in
+        full.
+        """
         few, found = self._fewer(), []
         for top in () if few is None else blocks.tops:
             if passed():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of an engine: a folder of ``fpipe.save``, and the model in the layout of Hugging Face beside it.
+"""Checkpoints of an engine: a folder of ``fpipe.save``, and the model in the layout of Hugging Face
+beside it.
 
 This module must not know trainers.
 """
@@ -26,8 +27,11 @@ FOLDER = "fpipe"
 
 
 def save(
-    folder: str | Path, weights: Weights, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]
-) -> None:  # fmt: skip
+    folder: str | Path,
+    weights: Weights,
+    optimizer: torch.optim.Optimizer | None,
+    more: Mapping[str, Any],
+) -> None:
     """Write parameters, and the state of an optimizer if there is one; every process calls it.
 
     Args:
@@ -42,8 +46,11 @@ def save(
 
 
 def load(
-    folder: str | Path, weights: Weights, optimizer: torch.optim.Optimizer | None, contents: Sequence[str]
-) -> dict[str, Any]:  # fmt: skip
+    folder: str | Path,
+    weights: Weights,
+    optimizer: torch.optim.Optimizer | None,
+    contents: Sequence[str],
+) -> dict[str, Any]:
     """Read what ``save`` wrote into parameters and optimizer; every process calls it.
 
     Args:
@@ -60,7 +67,9 @@ def load(
     names = ["more", *(["params"] if "model" in contents else [])]
     if optimizer is not None and "optimizer" in contents:
         if "optimizer" not in saved:
-            raise CheckpointError(f"{path} has no state of an optimizer; load it without 'optimizer'")
+            raise CheckpointError(
+                f"{path} has no state of an optimizer; load it without 'optimizer'"
+            )
         names.append("optimizer")
     found = dict(zip(names, _listed(load_trees(path, pipe, *names), len(names)), strict=True))
     if "params" in found:
@@ -89,10 +98,13 @@ def write_model(folder: str | Path, into: str | Path) -> None:
     manifest = Manifest.read(path)
     keys = {name: node[1] for name, node in manifest.slots["params"].items() if node[0] == "leaf"}
     leaves = {name: (key, manifest.leaves[key]) for name, key in keys.items()}
-    hub.write_model(into, [
-        hub.entry_of(name, leaf.torch_dtype, leaf.shape, partial(read_leaf, path, key, leaf))
-        for name, (key, leaf) in leaves.items()
-    ])  # fmt: skip
+    hub.write_model(
+        into,
+        [
+            hub.entry_of(name, leaf.torch_dtype, leaf.shape, partial(read_leaf, path, key, leaf))
+            for name, (key, leaf) in leaves.items()
+        ],
+    )
 
 
 def _listed(found: Any, count: int) -> Sequence[Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for an engine that generates text: whole tensors by their names in the model, on all ranks in one order.
+"""Weights for an engine that generates text: whole tensors by their names in the model, on all
+ranks in one order.
 
 This module must not know trainers.
 """
@@ -17,7 +18,9 @@ from ...saving.stream import stream
 Named: TypeAlias = Iterable[tuple[str, Tensor]]
 
 
-def exported(pipe: Pipeline, values: Sequence[Any], aliases: Mapping[str, Sequence[str]], bucket_bytes: int) -> Named:
+def exported(
+    pipe: Pipeline, values: Sequence[Any], aliases: Mapping[str, Sequence[str]], bucket_bytes: int
+) -> Named:
     """All parameters, a tied one under each of its names.
 
     Args:
@@ -52,8 +55,11 @@ def without_adapters(named: Named) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in named if ".lora_" not in name)
 
 
-def with_merged_adapters(named: Named, scaling: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model with its adapters added to them, by the names that the model had without adapters.
+def with_merged_adapters(
+    named: Named, scaling: Mapping[str, float]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model with its adapters added to them, by the names that the model had
+    without adapters.
 
     Args:
         named: tensors by name, those of a layer one after another.

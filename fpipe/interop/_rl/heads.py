@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens, and entropies, from logits in chunks of rows: no other tensor of the logits' size.
+"""Log-probabilities of tokens, and entropies, from logits in chunks of rows: no other tensor of the
+logits' size.
 
 This module must not know models or trainers.
 """
@@ -14,7 +15,9 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """Of each row of logits: the log-probability of its label, the entropy, and the sum of squared probabilities."""
+    """Of each row of logits: the log-probability of its label, the entropy, and the sum of squared
+    probabilities.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -22,9 +25,14 @@ class Scores(NamedTuple):
 
 
 def scores(
-    logits: Tensor, labels: Tensor, temperature: Tensor | None = None, *, chunk: int = 1024, entropy: bool = False,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | None = None,
+    *,
+    chunk: int = 1024,
+    entropy: bool = False,
     squares: bool = False,
-) -> Scores:  # fmt: skip
+) -> Scores:
     """Scores of rows of logits, in float32 at least; differentiable but for the squares.
 
     Forward saves the logits and one number a row. Backward allocates their gradient, and a chunk.
@@ -51,8 +59,14 @@ def scores(
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int, entropy: bool, squares: bool
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: Tensor | None,
+        chunk: int,
+        entropy: bool,
+        squares: bool,
+    ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(logits.dtype, torch.float32)
         columns = [logits.new_empty(len(logits), dtype=wide) for _ in range(2 + entropy + squares)]
         for part, z in _chunks(logits, temperature, chunk):
@@ -83,7 +97,11 @@ class _Scores(torch.autograd.Function):
             if entropies is None:
                 d = p.mul_(-of_labels[part, None])
             else:
-                d = logs.add_(entropies[part, None]).mul_(cotangents[1][part, None]).add_(of_labels[part, None])
+                d = (
+                    logs.add_(entropies[part, None])
+                    .mul_(cotangents[1][part, None])
+                    .add_(of_labels[part, None])
+                )
                 d = d.mul_(p).neg_()
             d.scatter_add_(-1, labels[part, None], of_labels[part, None])
             if temperature is not None:
@@ -92,7 +110,9 @@ class _Scores(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-def _chunks(logits: Tensor, temperature: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(
+    logits: Tensor, temperature: Tensor | None, chunk: int
+) -> Iterator[tuple[slice, Tensor]]:
     """Rows of the logits in a wide dtype, divided by the temperature."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     for first in range(0, len(logits), chunk):

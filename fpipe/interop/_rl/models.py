@@ -30,8 +30,9 @@ Options = Mapping[str, Any]
 class Cut:
     """A model as stages, with what exports need to know of it.
 
-    ``aliases`` are other names of a tied parameter by its first name. ``peft`` is the model with adapters around the
-    one that was cut, if there is one, and ``plain`` are stages without these that take the same parameters.
+    ``aliases`` are other names of a tied parameter by its first name. ``peft`` is the model with
+    adapters around the one that was cut, if there is one, and ``plain`` are stages without these
+    that take the same parameters.
     """
 
     model: nn.Module
@@ -43,16 +44,31 @@ class Cut:
 
     @property
     def moded(self) -> bool:
-        """Whether the model computes something else in training: whether it has dropout that is not 0."""
+        """Whether the model computes something else in training: whether it has dropout that is not
+        0.
+        """
         config = vars(self.model.config)
-        rates = [rate for name, rate in config.items() if "drop" in name and isinstance(rate, (int, float))]
-        return any(rate > 0 for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))])
+        rates = [
+            rate
+            for name, rate in config.items()
+            if "drop" in name and isinstance(rate, (int, float))
+        ]
+        return any(
+            rate > 0
+            for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))]
+        )
 
 
 def load(
-    path: str, config: Any, dtype: torch.dtype, *, values: bool = False, attention: str, trust: bool,
+    path: str,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    values: bool = False,
+    attention: str,
+    trust: bool,
     empty: bool = False,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """A causal language model, or one with a value for each token, on the host.
 
     Args:
@@ -66,12 +82,25 @@ def load(
     """
     import transformers
 
-    kind = transformers.AutoModelForTokenClassification if values else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForTokenClassification
+        if values
+        else transformers.AutoModelForCausalLM
+    )
     if values:
-        changes = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "summary_dropout_prob": 0.0}
+        changes = {
+            "num_labels": 1,
+            "classifier_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "summary_dropout_prob": 0.0,
+        }
         for name, value in changes.items():
             setattr(config, name, value)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "trust_remote_code": trust,
+    }
     if not empty:
         model = kind.from_pretrained(path, config=config, **options)
         return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
@@ -83,7 +112,9 @@ def load(
 
 
 def has_files(path: str, model: nn.Module) -> bool:
-    """Whether the safetensors files in a folder have all parameters of a model, a tied one under one of its names."""
+    """Whether the safetensors files in a folder have all parameters of a model, a tied one under
+    one of its names.
+    """
     try:
         found = fused(stored(path))
     except CheckpointError:
@@ -92,18 +123,26 @@ def has_files(path: str, model: nn.Module) -> bool:
 
 
 def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
-    """The parameters of the stages here (with ``zero=``, the parts here) from the files of a model."""
+    """The parameters of the stages here (with ``zero=``, the parts here) from the files of a
+    model.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no stage takes")  # as a head that is tied to the embedding
+        warnings.filterwarnings(
+            "ignore", message=".*no stage takes"
+        )  # as a head that is tied to the embedding
         return huggingface.load(path, pipe, dtype=dtype)
 
 
 def with_adapters(model: nn.Module, options: Options, path: str | None = None) -> Any:
-    """The model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in a folder."""
+    """The model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in a
+    folder.
+    """
     peft: Any = import_module("peft")
     if path is not None:
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
-    found = peft.get_peft_model(model, peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options))
+    found = peft.get_peft_model(
+        model, peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options)
+    )
     dtype = next(p.dtype for p in found.parameters() if not p.requires_grad)
     for p in found.parameters():
         if p.requires_grad:
@@ -111,8 +150,15 @@ def with_adapters(model: nn.Module, options: Options, path: str | None = None) -
     return found
 
 
-def cut(model: Any, n: int, *, cuts: Sequence[int] | None = None, engine: Engine | None = None, peft: Any = None,
-        checkpointing: bool = False) -> Cut:  # fmt: skip
+def cut(
+    model: Any,
+    n: int,
+    *,
+    cuts: Sequence[int] | None = None,
+    engine: Engine | None = None,
+    peft: Any = None,
+    checkpointing: bool = False,
+) -> Cut:
     """A model as ``n`` stages.
 
     Args:
@@ -145,14 +191,23 @@ def cut(model: Any, n: int, *, cuts: Sequence[int] | None = None, engine: Engine
     return Cut(model, stages, params, aliases, peft, plain)
 
 
-def _cut(model: nn.Module, n: int, cuts: Sequence[int] | None) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+def _cut(
+    model: nn.Module, n: int, cuts: Sequence[int] | None
+) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
     if cuts is None:
         return huggingface.stages(model, n)
     if len(cuts) != n - 1:
-        raise StageError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, and the schedule has {n}; give {n - 1} cuts")
+        raise StageError(
+            f"cuts={list(cuts)} make {len(cuts) + 1} stages, and the schedule has {n}; give "
+            f"{n - 1} cuts"
+        )
     return huggingface.stages(model, cuts=cuts)
 
 
 def scaling(model: Any) -> dict[str, float]:
     """The factor of the adapters of each layer that has some, by the layer's name."""
-    return {name: module.scaling["default"] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {
+        name: module.scaling["default"]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of different lengths (nested tensors) as a model takes them: in one line, or in rows with padding.
+"""Sequences of different lengths (nested tensors) as a model takes them: in one line, or in rows
+with padding.
 
 This module must not know models or trainers.
 """
@@ -19,7 +20,8 @@ from ...errors import BatchError
 class Tokens(NamedTuple):
     """A microbatch as the model takes it.
 
-    Without ``attention_mask`` all sequences are in one row, and positions that begin at 0 again tell them apart.
+    Without ``attention_mask`` all sequences are in one row, and positions that begin at 0 again
+    tell them apart.
     """
 
     input_ids: Tensor
@@ -74,27 +76,42 @@ def padded_lengths(lengths: Sequence[int], multiple: int = 1, uniform: bool = Fa
 
 
 def tokens_of(
-    input_ids: Tensor, position_ids: Tensor, temperature: float | Tensor = 1.0, *, packed: bool, length: int,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    packed: bool,
+    length: int,
     pad_token: int = 0,
-) -> Tokens:  # fmt: skip
-    """A microbatch of nested (jagged) tokens and positions as a model takes it, padded on the right to a length.
+) -> Tokens:
+    """A microbatch of nested (jagged) tokens and positions as a model takes it, padded on the right
+    to a length.
 
-    ``packed`` puts all sequences in one row, without padding between them. ``temperature`` is that of all sequences, or
-    of each.
+    ``packed`` puts all sequences in one row, without padding between them. ``temperature`` is that
+    of all sequences, or of each.
 
     Raises:
-        BatchError: if the tensors are not nested, positions have several axes, or a row is too short.
+        BatchError: if the tensors are not nested, positions have several axes, or a row is too
+        short.
 
-    >>> ids = torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([7])], layout=torch.jagged)
-    >>> positions = torch.nested.nested_tensor([torch.arange(2), torch.arange(1)], layout=torch.jagged)
+    >>> ids = torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([7])],
+    ...     layout=torch.jagged)
+    >>> positions = torch.nested.nested_tensor([torch.arange(2), torch.arange(1)],
+    ...     layout=torch.jagged)
     >>> tokens = tokens_of(ids, positions, packed=True, length=4)
     >>> tokens.input_ids.tolist(), tokens.position_ids.tolist(), tokens.labels.tolist()
     ([[5, 6, 7, 0]], [[0, 1, 0, 0]], [[6, 7, 5, 0]])
     """
     if not input_ids.is_nested or not position_ids.is_nested:
-        raise BatchError("input_ids and position_ids must be nested (jagged) tensors, one entry for each sequence")
+        raise BatchError(
+            "input_ids and position_ids must be nested (jagged) tensors, one entry for each "
+            "sequence"
+        )
     if position_ids.dim() != 2:
-        raise BatchError(f"position_ids have {position_ids.dim()} axes; positions of several kinds are not supported")
+        raise BatchError(
+            f"position_ids have {position_ids.dim()} axes; positions of several kinds are not "
+            "supported"
+        )
     offsets = offsets_of(input_ids)
     lengths, ids = offsets.diff(), input_ids.values()
     scale = _temperatures(temperature, lengths, ids.device)
@@ -112,22 +129,31 @@ def tokens_of(
     return Tokens(ids, positions, mask, labels, None if scale is None else rows[3], offsets)
 
 
-def _temperatures(temperature: float | Tensor, lengths: Tensor, device: torch.device) -> Tensor | None:
+def _temperatures(
+    temperature: float | Tensor, lengths: Tensor, device: torch.device
+) -> Tensor | None:
     """The temperature of each token; None where it is 1."""
     if not isinstance(temperature, Tensor):
         if float(temperature) == 1.0:
             return None
         temperature = torch.full((len(lengths),), float(temperature), device=device)
-    return temperature.to(device, torch.float32).clamp(min=1e-8).repeat_interleave(lengths.to(device))
+    return (
+        temperature.to(device, torch.float32).clamp(min=1e-8).repeat_interleave(lengths.to(device))
+    )
 
 
 def _row(column: Tensor, length: int, fill: float | None) -> Tensor:
     """A line as one row, padded with a number, or with positions that begin again."""
     more = length - len(column)
     if more < 0:
-        raise BatchError(f"a row of {length} does not hold {len(column)} tokens; say a length of {len(column)} or more")
+        raise BatchError(
+            f"a row of {length} does not hold {len(column)} tokens; say a length of {len(column)} "
+            "or more"
+        )
     if fill is None:
-        return torch.cat([column, torch.arange(more, dtype=column.dtype, device=column.device)])[None]
+        return torch.cat([column, torch.arange(more, dtype=column.dtype, device=column.device)])[
+            None
+        ]
     return pad(column, (0, more), value=fill)[None]
 
 

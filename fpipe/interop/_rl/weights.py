@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a pipeline as leaves of a torch optimizer: gradients, their norm, offload, and optimizer states.
+"""The parameters of a pipeline as leaves of a torch optimizer: gradients, their norm, offload, and
+optimizer states.
 
 This module must not know models or trainers.
 """
@@ -26,12 +27,14 @@ class Weights:
 
     Args:
         pipe: the pipeline.
-        params: whole parameters of the stages here, on any device; or with ``cut``, what ``pipe.shard`` returned.
+        params: whole parameters of the stages here, on any device; or with ``cut``, what
+            ``pipe.shard`` returned.
         compute: the dtype in which the pipeline gets floating parameters, if not their own.
         cut: whether the parameters are cut already.
 
     >>> import fpipe
-    >>> pipe = fpipe.pipeline([lambda p, x: x * p["w"]] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+    >>> pipe = fpipe.pipeline([lambda p, x: x * p["w"]] * 2, loss=torch.sum, microbatches=1,
+    ...     group=fpipe.local(2))
     >>> weights = Weights(pipe, [{"w": torch.ones(1)}, {"w": torch.ones(1)}])
     >>> optimizer = torch.optim.SGD(weights.trained(), lr=0.1)
     >>> weights.add_grads(fpipe.value_and_grad(pipe)(weights.for_call(), torch.ones(1))[1])
@@ -43,9 +46,12 @@ class Weights:
     """
 
     def __init__(
-        self, pipe: Pipeline, params: Sequence[Mapping[str, Tensor] | None], compute: torch.dtype | None = None,
+        self,
+        pipe: Pipeline,
+        params: Sequence[Mapping[str, Tensor] | None],
+        compute: torch.dtype | None = None,
         cut: bool = False,
-    ):  # fmt: skip
+    ):
         self.pipe, self.compute = pipe, compute
         shared: dict[str, nn.Parameter] = {}
         self.leaves = [
@@ -56,7 +62,9 @@ class Weights:
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
     ) -> dict[str, nn.Parameter]:
-        """The leaves of a stage. Tied parameters of stages here are one leaf, but with ``zero=``, as parts differ."""
+        """The leaves of a stage. Tied parameters of stages here are one leaf, but with ``zero=``,
+        as parts differ.
+        """
         ties = {} if self.pipe.parts else dict(self.pipe.config.functions[stage].ties)
         found: dict[str, nn.Parameter] = {}
         trained = dict(zip(tree.names(row), self.pipe.config.trained(stage, row), strict=True))
@@ -80,13 +88,19 @@ class Weights:
 
     def for_call(self) -> ByStage:
         """The parameters for a call of the pipeline."""
-        narrow = lambda leaf: leaf.to(self.compute) if self.compute and leaf.is_floating_point() else leaf
+
+        def narrow(leaf):
+            return leaf.to(self.compute) if self.compute and leaf.is_floating_point() else leaf
+
         return self._mapped(lambda leaf: narrow(leaf.detach()))
 
     def _mapped(self, fn: Callable[[nn.Parameter], Any]) -> ByStage:
-        return [None if row is None else {name: fn(leaf) for name, leaf in row.items()} for row in self.leaves]
+        return [
+            None if row is None else {name: fn(leaf) for name, leaf in row.items()}
+            for row in self.leaves
+        ]
 
-    # ---- gradients ----------------------------------------------------------------------------------------------
+    # ---- gradients ----
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the leaves."""
         added = set[nn.Parameter]()  # a tied parameter has the sum over all of its stages in each
@@ -109,14 +123,20 @@ class Weights:
             foreach: Any = torch
             foreach._foreach_mul_(grads, factor.to(grads[0].device))
 
-    # ---- devices ------------------------------------------------------------------------------------------------
-    def move(self, device: torch.device, optimizer: torch.optim.Optimizer | None, model: bool, grad: bool) -> None:
+    # ---- devices ----
+    def move(
+        self, device: torch.device, optimizer: torch.optim.Optimizer | None, model: bool, grad: bool
+    ) -> None:
         """Move parameters, gradients, and states of the optimizer."""
         for _, _, leaf in self if model else ():
             held = leaf.grad
             leaf.grad = None  # a gradient must be where its parameter is
             leaf.data = leaf.data.to(device, non_blocking=True)
-            leaf.grad = held if held is None else held.to(device if grad else leaf.device, non_blocking=True)
+            leaf.grad = (
+                held
+                if held is None
+                else held.to(device if grad else leaf.device, non_blocking=True)
+            )
         for state in () if optimizer is None else optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
@@ -124,7 +144,7 @@ class Weights:
         if device.type == "cpu" and torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    # ---- checkpoints --------------------------------------------------------------------------------------------
+    # ---- checkpoints ----
     def load(self, values: Sequence[Mapping[str, Tensor] | None]) -> None:
         """Copy values into the leaves."""
         with torch.no_grad():
@@ -143,21 +163,30 @@ class Weights:
             for key, value in optimizer.state.get(leaf, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != leaf.shape:
                     raise CheckpointError(
-                        f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} for {name!r} of stage "
-                        f"{stage}, which has {list(leaf.shape)}; only states of the parameters' shapes can be saved"
+                        f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} "
+                        f"for {name!r} of stage "
+                        f"{stage}, which has {list(leaf.shape)}; only states of the parameters' "
+                        "shapes can be saved"
                     )
-        return self._mapped(lambda leaf: {k: _plain(v) for k, v in optimizer.state.get(leaf, {}).items()})
+        return self._mapped(
+            lambda leaf: {k: _plain(v) for k, v in optimizer.state.get(leaf, {}).items()}
+        )
 
     def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
-        """The inverse of ``state_of``; numbers become tensors again where torch's optimizers have such."""
+        """The inverse of ``state_of``; numbers become tensors again where torch's optimizers have
+        such.
+        """
         for stage, name, leaf in self:
             row = states[stage]
             if row is not None and row[name] and leaf.requires_grad:
                 optimizer.state[leaf] = {
-                    key: torch.tensor(value) if isinstance(value, float) else value for key, value in row[name].items()
+                    key: torch.tensor(value) if isinstance(value, float) else value
+                    for key, value in row[name].items()
                 }
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of one number as the number: the same in all processes, and of no shape of a parameter."""
+    """A tensor of one number as the number: the same in all processes, and of no shape of a
+    parameter.
+    """
     return float(value) if isinstance(value, Tensor) and not value.dim() else value

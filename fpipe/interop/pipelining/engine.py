@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of the stages of this process: pipelines over their modules, built when the first step shows what is needed.
+"""One step of the stages of this process: pipelines over their modules, built when the first step
+shows what is needed.
 
 Knows modules and pipelines; nothing of the classes whose arguments it serves.
 """
@@ -34,7 +35,9 @@ from .stage import PipelineStage, group_of
 
 
 class Packed(ModuleCall):
-    """A module with all keyword arguments of ``step`` as one side input; several outputs are several arguments."""
+    """A module with all keyword arguments of ``step`` as one side input; several outputs are
+    several arguments.
+    """
 
     def __init__(self, module: nn.Module, state: Sequence[str]):
         super().__init__(module, state, ["kwargs"])
@@ -47,7 +50,9 @@ class Packed(ModuleCall):
 
 @dataclass(frozen=True)
 class PackedLoss:
-    """A loss of an output and a target, which come with its keyword arguments; ``plain`` are its numbers and flags."""
+    """A loss of an output and a target, which come with its keyword arguments; ``plain`` are its
+    numbers and flags.
+    """
 
     fn: Callable[..., Tensor]
     plain: tuple[Any, ...] = ()
@@ -70,7 +75,9 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a process found out that its stages need: autograd instead of traces, all buffers as state."""
+    """What a process found out that its stages need: autograd instead of traces, all buffers as
+    state.
+    """
 
     eager: bool = False
     state: bool = False
@@ -91,12 +98,19 @@ class Wishes:
 class Engine:
     """The stages of this process, and the pipelines over all stages that were built so far."""
 
-    def __init__(self, stages: Sequence[PipelineStage], loss: Callable[..., Tensor] | None, mean: bool, overlap: Any):
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        loss: Callable[..., Tensor] | None,
+        mean: bool,
+        overlap: Any,
+    ):
         self.stages = {stage.stage_index: stage for stage in stages}
         self.count, self.loss, self.mean, self.overlap = stages[0].num_stages, loss, mean, overlap
         if any(isinstance(part, FSDPModule) for stage in stages for part in stage.submod.modules()):
             raise UnsupportedError(
-                "modules under fully_shard are not supported here; use zero= of fpipe.pipeline, or from_fsdp of "
+                "modules under fully_shard are not supported here; use zero= of fpipe.pipeline, "
+                "or from_fsdp of "
                 "fpipe.interop.fsdp, or DistributedDataParallel"
             )
         self.group: C10dGroup = group_of(stages[0].group, stages[0].device)
@@ -106,14 +120,16 @@ class Engine:
         self._functions: Sequence[Stage] = ()  # of all stages, once they are described
         self._built: dict[Any, tuple[Bound, dict[Any, Pipeline]]] = {}
 
-    # ---- pipelines ----------------------------------------------------------------------------------------------
+    # ---- pipelines ----
     def _bound(self) -> tuple[Bound, dict[Any, Pipeline]]:
         """The modules in their present modes, and the pipelines over them by schedule."""
         key = (self._wishes, *[part.training for part in self._parts])
         found = self._built.get(key)
         if found is not None and not found[0].unfrozen():
             return found
-        functions = [self._functions[s] if self._functions else Stage.elsewhere() for s in range(self.count)]
+        functions = [
+            self._functions[s] if self._functions else Stage.elsewhere() for s in range(self.count)
+        ]
         names: list[list[str]] = [[] for _ in functions]
         for s, module in self._modules.items():
             functions[s], names[s] = self._stage(module)
@@ -136,7 +152,9 @@ class Engine:
         return replace(stage, engine="eager" if eager else None, compile=backend), leaves
 
     def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
-        """The modules and the pipeline of a schedule over them; the first call of a process is one of all."""
+        """The modules and the pipeline of a schedule over them; the first call of a process is one
+        of all.
+        """
         bound, pipes = self._bound()
         key = schedule, _plain(self.loss)
         if key not in pipes:
@@ -144,18 +162,28 @@ class Engine:
             copies = {_copies(stage.submod) for stage in self.stages.values()} - {None}
             device = self.group.device(self.group.rank)
             pipe = pipes[key] = pipeline(
-                bound.stages, schedule, microbatches=schedule.microbatches, group=self.group, outputs="last",
-                loss=Stage(loss, engine="eager") if loss is not None and self._wishes.eager_loss else loss,
-                reduction="mean" if self.mean else "sum", overlap=self.overlap,
-                dp=next((group_of(pg, device, "dp") for pg in copies), None), dp_reduction="mean" if copies else None,
-            )  # fmt: skip
+                bound.stages,
+                schedule,
+                microbatches=schedule.microbatches,
+                group=self.group,
+                outputs="last",
+                loss=Stage(loss, engine="eager")
+                if loss is not None and self._wishes.eager_loss
+                else loss,
+                reduction="mean" if self.mean else "sum",
+                overlap=self.overlap,
+                dp=next((group_of(pg, device, "dp") for pg in copies), None),
+                dp_reduction="mean" if copies else None,
+            )
             self._functions = pipe.config.functions
         return bound, pipes[key]
 
-    # ---- one step -----------------------------------------------------------------------------------------------
+    # ---- one step ----
     @contextmanager
     def reporting(self, schedule: Schedule) -> Iterator[None]:
-        """Around checks of this process's arguments: the other processes learn of an error, and do not wait."""
+        """Around checks of this process's arguments: the other processes learn of an error, and do
+        not wait.
+        """
         pipe = self._pipe(schedule)[1]
         try:
             yield
@@ -163,8 +191,12 @@ class Engine:
             refuse(pipe.config, error)
             raise
 
-    def run(self, schedule: Schedule, x: Any, kwargs: Any, targets: Any, training: bool, keep: bool) -> Ran:
-        """Run the microbatches, and with ``training`` add gradients to ``.grad``; ``keep`` the outputs."""
+    def run(
+        self, schedule: Schedule, x: Any, kwargs: Any, targets: Any, training: bool, keep: bool
+    ) -> Ran:
+        """Run the microbatches, and with ``training`` add gradients to ``.grad``; ``keep`` the
+        outputs.
+        """
         for _ in range(4):
             try:
                 return self._run(schedule, x, kwargs, targets, training, keep)
@@ -180,10 +212,14 @@ class Engine:
                 self._built.clear()
         raise AssertionError("every process has three wishes")
 
-    def _run(self, schedule: Schedule, x: Any, kwargs: Any, targets: Any, training: bool, keep: bool) -> Ran:
+    def _run(
+        self, schedule: Schedule, x: Any, kwargs: Any, targets: Any, training: bool, keep: bool
+    ) -> Ran:
         bound, pipe = self._pipe(schedule)
         here = set(self.stages)
-        wanted = [] if self.loss is None else [targets if self.count - 1 in here else _away(targets)]
+        wanted = (
+            [] if self.loss is None else [targets if self.count - 1 in here else _away(targets)]
+        )
         losses: dict[int, Tensor] = {}
         outputs: dict[int, Any] = {}
 
@@ -207,21 +243,31 @@ class Engine:
 
 
 def _plain(loss: object) -> tuple[Any, ...]:
-    """The numbers and flags of a loss that is an object, and of those that it wraps: a trace depends on them."""
+    """The numbers and flags of a loss that is an object, and of those that it wraps: a trace
+    depends on them.
+    """
     found: list[Any] = []
     while hasattr(loss, "__dict__"):
-        found += [(name, value) for name, value in vars(loss).items() if isinstance(value, (bool, int, float, str))]
+        found += [
+            (name, value)
+            for name, value in vars(loss).items()
+            if isinstance(value, (bool, int, float, str))
+        ]
         loss = vars(loss).get("__wrapped__")
     return tuple(found)
 
 
 def _away(value: Any) -> Any:
-    """What stands for an argument that other processes read: with shapes where this one was passed it too."""
+    """What stands for an argument that other processes read: with shapes where this one was passed
+    it too.
+    """
     if isinstance(value, Microbatches):
         return Microbatches(map(_away, value))
     if not any(map(tree.is_tensor, tree.leaves(value))):
         return elsewhere()
-    return tree.tree_map(lambda leaf: elsewhere(leaf.shape, leaf.dtype) if tree.is_tensor(leaf) else leaf, value)
+    return tree.tree_map(
+        lambda leaf: elsewhere(leaf.shape, leaf.dtype) if tree.is_tensor(leaf) else leaf, value
+    )
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of fpipe as the actions of ``torch.distributed.pipelining``, and back; their CSV with and without messages.
+"""Schedules of fpipe as the actions of ``torch.distributed.pipelining``, and back; their CSV with
+and without messages.
 
 The only file that uses private names of torch's package. Must not know modules.
 """
@@ -22,7 +23,17 @@ Format: TypeAlias = Literal["compute_only", "compute_comms"]
 #: By rank, its actions; None where a rank is idle.
 Order: TypeAlias = dict[int, list[Action | None]]
 
-__all__ = ["Action", "ComputationType", "Format", "Order", "dump", "load", "order_of", "schedule_of", "with_messages"]
+__all__ = [
+    "Action",
+    "ComputationType",
+    "Format",
+    "Order",
+    "dump",
+    "load",
+    "order_of",
+    "schedule_of",
+    "with_messages",
+]
 
 
 def order_of(schedule: Schedule) -> Order:
@@ -31,7 +42,9 @@ def order_of(schedule: Schedule) -> Order:
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
     """
-    return {rank: [Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule)}
+    return {
+        rank: [Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule)
+    }
 
 
 def schedule_of(order: Mapping[int, Sequence[Any]], name: str = "") -> Schedule:
@@ -41,13 +54,17 @@ def schedule_of(order: Mapping[int, Sequence[Any]], name: str = "") -> Schedule:
     Schedule(ranks=1, microbatches=1, stages=1)
     """
     rows = [[a for a in order[rank] if a is not None and a.is_compute_op] for rank in sorted(order)]
-    return Schedule.parse("\n".join(f"[{', '.join(map(str, row))}]" for row in rows), name=name).check()
+    return Schedule.parse(
+        "\n".join(f"[{', '.join(map(str, row))}]" for row in rows), name=name
+    ).check()
 
 
 def with_messages(schedule: Schedule) -> Order:
     """The order with the sends and receives that torch's own runtime would add."""
     if schedule.placement.replicated:
-        raise ScheduleError("a schedule with replicas of stages has no form with messages; dump it as compute_only")
+        raise ScheduleError(
+            "a schedule with replicas of stages has no form with messages; dump it as compute_only"
+        )
     rows: Any = order_of(schedule)
     found = _add_send_recv(rows, schedule.placement.rank_of, schedule.stages)
     return {rank: list(row) for rank, row in found.items()}
@@ -69,4 +86,6 @@ def load(path: str | PathLike[str], form: Format) -> Schedule:
 
 def _check(form: str) -> None:
     if form not in ("compute_only", "compute_comms"):
-        raise NotImplementedError(f"format={form!r} is not implemented; give 'compute_only' or 'compute_comms'")
+        raise NotImplementedError(
+            f"format={form!r} is not implemented; give 'compute_only' or 'compute_comms'"
+        )

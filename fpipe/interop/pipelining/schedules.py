@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule classes of ``torch.distributed.pipelining``: their constructors, ``step`` and ``eval``.
+"""The schedule classes of ``torch.distributed.pipelining``: their constructors, ``step`` and
+``eval``.
 
-A class is a name of fpipe's catalogue and torch's way to pass arguments. What runs is an ``Engine``.
+A class is a name of fpipe's catalogue and torch's way to pass arguments. What runs is an
+``Engine``.
 """
 
 from __future__ import annotations
@@ -25,15 +27,22 @@ from .stage import PipelineStage
 
 
 class _PipelineSchedule:
-    """What all schedules have in common; ``name`` is that of the catalogue, "" where the order comes from elsewhere."""
+    """What all schedules have in common; ``name`` is that of the catalogue, "" where the order
+    comes from elsewhere.
+    """
 
     name = ""
 
     def __init__(
-        self, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None, kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None, scale_grads: bool = True,
-    ):  # fmt: skip
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ):
         if not stages:
             raise ValueError("a schedule needs the stages of this process, one at least")
         self._stages, self._n_microbatches, self._loss_fn = list(stages), n_microbatches, loss_fn
@@ -46,24 +55,32 @@ class _PipelineSchedule:
         self._schedule: Schedule | None = None
         self.pipeline_order: Order = {}
         if self.name:
-            self._take(make_schedule(self.name, self.pp_group_size, n_microbatches, self._num_stages))
+            self._take(
+                make_schedule(self.name, self.pp_group_size, n_microbatches, self._num_stages)
+            )
 
     def _use(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run the actions of a type through a function."""
         self._custom[kind], self._engine = function, None
 
-    # ---- the order ----------------------------------------------------------------------------------------------
+    # ---- the order ----
     def _take(self, schedule: Schedule) -> None:
         """Use a schedule, and tell the stages which ranks have them."""
         if (schedule.ranks, schedule.stages, schedule.microbatches) != (
-            self.pp_group_size, self._num_stages, self._n_microbatches,
-        ):  # fmt: skip
+            self.pp_group_size,
+            self._num_stages,
+            self._n_microbatches,
+        ):
             raise ScheduleError(
-                f"the schedule is for {schedule.ranks} ranks, {schedule.stages} stages and {schedule.microbatches} "
-                f"microbatches; there are {self.pp_group_size}, {self._num_stages} and {self._n_microbatches}"
+                f"the schedule is for {schedule.ranks} ranks, {schedule.stages} stages and "
+                f"{schedule.microbatches} "
+                f"microbatches; there are {self.pp_group_size}, {self._num_stages} and "
+                f"{self._n_microbatches}"
             )
         self._schedule, self.pipeline_order = schedule, orders.order_of(schedule)
-        self.stage_index_to_group_rank = {s: schedule.placement.rank_of(s) for s in range(schedule.stages)}
+        self.stage_index_to_group_rank = {
+            s: schedule.placement.rank_of(s) for s in range(schedule.stages)
+        }
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
@@ -71,28 +88,40 @@ class _PipelineSchedule:
         """The schedule, whose stages on this rank are those that were passed."""
         if self._schedule is None:
             if not self.pipeline_order:
-                raise ScheduleError("there is no order yet; load one with _load_csv, or set pipeline_order")
+                raise ScheduleError(
+                    "there is no order yet; load one with _load_csv, or set pipeline_order"
+                )
             self._take(orders.schedule_of(self.pipeline_order))
         schedule = cast(Schedule, self._schedule)
         placed = schedule.placement
         here = [s for s in range(self._num_stages) if self.rank in placed.ranks_of(s)]
         given = sorted(stage.stage_index for stage in self._stages)
         if here != given:
-            raise ScheduleError(f"rank {self.rank} has stages {here} in this schedule ({placed}), and got {given}")
+            raise ScheduleError(
+                f"rank {self.rank} has stages {here} in this schedule ({placed}), and got {given}"
+            )
         return schedule
 
     def _validate_and_set_stage_mapping(self, actions: Mapping[int, Sequence[Any]]) -> None:
         """Take an order as it is in memory, by rank."""
         self._take(orders.schedule_of(actions))
 
-    # ---- steps --------------------------------------------------------------------------------------------------
+    # ---- steps ----
     def step(
-        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None, arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, finalize_gradients: bool = True,
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """One step with a whole batch, or one that is split already (``arg_mbs``, ``kwarg_mbs``, ``target_mbs``).
+    ) -> Any:
+        """One step with a whole batch, or one that is split already (``arg_mbs``, ``kwarg_mbs``,
+        ``target_mbs``).
 
         Args:
             args: of the first stage; other ranks need not pass them.
@@ -101,8 +130,8 @@ class _PipelineSchedule:
             return_outputs: whether the outputs are kept and merged.
             loss_kwargs: keyword arguments of the loss, the same for all microbatches.
             arg_mbs, kwarg_mbs, target_mbs: in place of ``args``, ``kwargs`` and ``target``.
-            finalize_gradients: taken as torch takes it; gradients are final after every step, and those of several
-                steps add up.
+            finalize_gradients: taken as torch takes it; gradients are final after every step, and
+                those of several steps add up.
             kwargs: of the stages of this rank.
 
         Returns:
@@ -114,25 +143,40 @@ class _PipelineSchedule:
         """
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError(
-                "step() requires gradients to be enabled for backward computation; it should not be used under "
+                "step() requires gradients to be enabled for backward computation; it should not "
+                "be used under "
                 "torch.no_grad() context. Please call eval() instead."
             )
         whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(whole, split, losses, return_outputs, loss_kwargs or {}, self._has_backward)
+        return self._run(
+            whole, split, losses, return_outputs, loss_kwargs or {}, self._has_backward
+        )
 
     def eval(
-        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None, arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The forwards of a step alone; the arguments are those of :meth:`step`."""
         whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         return self._run(whole, split, losses, return_outputs, loss_kwargs or {}, False)
 
     def _run(
-        self, whole: tuple[Any, ...], split: tuple[Any, ...], losses: list[Tensor] | None, keep: bool,
-        loss_kwargs: dict[str, Any], training: bool,
-    ) -> Any:  # fmt: skip
+        self,
+        whole: tuple[Any, ...],
+        split: tuple[Any, ...],
+        losses: list[Tensor] | None,
+        keep: bool,
+        loss_kwargs: dict[str, Any],
+        training: bool,
+    ) -> Any:
         schedule = self._checked()
         if self._engine is None:
             overlap = overlapped(self._custom, self._context) if self._custom else "weave"
@@ -141,14 +185,18 @@ class _PipelineSchedule:
         with self._engine.reporting(schedule):
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
-            batch = Batch.of(whole, split, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
+            batch = Batch.of(
+                whole, split, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+            )
             wanted = self._loss_fn is not None and (last or batch.target is not None)
             targets = batch.targets(loss_kwargs) if wanted else None
         for stage in self._stages:
             stage.has_backward = training
         self._batch = batch, losses
         with watched(self._custom, self._context):
-            ran = self._engine.run(schedule, batch.x, batch.kwargs, targets, training, keep and last)
+            ran = self._engine.run(
+                schedule, batch.x, batch.kwargs, targets, training, keep and last
+            )
         if losses is not None and last and self._loss_fn is not None:
             losses[:] = ran.losses
         return merged(ran.outputs, self._output_merge_spec) if last and keep else None
@@ -168,16 +216,30 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
 
 class PipelineScheduleMulti(_PipelineSchedule):
-    """A schedule with several stages per rank; its order comes from ``_load_csv`` or from a subclass."""
+    """A schedule with several stages per rank; its order comes from ``_load_csv`` or from a
+    subclass.
+    """
 
     def __init__(
-        self, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None, kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None, use_full_backward: bool | None = None, scale_grads: bool = True,
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
         backward_requires_autograd: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__(
-            stages, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
         )
 
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
@@ -190,14 +252,19 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """A schedule whose order is loaded or set in memory; functions of the caller may run its actions."""
+    """A schedule whose order is loaded or set in memory; functions of the caller may run its
+    actions.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs.pop("defer_pp_recv", None)  # receives are planned by fpipe
         super().__init__(*args, **kwargs)
 
-    def register_custom_function(self, computation_type: ComputationType, custom_function: CustomFunction) -> None:
-        """Call ``custom_function(action, ctx)`` for each action of a type; it calls ``ctx.run(action)`` to run it.
+    def register_custom_function(
+        self, computation_type: ComputationType, custom_function: CustomFunction
+    ) -> None:
+        """Call ``custom_function(action, ctx)`` for each action of a type; it calls
+        ``ctx.run(action)`` to run it.
 
         For OVERLAP_F_B it runs both ``action.sub_actions``, in any order.
 
@@ -206,7 +273,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         """
         known = [ComputationType(letter) for letter in ("F", "B", "I", "W", "OVERLAP_F_B")]
         if computation_type not in known:
-            raise UnsupportedError(f"{computation_type} has no custom function here: fpipe plans it itself")
+            raise UnsupportedError(
+                f"{computation_type} has no custom function here: fpipe plans it itself"
+            )
         self._use(computation_type, custom_function)
 
     def _prepare_schedule_with_comms(
@@ -217,7 +286,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     @property
     def pipeline_order_with_comms(self) -> Order:
-        """The order with the sends and receives that torch's own runtime would add; fpipe plans others."""
+        """The order with the sends and receives that torch's own runtime would add; fpipe plans
+        others.
+        """
         return orders.with_messages(self._checked())
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:
@@ -278,10 +349,17 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
 
 
 def of_schedule(
-    schedule: Schedule, stages: Sequence[PipelineStage], loss_fn: Callable[..., Tensor] | None, **options: Any
+    schedule: Schedule,
+    stages: Sequence[PipelineStage],
+    loss_fn: Callable[..., Tensor] | None,
+    **options: Any,
 ) -> _PipelineScheduleRuntime:
-    """The class that runs any schedule of fpipe; gradients are those of the sum of the losses of all microbatches."""
-    made = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn, scale_grads=False, **options)
+    """The class that runs any schedule of fpipe; gradients are those of the sum of the losses of
+    all microbatches.
+    """
+    made = _PipelineScheduleRuntime(
+        stages, schedule.microbatches, loss_fn, scale_grads=False, **options
+    )
     made._take(schedule)
     return made
 
@@ -302,7 +380,8 @@ _CLASSES: dict[str, type[_PipelineSchedule]] = {
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     """The class of a schedule by its name in torch or in fpipe's catalogue; case does not matter.
 
-    Classes of names that torch does not have take a list of stages, as ``PipelineScheduleMulti`` does.
+    Classes of names that torch does not have take a list of stages, as ``PipelineScheduleMulti``
+    does.
 
     Raises:
         ValueError: if nobody knows the name.
@@ -316,7 +395,12 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     catalogue = {name.lower(): name for name in (*schedule_names(), "ZBV")}
     if schedule_name.lower() not in catalogue:
         raise ValueError(
-            f"Unknown schedule name '{schedule_name}'. The valid options are {[*_CLASSES, *catalogue.values()]}"
+            f"Unknown schedule name '{schedule_name}'. The valid options are "
+            f"{[*_CLASSES, *catalogue.values()]}"
         )
     name = catalogue[schedule_name.lower()]
-    return type(f"Schedule{name}", (_PipelineScheduleRuntime,), {"name": name, "__doc__": f"{name} of the catalogue."})
+    return type(
+        f"Schedule{name}",
+        (_PipelineScheduleRuntime,),
+        {"name": name, "__doc__": f"{name} of the catalogue."},
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of ``torch.distributed.pipelining`` as microbatches of fpipe. Knows no stages and no schedules."""
+"""Batches of ``torch.distributed.pipelining`` as microbatches of fpipe. Knows no stages and no
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ...running.microbatches import Microbatches, split
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of a step: whole, or in Microbatches. ``target`` is None where there is none."""
+    """The arguments of a step: whole, or in Microbatches. ``target`` is None where there is
+    none.
+    """
 
     number: int
     x: Any
@@ -25,10 +29,18 @@ class Batch:
 
     @classmethod
     def of(
-        cls, whole: tuple[Any, ...], mbs: tuple[Any, ...], number: int, args_spec: Any = None, kwargs_spec: Any = None
-    ) -> Batch:  # fmt: skip
+        cls,
+        whole: tuple[Any, ...],
+        mbs: tuple[Any, ...],
+        number: int,
+        args_spec: Any = None,
+        kwargs_spec: Any = None,
+    ) -> Batch:
         """From (args, kwargs, target), whole and already split, as ``step`` takes them."""
-        given = [None if rows is None else _checked(rows, name, number) for rows, name in zip(mbs, _NAMES, strict=True)]
+        given = [
+            None if rows is None else _checked(rows, name, number)
+            for rows, name in zip(mbs, _NAMES, strict=True)
+        ]
         (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs) = whole, given
         for one, rows, name in zip((args, kwargs, target), given, _NAMES, strict=True):
             if rows is not None and (one is not None if name == "target_mbs" else bool(one)):
@@ -37,9 +49,14 @@ class Batch:
             if args_spec is None and kwargs_spec is None and _even((args, kwargs), number):
                 x, named = args, kwargs
             else:
-                rows, sides = split_args_kwargs_into_chunks(args, kwargs, number, args_spec, kwargs_spec)
+                rows, sides = split_args_kwargs_into_chunks(
+                    args, kwargs, number, args_spec, kwargs_spec
+                )
                 if len(rows) != number:
-                    raise ValueError(f"the batch makes {len(rows)} microbatches, not {number}; give tensors with rows")
+                    raise ValueError(
+                        f"the batch makes {len(rows)} microbatches, not {number}; give tensors "
+                        "with rows"
+                    )
                 x, named = Microbatches(rows), Microbatches(sides) if kwargs else {}
         else:
             x = () if arg_mbs is None else Microbatches(map(tuple, arg_mbs))
@@ -56,9 +73,15 @@ class Batch:
         Numbers among these become tensors without axes: as numbers they would be part of a trace.
         """
         if self.target is None:
-            raise ValueError("the schedule has a loss, and the rank of the last stage got no target; pass target=")
+            raise ValueError(
+                "the schedule has a loss, and the rank of the last stage got no target; pass "
+                "target="
+            )
         if isinstance(self.target, Microbatches) or loss_kwargs:
-            rows, numbers = split(self.target, self.number, "target"), tree.tree_map(_as_tensor, loss_kwargs)
+            rows, numbers = (
+                split(self.target, self.number, "target"),
+                tree.tree_map(_as_tensor, loss_kwargs),
+            )
             return Microbatches({"target": row, "kwargs": numbers} for row in rows)
         return {"target": self.target, "kwargs": {}}
 
@@ -80,11 +103,17 @@ def _checked(rows: object, name: str, number: int) -> list[Any]:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    return torch.tensor(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else leaf
+    return (
+        torch.tensor(leaf)
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+        else leaf
+    )
 
 
 def _even(value: Any, number: int) -> bool:
-    """Whether fpipe splits the tensors of a batch as torch does: into equal parts of plain tensors."""
+    """Whether fpipe splits the tensors of a batch as torch does: into equal parts of plain
+    tensors.
+    """
     leaves = [leaf for leaf in tree.leaves(value) if not isinstance(leaf, (int, float, str, bool))]
     plain = (type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in leaves)
     return all(plain) and all(leaf.shape[0] and leaf.shape[0] % number == 0 for leaf in leaves)

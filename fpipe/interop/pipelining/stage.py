@@ -16,7 +16,8 @@ from ...collectives.c10d import C10dGroup
 from ...collectives.setup import adopt
 from ...errors import UnsupportedError
 
-#: The groups of fpipe over process groups, by process group and purpose: the processes connect once.
+#: The groups of fpipe over process groups, by process group and purpose: the processes connect
+#: once.
 _GROUPS: dict[tuple[dist.ProcessGroup, str], C10dGroup] = {}
 
 
@@ -32,8 +33,8 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = 
 class PipelineStage:
     """A module as stage ``stage_index`` of ``num_stages``.
 
-    Shapes and dtypes of inputs and outputs are found by the first step, so ``input_args``, ``output_args`` and the
-    like are not needed.
+    Shapes and dtypes of inputs and outputs are found by the first step, so ``input_args``,
+    ``output_args`` and the like are not needed.
 
     Args:
         submodule: the module; it may be on "meta" until the first step.
@@ -50,24 +51,39 @@ class PipelineStage:
     """
 
     def __init__(
-        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device | str,
-        input_args: Any = None, output_args: Any = None, output_grads: Any = None, input_grads: Any = None,
-        group: dist.ProcessGroup | None = None, dw_builder: Any = None, get_mesh: Any = None,
-    ):  # fmt: skip
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Any = None,
+        output_args: Any = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Any = None,
+        get_mesh: Any = None,
+    ):
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"Stage index {stage_index} is out of range of {num_stages}")
         if dw_builder is not None:
-            raise UnsupportedError("dw_builder= is not supported: weight gradients are parts of the trace of a stage")
+            raise UnsupportedError(
+                "dw_builder= is not supported: weight gradients are parts of the trace of a stage"
+            )
         self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
         self.device, self.group = torch.device(device), group
         self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         if self.group_size > num_stages:
             raise RuntimeError(
-                f"Pipeline group size {self.group_size} cannot be larger than number of stages {num_stages}"
+                f"Pipeline group size {self.group_size} cannot be larger than number of stages "
+                f"{num_stages}"
             )
-        #: Whether the schedule has a loss, and so a backward; and the rank of each stage, once a schedule has it.
+        #: Whether the schedule has a loss, and so a backward; and the rank of each stage, once a
+        #: schedule has it.
         self.has_backward = False
-        self.stage_index_to_group_rank = {stage: stage % self.group_size for stage in range(num_stages)}
+        self.stage_index_to_group_rank = {
+            stage: stage % self.group_size for stage in range(num_stages)
+        }
 
     @property
     def is_first(self) -> bool:
@@ -80,7 +96,9 @@ class PipelineStage:
         return self.stage_index == self.num_stages - 1
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients of the module by a number. Schedules do not call it: they scale losses."""
+        """Divide the gradients of the module by a number. Schedules do not call it: they scale
+        losses.
+        """
         for parameter in self.submod.parameters() if grad_scale_factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the engine as verl's configurations are; ``yaml/engine/fpipe.yaml`` documents each of them."""
+"""The options of the engine as verl's configurations are; ``yaml/engine/fpipe.yaml`` documents each
+of them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,14 @@ from ...errors import StageError
 configs: Any = import_module("verl.workers.config")
 base: Any = import_module("verl.base_config")
 
-DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-          "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass
@@ -52,7 +60,9 @@ class FpipeEngineConfig(configs.EngineConfig):
         super().__post_init__()
         for name in ("dtype", "model_dtype", "reduce_dtype"):
             if getattr(self, name) not in (*DTYPES, *([None] if name == "reduce_dtype" else [])):
-                raise StageError(f"engine.{name}={getattr(self, name)!r}; give one of {', '.join(DTYPES)}")
+                raise StageError(
+                    f"engine.{name}={getattr(self, name)!r}; give one of {', '.join(DTYPES)}"
+                )
         if self.outputs not in ("last", "zeros"):
             raise StageError(f"engine.outputs={self.outputs!r}; give 'last' or 'zeros'")
 

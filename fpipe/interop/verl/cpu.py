@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform "cpu" for verl, which has none: to try a configuration, and to test, without an accelerator.
+"""A platform "cpu" for verl, which has none: to try a configuration, and to test, without an
+accelerator.
 
-``VERL_PLATFORM=cpu`` selects it. Importing this module registers it. This module must not know engines.
+``VERL_PLATFORM=cpu`` selects it. Importing this module registers it. This module must not know
+engines.
 """
 
 from __future__ import annotations
@@ -20,11 +22,24 @@ base: Any = import_module("verl.plugin.platform.platform_base")
 
 #: What verl asks the module of a device for, and the answer.
 _ANSWERS = {
-    "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None, "manual_seed": None,
-    "reset_peak_memory_stats": None, "current_device": 0, "memory_allocated": 0, "memory_reserved": 0,
-    "max_memory_allocated": 0, "max_memory_reserved": 0, "is_available": True, "device_count": 1,
-    "get_device_name": "cpu", "mem_get_info": (0, 0), "set_rng_state": None, "get_rng_state": None,
-}  # fmt: skip
+    "set_device": None,
+    "synchronize": None,
+    "empty_cache": None,
+    "ipc_collect": None,
+    "manual_seed": None,
+    "reset_peak_memory_stats": None,
+    "current_device": 0,
+    "memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_allocated": 0,
+    "max_memory_reserved": 0,
+    "is_available": True,
+    "device_count": 1,
+    "get_device_name": "cpu",
+    "mem_get_info": (0, 0),
+    "set_rng_state": None,
+    "get_rng_state": None,
+}
 
 
 def _device_module() -> ModuleType:
@@ -116,6 +131,7 @@ class PlatformCPU(base.PlatformBase):
 
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    # verl composes the backends "cpu:gloo,<device>:<backend>", and torch refuses a device that is named twice.
+    # verl composes the backends "cpu:gloo,<device>:<backend>", and torch refuses a device that is
+    # named twice.
     distributed: Any = import_module("verl.utils.distributed")
     distributed.get_device_name = lambda: "cuda"

@@ -55,7 +55,9 @@ class FpipeEngine(base.BaseEngine):
 
     values = False
 
-    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ):
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
@@ -64,12 +66,17 @@ class FpipeEngine(base.BaseEngine):
         _refuse(model_config)
         pp = world if config.pipeline_parallel_size == -1 else config.pipeline_parallel_size
         if pp < 1 or world % pp:
-            raise StageError(f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; change one")
+            raise StageError(
+                f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; "
+                "change one"
+            )
         self.kind = devices.get_device_name()
         self.mesh = init_device_mesh(self.kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
         self.group = adopt(self.mesh["pp"], self.kind)
         self.copies = adopt(self.mesh["dp"], self.kind, purpose="dp") if world > pp else None
-        self.schedule = make_schedule(config.schedule, ranks=pp, microbatches=2 * pp, stages=config.stages)
+        self.schedule = make_schedule(
+            config.schedule, ranks=pp, microbatches=2 * pp, stages=config.stages
+        )
         self.device = self.group.device(self.group.here[0])
         self.saved: list[str] = []
 
@@ -83,14 +90,16 @@ class FpipeEngine(base.BaseEngine):
         """Whether states of the optimizer are on the host between phases."""
         return self.engine_config.optimizer_offload
 
-    # ---- the model ----------------------------------------------------------------------------------------------
+    # ---- the model ----
     def initialize(self) -> None:
         """Load the model, cut it, and build pipeline, optimizer and learning rate scheduler."""
         config = self.engine_config
         if config.full_determinism:
             engines.enable_full_determinism(seed=config.seed)
         self.cut, files = self._cut()
-        self.loss = Loss(self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device)
+        self.loss = Loss(
+            self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device
+        )
         self.pipe = self._pipeline(self.cut.stages)
         own, compute = DTYPES[config.model_dtype], DTYPES[config.dtype]
         if files is not None:
@@ -98,7 +107,10 @@ class FpipeEngine(base.BaseEngine):
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
         self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
-        self.shapes = [{n: torch.empty_like(p, device="meta") for n, p in row.items()} for row in self.cut.params]
+        self.shapes = [
+            {n: torch.empty_like(p, device="meta") for n, p in row.items()}
+            for row in self.cut.params
+        ]
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps, self.adapted = 0, True
@@ -106,25 +118,46 @@ class FpipeEngine(base.BaseEngine):
         self.scheduler: Any = None
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
-            self.optimizer, self.scheduler = optimizer, scheduler_of(optimizer, self.optimizer_config)
+            self.optimizer, self.scheduler = (
+                optimizer,
+                scheduler_of(optimizer, self.optimizer_config),
+            )
         self._offload()
 
     def _offload(self) -> None:
         """Move to the host what the configuration keeps there between phases."""
         config = self.engine_config
-        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
+        self.to(
+            "cpu",
+            model=config.param_offload,
+            optimizer=config.optimizer_offload,
+            grad=config.param_offload,
+        )
 
     def _cut(self) -> tuple[models.Cut, str | None]:
-        """The model as stages, and the folder whose files have the parameters of those without values."""
+        """The model as stages, and the folder whose files have the parameters of those without
+        values.
+        """
         config, model = self.engine_config, self.model_config
         load = partial(
-            models.load, model.local_path, model.hf_config, DTYPES[config.model_dtype], values=self.values,
-            attention=config.attn_implementation, trust=model.trust_remote_code,
-        )  # fmt: skip
+            models.load,
+            model.local_path,
+            model.hf_config,
+            DTYPES[config.model_dtype],
+            values=self.values,
+            attention=config.attn_implementation,
+            trust=model.trust_remote_code,
+        )
         module = load(empty=True) if config.load_by_stage and model.lora_rank <= 0 else None
-        files = model.local_path if module is not None and models.has_files(model.local_path, module) else None
+        files = (
+            model.local_path
+            if module is not None and models.has_files(model.local_path, module)
+            else None
+        )
         if module is None or files is None:
-            torch.manual_seed(config.seed)  # what the files do not have must be alike on all processes
+            torch.manual_seed(
+                config.seed
+            )  # what the files do not have must be alike on all processes
             module = load()
         wrapper = None
         if model.lora_rank > 0:
@@ -134,22 +167,39 @@ class FpipeEngine(base.BaseEngine):
             options |= {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
             wrapper = models.with_adapters(module, options, model.get("lora_adapter_path"))
         cut = models.cut(
-            module, self.schedule.stages, cuts=config.cuts, engine=None if config.trace else "eager", peft=wrapper,
+            module,
+            self.schedule.stages,
+            cuts=config.cuts,
+            engine=None if config.trace else "eager",
+            peft=wrapper,
             checkpointing=model.enable_gradient_checkpointing,
-        )  # fmt: skip
+        )
         return cut, files
 
     def _pipeline(self, stages: Sequence[Stage]) -> Pipeline:
         config = self.engine_config
-        options: dict[str, Any] = {"reduction": "sum", "overlap": config.overlap, "compile": config.compile}
+        options: dict[str, Any] = {
+            "reduction": "sum",
+            "overlap": config.overlap,
+            "compile": config.compile,
+        }
         if config.dtype != config.model_dtype:
             options["accumulate"] = torch.float32
         if self.copies is not None:
-            options |= {"dp": self.copies, "zero": config.zero, "dp_reduction": "mean", "unsharded": config.unsharded,
-                        "bucket_bytes": config.bucket_bytes}  # fmt: skip
-            options |= {} if config.reduce_dtype is None else {"reduce_dtype": DTYPES[config.reduce_dtype]}
+            options |= {
+                "dp": self.copies,
+                "zero": config.zero,
+                "dp_reduction": "mean",
+                "unsharded": config.unsharded,
+                "bucket_bytes": config.bucket_bytes,
+            }
+            options |= (
+                {} if config.reduce_dtype is None else {"reduce_dtype": DTYPES[config.reduce_dtype]}
+            )
         loss = Stage(self.loss, engine="eager", like=like, name="loss")
-        return pipeline(list(stages), config.schedule, loss=loss, group=self.group, **options, **config.override)
+        return pipeline(
+            list(stages), config.schedule, loss=loss, group=self.group, **options, **config.override
+        )
 
     @cached_property
     def _reference(self) -> Pipeline:
@@ -175,14 +225,22 @@ class FpipeEngine(base.BaseEngine):
         """A context in which the engine evaluates."""
         return _Mode(self, "eval", **keywords)
 
-    # ---- steps --------------------------------------------------------------------------------------------------
-    def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
-        """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only`` gradients."""
+    # ---- steps ----
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable | None, forward_only: bool = False
+    ) -> Any:
+        """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only``
+        gradients.
+        """
         check(data)
         group = self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(self.device)
         dist.all_reduce(tokens, group=group)
-        shared = {"sp_size": 1, "batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
+        shared = {
+            "sp_size": 1,
+            "batch_num_tokens": tokens.item(),
+            "dp_size": self.get_data_parallel_size(),
+        }
         tensordicts.assign_non_tensor(data, **shared)
         batches, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
@@ -192,7 +250,11 @@ class FpipeEngine(base.BaseEngine):
         with batch.current():
             rows = self._run(batch.tokens, forward_only)
         if rows is None:
-            rows = self.loss.zeros(batch) if self.engine_config.outputs == "zeros" and keep_outputs else []
+            rows = (
+                self.loss.zeros(batch)
+                if self.engine_config.outputs == "zeros" and keep_outputs
+                else []
+            )
         return engines.postprocess_batch_func(output_lst=rows, indices=indices, data=data)
 
     @cached_property
@@ -211,15 +273,21 @@ class FpipeEngine(base.BaseEngine):
         packed = asked(batches[0], "use_remove_padding", True)
         lengths = [longest(batch["input_ids"], packed) for batch in batches]
         padded = padded_lengths(
-            lengths, config.pad_to_length_bucket if config.pad_to_length else 1, uniform=config.pad_uniform
+            lengths,
+            config.pad_to_length_bucket if config.pad_to_length else 1,
+            uniform=config.pad_uniform,
         )
         return [
             tokens_of(
-                batch["input_ids"].to(self.device), batch["position_ids"].to(self.device), batch["temperature"],
-                packed=packed, length=length, pad_token=asked(batch, "pad_token_id", 0) or 0,
+                batch["input_ids"].to(self.device),
+                batch["position_ids"].to(self.device),
+                batch["temperature"],
+                packed=packed,
+                length=length,
+                pad_token=asked(batch, "pad_token_id", 0) or 0,
             )
             for batch, length in zip(batches, padded, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _run(self, tokens: Sequence[Tokens], forward_only: bool) -> list[Any] | None:
         pipe = self.pipe if self.adapted or self.cut.peft is None else self._reference
@@ -230,7 +298,10 @@ class FpipeEngine(base.BaseEngine):
         if tokens[0].attention_mask is not None:
             side["attention_mask"] = Microbatches([one.attention_mask for one in tokens])
         numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
-        each = lambda number, logits, out: out[1].content
+
+        def each(number, logits, out):
+            return out[1].content
+
         if forward_only:
             with torch.no_grad():
                 _, rows = pipe(self.weights.for_call(), x, numbers, has_aux=True, each=each, **side)
@@ -242,14 +313,16 @@ class FpipeEngine(base.BaseEngine):
         self.weights.add_grads(grads)
         return rows
 
-    # ---- the optimizer ------------------------------------------------------------------------------------------
+    # ---- the optimizer ----
     def optimizer_zero_grad(self) -> None:
         """Forget the gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        """Clip the gradients and update the parameters, unless the norm is not finite; the norm before clipping."""
+        """Clip the gradients and update the parameters, unless the norm is not finite; the norm
+        before clipping.
+        """
         norm = self.weights.norm()
         if not torch.isfinite(norm):
             print(f"WARN: grad_norm is not finite: {norm}")
@@ -267,13 +340,17 @@ class FpipeEngine(base.BaseEngine):
         self.scheduler.step()
         return self.scheduler.get_last_lr()[0]
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move parameters, states of the optimizer and gradients to the host ("cpu") or back to the device."""
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move parameters, states of the optimizer and gradients to the host ("cpu") or back to the
+        device.
+        """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         target = torch.device("cpu") if device == "cpu" else self.device
         self.weights.move(target, self.optimizer if optimizer else None, model, grad)
 
-    # ---- groups -------------------------------------------------------------------------------------------------
+    # ---- groups ----
     def get_data_parallel_rank(self) -> int:
         """The number of this copy of the pipeline."""
         return self.mesh.get_local_rank("dp")
@@ -290,24 +367,30 @@ class FpipeEngine(base.BaseEngine):
         """Whether this rank has losses and outputs."""
         return self.schedule.output_rank in self.group.here
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights ----
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """All parameters by their names in the model, whole and in one order on all ranks, and the adapters' options.
+        """All parameters by their names in the model, whole and in one order on all ranks, and the
+        adapters' options.
 
-        With adapters that are not to be merged (``lora.merge``): first the model below them, and after
-        ``base_sync_done`` the adapters.
+        With adapters that are not to be merged (``lora.merge``): first the model below them, and
+        after ``base_sync_done`` the adapters.
         """
         named = exports.exported(
-            self.pipe, self.weights.values(), self.cut.aliases, self.engine_config.export_bucket_bytes
+            self.pipe,
+            self.weights.values(),
+            self.cut.aliases,
+            self.engine_config.export_bucket_bytes,
         )
         peft = self.cut.peft
         if peft is None:
             unfused = import_module("verl.workers.engine.fsdp.utils").unfuse_moe_params
             return unfused(self._on_device(named), self.model_config.hf_config.model_type), None
         if self.model_config.lora.get("merge", False):
-            return self._on_device(exports.with_merged_adapters(named, models.scaling(self.cut.model))), None
+            return self._on_device(
+                exports.with_merged_adapters(named, models.scaling(self.cut.model))
+            ), None
         named = exports.adapters(named) if base_sync_done else exports.without_adapters(named)
         return self._on_device(named), peft.peft_config["default"].to_dict()
 
@@ -315,9 +398,13 @@ class FpipeEngine(base.BaseEngine):
         return ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0,
-        max_ckpt_to_keep: int | None = None, **keywords: Any,
-    ) -> None:  # fmt: skip
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **keywords: Any,
+    ) -> None:
         """Write a checkpoint that any other number of processes and any other schedule can load."""
         first, contents = dist.get_rank() == 0, self.checkpoint_config.save_contents
         if first:
@@ -326,9 +413,13 @@ class FpipeEngine(base.BaseEngine):
         dist.barrier()
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         more = {"steps": self.steps, "global_step": global_step, "lr": numbers_of(scheduler)}
-        checkpoints.save(local_path, self.weights, self.optimizer if "optimizer" in contents else None, more)
+        checkpoints.save(
+            local_path, self.weights, self.optimizer if "optimizer" in contents else None, more
+        )
         if first:
-            self._write_configuration(Path(local_path, "huggingface"), local_path if "hf_model" in contents else None)
+            self._write_configuration(
+                Path(local_path, "huggingface"), local_path if "hf_model" in contents else None
+            )
             self._forget(local_path, max_ckpt_to_keep)
         dist.barrier()
 
@@ -348,17 +439,25 @@ class FpipeEngine(base.BaseEngine):
             shutil.rmtree(self.saved.pop(0), ignore_errors=True)
 
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **keywords: Any
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **keywords: Any,
     ) -> None:
         """Read a checkpoint; it stays where it is, since it is no copy of a remote one."""
         if local_path is None:
             return
-        more = checkpoints.load(local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents)
+        more = checkpoints.load(
+            local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents
+        )
         if "extra" in self.checkpoint_config.load_contents:
             self.steps = more["steps"]
             if self.optimizer is not None and more["lr"]:
                 self.scheduler.load_state_dict({**self.scheduler.state_dict(), **more["lr"]})
-                for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                for group, rate in zip(
+                    self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+                ):
                     group["lr"] = rate
         dist.barrier()
         self._offload()
@@ -378,6 +477,8 @@ def register() -> None:
 
 def _refuse(model_config: Any) -> None:
     """Options of verl's model configuration that other engines have, and this one does not."""
-    for name, remedy in {"use_liger": "fpipe fuses what torch.compile fuses: engine.compile=inductor"}.items():
+    for name, remedy in {
+        "use_liger": "fpipe fuses what torch.compile fuses: engine.compile=inductor"
+    }.items():
         if model_config.get(name, False):
             raise UnsupportedError(f"model.{name} is not supported by engine=fpipe; {remedy}")

@@ -16,9 +16,12 @@ functional: Any = import_module("verl.utils.torch_functional")
 def numbers_of(state: dict[str, Any] | None) -> dict[str, Any]:
     """What of a scheduler's state can be stored: not its functions."""
     kept = (bool, int, float, str)
-    plain = lambda value: (
-        isinstance(value, kept) or (isinstance(value, list) and all(isinstance(v, kept) for v in value))
-    )
+
+    def plain(value):
+        return isinstance(value, kept) or (
+            isinstance(value, list) and all(isinstance(v, kept) for v in value)
+        )
+
     return {key: value for key, value in (state or {}).items() if plain(value)}
 
 
@@ -29,10 +32,16 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> Any:
         warmup = int(config.lr_warmup_steps_ratio * total)
     kind = config.get("lr_scheduler_type", "constant")
     if kind == "constant":
-        return functional.get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+        return functional.get_constant_schedule_with_warmup(
+            optimizer=optimizer, num_warmup_steps=warmup
+        )
     if kind == "cosine":
         return functional.get_cosine_schedule_with_warmup(
-            optimizer=optimizer, num_warmup_steps=warmup, num_training_steps=total, min_lr_ratio=config.min_lr_ratio,
-            num_cycles=config.num_cycles, zero_indexed_step=config.zero_indexed_step,
-        )  # fmt: skip
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=total,
+            min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles,
+            zero_indexed_step=config.zero_indexed_step,
+        )
     raise UnsupportedError(f"optim.lr_scheduler_type={kind!r}; give 'constant' or 'cosine'")

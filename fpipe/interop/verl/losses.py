@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss function of verl as the loss of a pipeline: logits become log-probabilities or values, then verl is called.
+"""A loss function of verl as the loss of a pipeline: logits become log-probabilities or values,
+then verl is called.
 
 It runs on autograd, so that loss functions may return any metrics and look at numbers.
 """
@@ -89,19 +90,33 @@ class Loss:
         if self.values:
             return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
         found = scores(
-            logits, tokens.labels, tokens.temperature, chunk=self.chunk, entropy=asked(batch, "calculate_entropy"),
+            logits,
+            tokens.labels,
+            tokens.temperature,
+            chunk=self.chunk,
+            entropy=asked(batch, "calculate_entropy"),
             squares=asked(batch, "calculate_sum_pi_squared"),
-        )  # fmt: skip
-        named = {"log_probs": found.log_probs, "entropy": found.entropy, "sum_pi_squared": found.squares}
+        )
+        named = {
+            "log_probs": found.log_probs,
+            "entropy": found.entropy,
+            "sum_pi_squared": found.squares,
+        }
         return {name: tokens.nested(value) for name, value in named.items() if value is not None}
 
     def zeros(self, call: Batch) -> list[dict[str, Any]]:
         """Outputs of zeros, for a rank that does not have the real ones."""
-        return [{"model_output": self._zeros(*pair)} for pair in zip(call.tokens, call.parts, strict=True)]
+        return [
+            {"model_output": self._zeros(*pair)}
+            for pair in zip(call.tokens, call.parts, strict=True)
+        ]
 
     def _zeros(self, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
         names = ["values"] if self.values else ["log_probs"]
-        for name, flag in {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}.items():
+        for name, flag in {
+            "entropy": "calculate_entropy",
+            "sum_pi_squared": "calculate_sum_pi_squared",
+        }.items():
             names += [name] if not self.values and asked(batch, flag) else []
         zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
         return {name: tokens.nested(zeros) for name in names}
@@ -115,7 +130,9 @@ def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:
 def check(data: Any) -> None:
     """Raise UnsupportedError for what a batch asks and this engine does not compute."""
     if asked(data, "distillation_use_topk"):
-        raise UnsupportedError("distillation from the top of a teacher's logits is not supported by engine=fpipe")
+        raise UnsupportedError(
+            "distillation from the top of a teacher's logits is not supported by engine=fpipe"
+        )
 
 
 def asked(batch: Any, name: str, default: Any = False) -> Any:

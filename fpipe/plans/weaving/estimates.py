@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an operation may take, from shapes alone: what the weave's scheduler plans with where nothing was measured.
+"""How long an operation may take, from shapes alone: what the weave's scheduler plans with where
+nothing was measured.
 
-Integers of nanoseconds, the same on every rank that has the same programs, so that all of them plan alike. Rough on
-purpose: a weave needs to know what is long and what is short. Knows graphs and device types; no stages and no ranks.
+Integers of nanoseconds, the same on every rank that has the same programs, so that all of them plan
+alike. Rough on purpose: a weave needs to know what is long and what is short. Knows graphs and
+device types; no stages and no ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ...tree import Aval
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: operations and bytes a nanosecond, bytes a nanosecond over a link, and its latency."""
+    """What a device does: operations and bytes a nanosecond, bytes a nanosecond over a link, and
+    its latency.
+    """
 
     flops: float = 40.0
     memory: float = 8.0
@@ -38,8 +42,9 @@ RATES: dict[str, Rates] = {
 
 
 class Link(NamedTuple):
-    """What was measured of a communicator: its latency in nanoseconds, its bytes a nanosecond, and how long its members
-    compute where the table says 1."""
+    """What was measured of a communicator: its latency in nanoseconds, its bytes a nanosecond, and
+    how long its members compute where the table says 1.
+    """
 
     latency: int
     speed: float
@@ -49,18 +54,39 @@ class Link(NamedTuple):
 #: By name of the communicator. All its members have the same entry, or none: they must plan alike.
 LINKS: dict[str, Link] = {}
 #: Operations that read metadata alone, or nothing.
-_FREE = {"view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "getitem", "split",
-         "detach", "alias", "as_strided", "_unsafe_view", "split_with_sizes", "unbind", "wait_tensor"}  # fmt: skip
+_FREE = {
+    "view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "getitem",
+    "split",
+    "detach",
+    "alias",
+    "as_strided",
+    "_unsafe_view",
+    "split_with_sizes",
+    "unbind",
+    "wait_tensor",
+}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a program starts: the value that it computes, its kind, its communicator, its size."""
+    """One collective that a program starts: the value that it computes, its kind, its communicator,
+    its size.
+    """
 
     value: str
     op: str
     members: str
-    signature: str  # of the result; the dtype and the number of axes must be the same on all members, the shape not
+    # of the result; the dtype and the number of axes must be the same on all members, the shape not
+    signature: str
     nbytes: int
     device: str  # the type of device of the result
     number: int = 0  # among those of its program
@@ -79,17 +105,22 @@ def started(one: Operation) -> Collective | None:
         return None
     results = list(tensors(one.value))
     nbytes = max(sum(map(_bytes, results)), _bytes_read(one))
-    members = next((a for a in reversed(one.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
+    members = next(
+        (a for a in reversed(one.args) if isinstance(a, str) or hasattr(a, "group_name")), "?"
+    )
     members = str(getattr(members, "group_name", members))
-    signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{len(t.shape)} axes]" for t in results)
+    signature = ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')}[{len(t.shape)} axes]" for t in results
+    )
     return Collective(one.name, _name(one), members, signature, nbytes, _device(results))
 
 
 def pace(device: str) -> float:
-    """How long a type of device computes where the table says 1, measured by one product of matrices.
+    """How long a type of device computes where the table says 1, measured by one product of
+    matrices.
 
-    ``device`` is the type that a program runs on: an accelerator of the same machine may be idle, or one that torch was
-    built for may be missing.
+    ``device`` is the type that a program runs on: an accelerator of the same machine may be idle,
+    or one that torch was built for may be missing.
     """
     side, dtype = (256, torch.float32) if device == "cpu" else (4096, torch.bfloat16)
     x, best = torch.ones(side, side, dtype=dtype, device=device), float("inf")
@@ -123,8 +154,12 @@ def _flops(one: Operation, results: list[Aval]) -> int:
         return sum(prod(each.shape) for each in results)
     shapes = dict(zip(one.inputs, map(_shapes, one.reads), strict=True))
     try:
-        return int(count(*fill(one.args, shapes), **fill(one.kwargs, shapes), out_val=_shapes(one.value)))
-    except Exception:  # a formula that does not take these arguments: the size of the result is a fair guess
+        return int(
+            count(*fill(one.args, shapes), **fill(one.kwargs, shapes), out_val=_shapes(one.value))
+        )
+    except (
+        Exception
+    ):  # a formula that does not take these arguments: the size of the result is a fair guess
         return 2 * max(prod(results[0].shape), 1) if results else 2
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused actions: their parts become lines of segments, and a weave determines in which order these run.
+"""Fused actions: their parts become lines of segments, and a weave determines in which order these
+run.
 
-A plain action that starts collectives is a weave of one line: segments that do not depend on a collective run while it
-is under way. Values that cross between segments are in slots like all others, so they are freed and counted alike.
-Knows steps and keys; no tensors and no backends.
+A plain action that starts collectives is a weave of one line: segments that do not depend on a
+collective run while it is under way. Values that cross between segments are in slots like all
+others, so they are freed and counted alike. Knows steps and keys; no tensors and no backends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from .weave import Task, Transfer, Weave, by_hand
 class Part:
     """One side of a fused action, for the user's function.
 
-    Call it to run it, or run ``program`` (or, one by one, ``segments``) on ``inputs`` by other means.
+    Call it to run it, or run ``program`` (or, one by one, ``segments``) on ``inputs`` by other
+    means.
     """
 
     action: Action
@@ -48,8 +50,9 @@ def starts_collectives(builder: Builder, action: AnyAction) -> bool:
     """Whether any of an action's programs starts a collective."""
     return any(
         not programs.compiled and bool(collectives_of(program))
-        for part in action.parts for programs, program, _ in builder.programs(part)
-    )  # fmt: skip
+        for part in action.parts
+        for programs, program, _ in builder.programs(part)
+    )
 
 
 def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Piece] | None:
@@ -80,7 +83,11 @@ def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tup
     for line, part in enumerate(action.parts):
         for programs, program, stage in builder.programs(part):
             if program.traced or program.outputs or programs.eager:
-                cut = segments_of(programs, program, coarse) if stage == part.stage else (whole(program),)
+                cut = (
+                    segments_of(programs, program, coarse)
+                    if stage == part.stage
+                    else (whole(program),)
+                )
                 for segment in cut:
                     yield (line, part, programs, stage, segment.program), segment
 
@@ -99,57 +106,84 @@ def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -
             return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
     if how == "function" and len(action.parts) != 2:
         return f"a function takes two parts, here are {len(action.parts)}"
-    if how == "weave" and any(run.compiled for part in action.parts for run, _, _ in builder.programs(part)):
+    if how == "weave" and any(
+        run.compiled for part in action.parts for run, _, _ in builder.programs(part)
+    ):
         return "compiled programs run whole"
     if how == "weave" and not job.wired and not carries:
         return "nothing is sent while it runs"
     return ""
 
 
-def _weave(builder: Builder, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]) -> Weave:
+def _weave(
+    builder: Builder, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]
+) -> Weave:
     """The weave of some segments; one for all actions that have the same."""
     key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
     weaves, overlap = builder.known_weaves, builder.job.overlap
     if key not in weaves:
         tasks, sizes = _tasks(builder, segments)
         by_data = overlap.how == "data"
-        weaves[key] = by_hand(lines, tasks, overlap.entries, sizes) if by_data else weave(lines, tasks, sizes=sizes)
+        weaves[key] = (
+            by_hand(lines, tasks, overlap.entries, sizes)
+            if by_data
+            else weave(lines, tasks, sizes=sizes)
+        )
     return weaves[key]
 
 
 def _tasks(
     builder: Builder, segments: Sequence[tuple[Piece, Segment]]
 ) -> tuple[list[Task], dict[Hashable, tuple[Hashable, int]]]:
-    """The segments as tasks of the search, and the storage and bytes of the values that cross between them."""
+    """The segments as tasks of the search, and the storage and bytes of the values that cross
+    between them.
+    """
     tasks: list[Task] = []
     sizes: dict[Hashable, tuple[Hashable, int]] = {}
-    links = [LINKS[c.members] for _, segment in segments for c in segment.starts if c.members in LINKS]
+    links = [
+        LINKS[c.members] for _, segment in segments for c in segment.starts if c.members in LINKS
+    ]
     pace = max((link.pace for link in links), default=1.0)
     for piece, segment in segments:
         line, action, programs, stage, program = piece
         roles, key = inputs(programs), partial(_key, builder, piece)
         for name in (*program.inputs, *program.outputs):
             held = programs.memory.get(name)
-            if held is not None and not (held.given and roles.get(held.root, ("", 0))[0] in CALLERS):
+            if held is not None and not (
+                held.given and roles.get(held.root, ("", 0))[0] in CALLERS
+            ):
                 # a received value has the name that it has where it is computed
-                sizes[key(name)] = (key(held.root) if held.given else (line, stage, held.root), held.nbytes)
-        tasks.append(Task(
-            line, "loss" if stage != action.stage else segment.name, int(pace * segment.nanoseconds),
-            tuple(map(key, program.inputs)), tuple(map(key, program.outputs)),
-            tuple(Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts),
-            tuple(map(key, segment.waits)), segment.loose,
-        ))  # fmt: skip
+                sizes[key(name)] = (
+                    key(held.root) if held.given else (line, stage, held.root),
+                    held.nbytes,
+                )
+        tasks.append(
+            Task(
+                line,
+                "loss" if stage != action.stage else segment.name,
+                int(pace * segment.nanoseconds),
+                tuple(map(key, program.inputs)),
+                tuple(map(key, program.outputs)),
+                tuple(
+                    Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts
+                ),
+                tuple(map(key, segment.waits)),
+                segment.loose,
+            )
+        )
     return tasks, sizes
 
 
 def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
-    """The key of a value without its microbatch, which is that of the line: alike for all actions of one weave."""
+    """The key of a value without its microbatch, which is that of the line: alike for all actions
+    of one weave.
+    """
     line, action, programs, stage, _ = piece
     source, mb = builder.key(programs, stage, action.microbatch, name)
     return (line, source) if mb == action.microbatch else (source, mb)
 
 
-# ---- a function of the user's ---------------------------------------------------------------------------------------
+# ---- a function of the user's ----
 def act_jointly(builder: Builder, action: AnyAction) -> None:
     """One step for the programs of both stages; the loss's programs run before and after it."""
     runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
@@ -160,8 +194,16 @@ def act_jointly(builder: Builder, action: AnyAction) -> None:
         if run not in mains and run[0].op != "F":
             builder.run(*run)
     reads = tuple(key for run in mains for key in builder.have(*run))
-    writes = tuple(key for part, _, program, stage in mains for key in builder.writes(program, stage, part.microbatch))
-    owner = replace(mains[0][1], traced_memory=dict(_memory([programs for _, programs, _, _ in mains])), numbers=None)
+    writes = tuple(
+        key
+        for part, _, program, stage in mains
+        for key in builder.writes(program, stage, part.microbatch)
+    )
+    owner = replace(
+        mains[0][1],
+        traced_memory=dict(_memory([programs for _, programs, _, _ in mains])),
+        numbers=None,
+    )
     builder.here.update(writes)
     joined = _joined([run[:3] for run in mains], function)
     first = action.parts[0]
@@ -172,7 +214,9 @@ def act_jointly(builder: Builder, action: AnyAction) -> None:
     builder.emit(action.parts, ())
 
 
-def _joined(mains: Sequence[tuple[Action, Programs, Program]], function: Callable[..., Any]) -> Program:
+def _joined(
+    mains: Sequence[tuple[Action, Programs, Program]], function: Callable[..., Any]
+) -> Program:
     """The programs of both stages as one program, which calls the user's function."""
     programs = [program for _, _, program in mains]
 
@@ -182,17 +226,31 @@ def _joined(mains: Sequence[tuple[Action, Programs, Program]], function: Callabl
             inputs, box[: len(program.inputs)] = box[: len(program.inputs)], []
             parts.append(Part(action, program, inputs, segments_of(owner, program)))
         outs = function(*parts)
-        got = [len(out) if isinstance(out, (tuple, list)) else None for out in outs] if isinstance(outs, tuple) else []
+        got = (
+            [len(out) if isinstance(out, (tuple, list)) else None for out in outs]
+            if isinstance(outs, tuple)
+            else []
+        )
         if got != [len(program.outputs) for program in programs]:
             raise WeaveError(
-                f"the overlap function returned {got or type(outs).__name__}; return a tuple of both parts' results, "
-                f"of {' and '.join(str(len(program.outputs)) for program in programs)} values, as calling a part does"
+                f"the overlap function returned {got or type(outs).__name__}; return a tuple of "
+                "both parts' results, "
+                f"of {' and '.join(str(len(program.outputs)) for program in programs)} values, as "
+                "calling a part does"
             )
         return tuple(value for out in outs for value in out)
 
     inputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs)
     outputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs)
-    return Program("F", "", run, inputs, outputs, random=any(p.random for p in programs), label=f"with {mains[1][0]}")
+    return Program(
+        "F",
+        "",
+        run,
+        inputs,
+        outputs,
+        random=any(p.random for p in programs),
+        label=f"with {mains[1][0]}",
+    )
 
 
 def _memory(owners: Sequence[Programs]) -> Iterator[tuple[str, Held]]:

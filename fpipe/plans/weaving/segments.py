@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a straight-line program into segments that can be woven with another program's.
 
-A program is cut where a collective starts, where one is waited for, where the user's marks change, and where a piece
-would be long. Operations that only gradients of parameters or saved values depend on get separate segments, which
-nothing waits for ("loose"). All segments of a stage share its value names. Knows graphs; no schedules, ranks or orders.
+A program is cut where a collective starts, where one is waited for, where the user's marks change,
+and where a piece would be long. Operations that only gradients of parameters or saved values depend
+on get separate segments, which nothing waits for ("loose"). All segments of a stage share its value
+names. Knows graphs; no schedules, ranks or orders.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _GRAIN = 40_000  #: nanoseconds; shorter pieces are not worth it
 def segment(name: str) -> AbstractContextManager[None]:
     """Name what a stage computes inside a ``with``.
 
-    The weave, the plan and the pictures use the names, and a weave as data refers to them. The backward of what is
-    inside has the same name.
+    The weave, the plan and the pictures use the names, and a weave as data refers to them. The
+    backward of what is inside has the same name.
 
     Args:
         name: of the segment.
@@ -57,8 +58,8 @@ def segment(name: str) -> AbstractContextManager[None]:
 class Segment:
     """A piece of a program, in the program's order; a loose piece may run at any later time.
 
-    ``starts`` are the collectives that it starts last; ``waits`` the values of collectives it waits for first.
-    ``program`` is what runs, over the names of the stage.
+    ``starts`` are the collectives that it starts last; ``waits`` the values of collectives it waits
+    for first. ``program`` is what runs, over the names of the stage.
     """
 
     name: str
@@ -70,7 +71,9 @@ class Segment:
 
 
 #: The segments of each stage's programs, coarse and fine, as long as the programs exist.
-_SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], tuple[Segment, ...]]] = WeakKeyDictionary()
+_SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], tuple[Segment, ...]]] = (
+    WeakKeyDictionary()
+)
 #: The collectives of each program, as long as the program exists.
 _COLLECTIVES: WeakKeyDictionary[Program, tuple[Collective, ...]] = WeakKeyDictionary()
 
@@ -84,7 +87,8 @@ class _Key(NamedTuple):
 def segments_of(programs: Programs, program: Program, coarse: bool = False) -> tuple[Segment, ...]:
     """The segments of one of a stage's programs, in an order in which they can run.
 
-    ``coarse`` segments are two at most: the values that others wait for, and the rest of a backward.
+    ``coarse`` segments are two at most: the values that others wait for, and the rest of a
+    backward.
     """
     cached = _SEGMENTS.setdefault(programs, {})
     if (program, coarse) not in cached:
@@ -94,15 +98,26 @@ def segments_of(programs: Programs, program: Program, coarse: bool = False) -> t
 
 def whole(program: Program) -> Segment:
     """A program as one segment."""
-    return Segment(program.label or program.name, program, False, (), (), sum(map(nanoseconds, program.operations)))
+    return Segment(
+        program.label or program.name,
+        program,
+        False,
+        (),
+        (),
+        sum(map(nanoseconds, program.operations)),
+    )
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """The collectives that a program, or a segment of one, starts, in order; numbered as in the whole program."""
+    """The collectives that a program, or a segment of one, starts, in order; numbered as in the
+    whole program.
+    """
     if program not in _COLLECTIVES:
         operations = program.operations if _starts(program.traced) else ()
         collectives = enumerate(c for c in map(started, operations) if c is not None)
-        _COLLECTIVES[program] = tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives)
+        _COLLECTIVES[program] = tuple(
+            replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives
+        )
     return _COLLECTIVES[program]
 
 
@@ -119,11 +134,19 @@ def collective(program: Program) -> bool:
 
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
-    return (sum(map(nanoseconds, program.operations)) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
+    return (
+        sum(map(nanoseconds, program.operations))
+        + sum(c.nanoseconds for c in collectives_of(program))
+    ) / 1e3
 
 
 def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
-    if not program.operations or programs.compiled or programs.eager or (coarse and program.name == "F"):
+    if (
+        not program.operations
+        or programs.compiled
+        or programs.eager
+        or (coarse and program.name == "F")
+    ):
         yield whole(program)
         return
     keys, order = _keys(programs, program), _order(program)
@@ -132,21 +155,29 @@ def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment
         pieces = [list(run) for _, run in groupby(nodes, lambda node: keys[node].loose)]
     else:
         grain = max(_GRAIN, sum(map(nanoseconds, nodes)) // _PIECES)
-        pieces = _merged([piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(run, grain)], keys)
+        pieces = _merged(
+            [piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(run, grain)],
+            keys,
+        )
     yield from _programs(program, pieces, keys)
 
 
 def _order(program: Program) -> dict[Operation, float]:
-    """The program's order, except that waits and views come just before the first use of their result."""
+    """The program's order, except that waits and views come just before the first use of their
+    result.
+    """
     order = {node: float(index) for index, node in enumerate(program.operations)}
     step, readers = 1.0 / (1 + len(order)), users(program.operations)
     for node in reversed(program.operations):
         if waited(node) or _view(node):
-            order[node] = min((order[u] for u in readers.get(node.name, ())), default=float(len(order))) - step
+            order[node] = (
+                min((order[u] for u in readers.get(node.name, ())), default=float(len(order)))
+                - step
+            )
     return order
 
 
-# ---- which node goes where ------------------------------------------------------------------------------------------
+# ---- which node goes where ----
 def _keys(programs: Programs, program: Program) -> dict[Operation, _Key]:
     uses = _Uses.of(program)
     main = _main(programs, program, uses)
@@ -158,7 +189,9 @@ def _keys(programs: Programs, program: Program) -> dict[Operation, _Key]:
     keys: dict[str, _Key] = {}
     for one in program.operations:
         source = one.inputs[0] if _item(one) else ""  # an item is in the segment of its tuple
-        keys[one.name] = keys.get(source) or _Key(one not in main, phases[one.name], leads.get(one, last))
+        keys[one.name] = keys.get(source) or _Key(
+            one not in main, phases[one.name], leads.get(one, last)
+        )
     for one in reversed(program.operations):  # a view is in the segment that first uses it
         readers = [keys[reader.name] for reader in uses.readers.get(one.name, ())]
         if readers and _view(one):
@@ -176,7 +209,9 @@ class _Uses(NamedTuple):
     def of(cls, program: Program) -> _Uses:
         return cls({one.name: one for one in program.operations}, users(program.operations))
 
-    def ancestors(self, ends: Iterable[Operation], inside: Callable[[Operation], bool]) -> set[Operation]:
+    def ancestors(
+        self, ends: Iterable[Operation], inside: Callable[[Operation], bool]
+    ) -> set[Operation]:
         """The operations inside that some depend on, with the items of their tuples."""
         seen: set[Operation] = set()
         stack = list(ends)
@@ -194,14 +229,20 @@ def _main(programs: Programs, program: Program, uses: _Uses) -> set[Operation]:
     wanted = {*programs.ys, *programs.dxs, programs.aux, *programs.new_state} - {None}
     if program.name == "W":
         wanted = set()
-    return uses.ancestors([one for one in program.operations if one.name in wanted or started(one)], lambda one: True)
+    return uses.ancestors(
+        [one for one in program.operations if one.name in wanted or started(one)], lambda one: True
+    )
 
 
 def _leads(program: Program, uses: _Uses, phases: Mapping[str, int]) -> dict[Operation, int]:
-    """Operation -> the first collective of its phase that depends on it, by the order of the program."""
+    """Operation -> the first collective of its phase that depends on it, by the order of the
+    program.
+    """
     leads: dict[Operation, int] = {}
     for number, one in enumerate(filter(started, program.operations)):
-        for before in uses.ancestors([one], lambda other, phase=phases[one.name]: phases[other.name] == phase):
+        for before in uses.ancestors(
+            [one], lambda other, phase=phases[one.name]: phases[other.name] == phase
+        ):
             leads.setdefault(before, number)
     return leads
 
@@ -214,14 +255,16 @@ def _item(one: Operation) -> bool:
     return getattr(one.target, "__name__", "") == "getitem" and isinstance(one.args[0], Ref)
 
 
-# ---- pieces ---------------------------------------------------------------------------------------------------------
+# ---- pieces ----
 def _works(node: Operation) -> bool:
     """Whether a node takes time or starts a collective."""
     return bool(nanoseconds(node) or started(node))
 
 
 def _split(run: Iterable[Operation], grain: int) -> Iterator[list[Operation]]:
-    """A run of nodes of one key, cut where the mark changes and where it gets long; items stay with their tuple."""
+    """A run of nodes of one key, cut where the mark changes and where it gets long; items stay with
+    their tuple.
+    """
     piece: list[Operation] = []
     length, mark = 0, None
     for node in run:
@@ -238,7 +281,9 @@ def _split(run: Iterable[Operation], grain: int) -> Iterator[list[Operation]]:
 
 
 def _merged(pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> list[list[Operation]]:
-    """Pieces that cost nothing join the next one of their kind, or, if they wait for nothing, the one before."""
+    """Pieces that cost nothing join the next one of their kind, or, if they wait for nothing, the
+    one before.
+    """
     out: list[list[Operation]] = []
     for _, run in groupby(pieces, lambda piece: keys[piece[0]].loose):
         alike: list[list[Operation]] = []
@@ -253,9 +298,13 @@ def _merged(pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> list[
     return out
 
 
-def _programs(program: Program, pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> Iterator[Segment]:
+def _programs(
+    program: Program, pieces: list[list[Operation]], keys: dict[Operation, _Key]
+) -> Iterator[Segment]:
     names = list(_names(program.name, pieces, keys))
-    later: list[set[str]] = [set(program.outputs)]  # what is read after each piece, from the last on
+    later: list[set[str]] = [
+        set(program.outputs)
+    ]  # what is read after each piece, from the last on
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | set(_reads(program, piece)))
     numbers = {c.value: c.number for c in collectives_of(program)}
@@ -273,21 +322,31 @@ def _programs(program: Program, pieces: list[list[Operation]], keys: dict[Operat
         part = replace(part, label=names[index], numbers=numbers, stream=stream)
         waits = (n.inputs[0] for n in piece if waited(n))
         yield Segment(
-            names[index], part, keys[piece[0]].loose, collectives_of(part),
-            tuple(name for name in waits if name not in computed), sum(map(nanoseconds, piece)),
-        )  # fmt: skip
+            names[index],
+            part,
+            keys[piece[0]].loose,
+            collectives_of(part),
+            tuple(name for name in waits if name not in computed),
+            sum(map(nanoseconds, piece)),
+        )
 
 
 def _reads(program: Program, piece: list[Operation]) -> dict[str, None]:
-    """The values that a piece needs, by name. What a collective sends must exist until it is waited for."""
+    """The values that a piece needs, by name. What a collective sends must exist until it is waited
+    for.
+    """
     sent = {one.name: one.inputs for one in program.operations if started(one)}
     used = [name for one in piece for name in one.inputs]
     used += [name for one in piece if waited(one) for name in sent.get(one.inputs[0], ())]
     return dict.fromkeys(used)
 
 
-def _names(letter: str, pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> Iterator[str]:
-    """The user's marks; a piece without one is called by its program and number. A repeated name gets a number."""
+def _names(
+    letter: str, pieces: list[list[Operation]], keys: dict[Operation, _Key]
+) -> Iterator[str]:
+    """The user's marks; a piece without one is called by its program and number. A repeated name
+    gets a number.
+    """
     seen: Counter[str] = Counter()
     for index, piece in enumerate(pieces):
         marks = (n.mark for n in [n for n in piece if _works(n)] or piece)

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the backward of a graph that autograd recorded into input gradients (I) and weight gradients (W).
+"""Splits the backward of a graph that autograd recorded into input gradients (I) and weight
+gradients (W).
 
-Where a node on the path from the outputs to the inputs also has edges that lead to parameters alone, the path forks: I
-stores the gradient that arrives there, and W starts from it and goes to the parameters. So autograd computes each part
-once, in its order, with its bits. After I, what W does not need is freed.
+Where a node on the path from the outputs to the inputs also has edges that lead to parameters
+alone, the path forks: I stores the gradient that arrives there, and W starts from it and goes to
+the parameters. So autograd computes each part once, in its order, with its bits. After I, what W
+does not need is freed.
 
-    loss ── linear ──── tanh ──── linear ──── x          I: the whole path, storing what arrives at the two forks
+    loss ── linear ──── tanh ──── linear ──── x          I: the whole path, storing what arrives at
+    the two forks
                └─ w, b              └─ w, b              W: from each fork to its w and b
 
-A parameter that cannot be separated like that is computed in I: one used twice directly, one behind a custom Function
-(whose backward would run twice), one in a checkpointed region (which would be recomputed twice). Knows autograd's nodes
-alone, no stages, names or schedules.
+A parameter that cannot be separated like that is computed in I: one used twice directly, one behind
+a custom Function (whose backward would run twice), one in a checkpointed region (which would be
+recomputed twice). Knows autograd's nodes alone, no stages, names or schedules.
 """
 
 from __future__ import annotations
@@ -30,9 +33,22 @@ from ..internals import saved_handles
 Grads: TypeAlias = dict[int, torch.Tensor | None]
 
 _FUNCTION = torch.autograd.function.BackwardCFunction
-#: C++ nodes that compute all their gradients at once, or whose weight gradients cost next to nothing beside the others.
-_WHOLE = ("CppNode", "RnnLayer", "CudnnRnn", "MiopenRnn", "LstmCell", "GruCell", "PreluKernel", "LstmMps", "LayerNorm",
-          "GroupNorm", "BatchNorm", "RmsNorm")  # fmt: skip
+#: C++ nodes that compute all their gradients at once, or whose weight gradients cost next to
+#: nothing beside the others.
+_WHOLE = (
+    "CppNode",
+    "RnnLayer",
+    "CudnnRnn",
+    "MiopenRnn",
+    "LstmCell",
+    "GruCell",
+    "PreluKernel",
+    "LstmMps",
+    "LayerNorm",
+    "GroupNorm",
+    "BatchNorm",
+    "RmsNorm",
+)
 
 
 class Fork(NamedTuple):
@@ -46,9 +62,9 @@ class Fork(NamedTuple):
 class Survey(NamedTuple):
     """The parts of a graph.
 
-    ``forks`` are where W starts; ``late`` are the parameters whose gradients W computes. ``passed`` are the nodes that
-    only I runs. ``ends`` are the ends of the graph that depend on late parameters alone. ``foreign`` are leaves that
-    are neither inputs nor parameters.
+    ``forks`` are where W starts; ``late`` are the parameters whose gradients W computes. ``passed``
+    are the nodes that only I runs. ``ends`` are the ends of the graph that depend on late
+    parameters alone. ``foreign`` are leaves that are neither inputs nor parameters.
     """
 
     forks: tuple[Fork, ...]
@@ -59,7 +75,9 @@ class Survey(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What W needs: the forks with what arrived there, ends with their cotangents, and the gradients computed in I."""
+    """What W needs: the forks with what arrived there, ends with their cotangents, and the
+    gradients computed in I.
+    """
 
     arrived: list[tuple[Fork, list[tuple[int, torch.Tensor]]]]
     ends: list[tuple[GradientEdge, torch.Tensor]]
@@ -67,11 +85,13 @@ class Kept(NamedTuple):
     early: Grads
 
 
-# ---- surveying -----------------------------------------------------------------------------------------------------
-
-
-def survey(ends: Sequence[GradientEdge], xs: Iterable[GradientEdge], ps: Mapping[int, GradientEdge],
-           whole: bool = False) -> Survey:  # fmt: skip
+# ---- surveying ----
+def survey(
+    ends: Sequence[GradientEdge],
+    xs: Iterable[GradientEdge],
+    ps: Mapping[int, GradientEdge],
+    whole: bool = False,
+) -> Survey:
     """Find the forks of a graph. ``whole``: all parameters are computed in I."""
     marks = {edge.node: 1 for edge in xs}
     bits = {index: 2 << place for place, index in enumerate(ps)}
@@ -92,15 +112,19 @@ def survey(ends: Sequence[GradientEdge], xs: Iterable[GradientEdge], ps: Mapping
         tuple(forks),
         frozenset(index for index, bit in bits.items() if not bit & early),
         tuple(passed),
-        tuple(i for i, end in enumerate(ends) if not reach[end.node] & 1 and reach[end.node] & ~early),
+        tuple(
+            i for i, end in enumerate(ends) if not reach[end.node] & 1 and reach[end.node] & ~early
+        ),
         tuple(foreign),
-    )  # fmt: skip
+    )
 
 
 def _walk(
     ends: Sequence[GradientEdge], marks: Mapping[Node, int]
 ) -> tuple[dict[Node, Any], dict[Node, int], list[torch.Tensor]]:
-    """The next nodes of every node; what each leads to (bit 0: inputs, one bit per parameter); foreign leaves."""
+    """The next nodes of every node; what each leads to (bit 0: inputs, one bit per parameter);
+    foreign leaves.
+    """
     nexts: dict[Node, Any] = dict.fromkeys(marks, ())
     reach = dict(marks)
     foreign = []
@@ -129,11 +153,17 @@ def _walk(
     return nexts, reach, foreign
 
 
-def _edges(ends: Sequence[GradientEdge], nexts: Mapping[Node, Any], reach: Mapping[Node, int]) -> tuple[
-    dict[Node, dict[tuple[Node, int], None]], dict[Node, dict[int, None]], dict[Node, set[Node | None]]
-]:  # fmt: skip
-    """By node on the path to the inputs, its edges to parameters alone, and which of its outputs were used; by node
-    that leads to parameters alone, the nodes before it (``None``: it is an end of the graph)."""
+def _edges(
+    ends: Sequence[GradientEdge], nexts: Mapping[Node, Any], reach: Mapping[Node, int]
+) -> tuple[
+    dict[Node, dict[tuple[Node, int], None]],
+    dict[Node, dict[int, None]],
+    dict[Node, set[Node | None]],
+]:
+    """By node on the path to the inputs, its edges to parameters alone, and which of its outputs
+    were used; by node that leads to parameters alone, the nodes before it (``None``: it is an end
+    of the graph).
+    """
     crossing: dict[Node, dict[tuple[Node, int], None]] = {}
     ports: dict[Node, dict[int, None]] = {}
     sources: dict[Node, set[Node | None]] = {}
@@ -156,7 +186,11 @@ def _edges(ends: Sequence[GradientEdge], nexts: Mapping[Node, Any], reach: Mappi
     return crossing, ports, sources
 
 
-def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Mapping[Node, set[Node | None]]) -> int:
+def _early(
+    reach: Mapping[Node, int],
+    crossing: Mapping[Node, Any],
+    sources: Mapping[Node, set[Node | None]],
+) -> int:
     """The parameters that must be computed in I, as bits."""
     early = 0
     for node, froms in sources.items():
@@ -178,12 +212,14 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
 
 def _at_once(node: Node) -> bool:
     """Whether a node computes its gradients together, at a cost that should be paid once."""
-    return isinstance(node, _FUNCTION) or any(word in type(node).__name__ for word in _WHOLE) or _hooked(node)
+    return (
+        isinstance(node, _FUNCTION)
+        or any(word in type(node).__name__ for word in _WHOLE)
+        or _hooked(node)
+    )
 
 
-# ---- what nodes hold ------------------------------------------------------------------------------------------------
-
-
+# ---- what nodes hold ----
 def _hooked(node: Node) -> bool:
     """Whether the user set hooks on what a node saved, as in a checkpointed region."""
     return any(saved.unpack_hook is not None for saved in saved_handles(node))
@@ -205,8 +241,9 @@ def all_nodes(ends: Sequence[GradientEdge]) -> tuple[Node, ...]:
 def _movable(nodes: Iterable[Node]) -> list[list[Any]]:
     """Move what nodes saved into cells, so that it can be freed while the nodes live on.
 
-    A C++ node takes a tensor at its first use and the cell forgets it; a custom Function may ask often, so its cells,
-    which are returned, must be emptied after use. A cell is a list of one tensor, or of a weak reference to it.
+    A C++ node takes a tensor at its first use and the cell forgets it; a custom Function may ask
+    often, so its cells, which are returned, must be emptied after use. A cell is a list of one
+    tensor, or of a weak reference to it.
     """
     lasting = []
     for node in nodes:
@@ -245,7 +282,9 @@ _RETAIN = ContextVar("RETAIN", default=False)
 
 @contextmanager
 def retaining(on: bool) -> Iterator[None]:
-    """Whether backwards keep the graphs that they go through, for another one of the same forward."""
+    """Whether backwards keep the graphs that they go through, for another one of the same
+    forward.
+    """
     token = _RETAIN.set(on)
     try:
         yield
@@ -253,11 +292,11 @@ def retaining(on: bool) -> Iterator[None]:
         _RETAIN.reset(token)
 
 
-# ---- computing ------------------------------------------------------------------------------------------------------
-
-
+# ---- computing ----
 def both(
-    ends: Sequence[tuple[GradientEdge, torch.Tensor]], xs: Mapping[int, GradientEdge], ps: Mapping[int, GradientEdge]
+    ends: Sequence[tuple[GradientEdge, torch.Tensor]],
+    xs: Mapping[int, GradientEdge],
+    ps: Mapping[int, GradientEdge],
 ) -> tuple[Grads, Grads]:
     """All gradients at once; frees the graph."""
     results = _grad(ends, [*xs.values(), *ps.values()], keep=False)
@@ -265,14 +304,20 @@ def both(
 
 
 def of_inputs(
-    ends: Sequence[tuple[GradientEdge, torch.Tensor]], xs: Mapping[int, GradientEdge], ps: Mapping[int, GradientEdge],
+    ends: Sequence[tuple[GradientEdge, torch.Tensor]],
+    xs: Mapping[int, GradientEdge],
+    ps: Mapping[int, GradientEdge],
     seen: Survey,
-) -> tuple[Grads, Kept]:  # fmt: skip
+) -> tuple[Grads, Kept]:
     """Gradients of the inputs, and what W needs for the parameters."""
     cells = [] if _RETAIN.get() else _movable(seen.passed)
     early = {index: edge for index, edge in ps.items() if index not in seen.late}
     ports = [(fork, port) for fork in seen.forks for port in fork.ports]
-    wanted = [*xs.values(), *early.values(), *(GradientEdge(fork.node, port) for fork, port in ports)]
+    wanted = [
+        *xs.values(),
+        *early.values(),
+        *(GradientEdge(fork.node, port) for fork, port in ports),
+    ]
     results = _grad(ends, wanted, keep=bool(seen.late))
     for cell in cells:
         cell.clear()
@@ -297,7 +342,9 @@ def of_weights(kept: Kept) -> Grads:
     kept.arrived.reverse()
     while kept.arrived:
         fork, arrived = kept.arrived.pop()
-        results = _grad([(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False)
+        results = _grad(
+            [(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False
+        )
         del arrived
         for edge, gradient in zip(fork.edges, results, strict=True):
             index = owners.get(edge.node)
@@ -318,9 +365,16 @@ def _grad(
         return [None] * len(wanted)
     edges, cotangents = zip(*ends, strict=True)
     grad = partial(
-        torch.autograd.grad, edges, wanted, cotangents, retain_graph=keep or _RETAIN.get(), allow_unused=True
-    )  # fmt: skip
+        torch.autograd.grad,
+        edges,
+        wanted,
+        cotangents,
+        retain_graph=keep or _RETAIN.get(),
+        allow_unused=True,
+    )
     if not torch.is_inference_mode_enabled():
         return grad()
-    with torch.inference_mode(False):  # a checkpoint records its region again, which inference mode would prevent
+    with torch.inference_mode(
+        False
+    ):  # a checkpoint records its region again, which inference mode would prevent
         return grad()

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``engine="eager"``: the four programs of a stage on autograd, for functions that look at their data.
+"""``engine="eager"``: the four programs of a stage on autograd, for functions that look at their
+data.
 
-    F   runs the function and records its graph          B   one ``torch.autograd.grad`` for everything
-    I   from the outputs to the inputs                   W   from the forks of that path to the parameters
+    F   runs the function and records its graph          B   one ``torch.autograd.grad`` for
+    everything I   from the outputs to the inputs                   W   from the forks of that path
+    to the parameters
 
-The function may take another path with each microbatch, but shapes, dtypes and structure of its results must stay: the
-plan needs them beforehand (``shape_probe``) and F checks them. Costs over the trace engine: the
-function's own Python; about 0.1 ms a transformer block in I to survey the graph, and as much a linear layer in W. Of a
-function that looks at its data, no input is known to be unused, so the gradients of unused inputs are zeros, which are
-sent. Bytes from F to I and from I to W are those
-that the shape probe found. What ``autograd_split`` cannot split is computed in I; so is everything where the function
-sets hooks on tensors, which would run twice. Knows no schedules or ranks.
+The function may take another path with each microbatch, but shapes, dtypes and structure of its
+results must stay: the plan needs them beforehand (``shape_probe``) and F checks them. Costs over
+the trace engine: the function's own Python; about 0.1 ms a transformer block in I to survey the
+graph, and as much a linear layer in W. Of a function that looks at its data, no input is known to
+be unused, so the gradients of unused inputs are zeros, which are sent. Bytes from F to I and from I
+to W are those that the shape probe found. What ``autograd_split`` cannot split is computed in I; so
+is everything where the function sets hooks on tensors, which would run twice. Knows no schedules or
+ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
 from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording, stored_in_full
 
 
-def eager_programs(stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()) -> Programs:
+def eager_programs(
+    stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()
+) -> Programs:
     """The programs of a stage that runs on autograd; the outputs ``unused`` have no cotangent.
 
     >>> def clipped(p, x):
@@ -54,14 +59,17 @@ def eager_programs(stage: Stage, signature: Signature, unused: frozenset[int] = 
     """
     if stage.compile:
         raise StageError(
-            f"stage {stage.label} has compile={stage.compile!r} and engine='eager'; only traced programs are compiled: "
+            f"stage {stage.label} has compile={stage.compile!r} and engine='eager'; only traced "
+            "programs are compiled: "
             "leave compile= out, or call torch.compile inside the function"
         )
     return _Engine(stage, signature, unused).programs()
 
 
 class Tape(NamedTuple):
-    """A recorded graph: its ends by cotangent, its leaves by index, and whether the function set hooks on tensors."""
+    """A recorded graph: its ends by cotangent, its leaves by index, and whether the function set
+    hooks on tensors.
+    """
 
     ends: Mapping[str, GradientEdge]
     xs: Mapping[int, GradientEdge]
@@ -70,7 +78,9 @@ class Tape(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a stage under remat needs to run once more: its arguments, their versions, and the random streams."""
+    """What a stage under remat needs to run once more: its arguments, their versions, and the
+    random streams.
+    """
 
     groups: list[list[Any]]
     random: Streams
@@ -85,19 +95,26 @@ class _Engine:
         self.facts, self.autocast = facts_of(stage, signature, unused), ambient()
         self.cotangents, reached = tuple(self.facts.outputs.cotangents), self.facts.dx
         self.dps = {i: f"dp{i}" for i in signature.params.wanted if self.cotangents}
-        self.dxs = {i: f"dx{i}" for i in signature.x.wanted if self.cotangents and (reached is None or i in reached)}
+        self.dxs = {
+            i: f"dx{i}"
+            for i in signature.x.wanted
+            if self.cotangents and (reached is None or i in reached)
+        }
         self.dx_avals = {i: stored_in_full((reached or signature.x.avals)[i]) for i in self.dxs}
         self.outputs = replace(self.facts.outputs, y=self.facts.outputs.y.with_avals(Aval.arrived))
-        # Without a cotangent F records all the same, to check that the function is as expected, unless all are unused.
+        # Without a cotangent F records all the same, to check that the function is as expected,
+        # unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
         self.slots, self.devices = signature.slots, signature.devices
         self.extra = isinstance(stage.fn, LossCall) and stage.fn.apart
         self.check_captured = _until_passed(
-            lambda ends, xs, ps: refuse_captured(stage, survey(list(ends.values()), xs.values(), ps).foreign)
+            lambda ends, xs, ps: refuse_captured(
+                stage, survey(list(ends.values()), xs.values(), ps).foreign
+            )
         )
 
-    # ---- F ------------------------------------------------------------------------------------------------------
+    # ---- F ----
     def forward(self, box: list[Any]) -> tuple[Any, ...]:
         """F: outputs, auxiliary scalar, new state, and the tape."""
         groups = [argument.map(lambda aval: None) for argument in self.signature]
@@ -116,7 +133,8 @@ class _Engine:
             return held
         if list(map(versions, held.groups)) != held.versions:
             raise StageError(
-                f"an argument of stage {self.stage.label}, which runs again in its backward, was changed in place "
+                f"an argument of stage {self.stage.label}, which runs again in its backward, was "
+                "changed in place "
                 "since the forward; change a copy"
             )
         with ExitStack() as stack:
@@ -126,7 +144,9 @@ class _Engine:
 
     @torch.inference_mode(False)
     def record(self, groups: Sequence[Sequence[Any]], grad: bool) -> tuple[tuple[Any, ...], Tape]:
-        """Outputs that are not inputs, auxiliary scalar and new state, and the graph; ``grad``: whether to record."""
+        """Outputs that are not inputs, auxiliary scalar and new state, and the graph; ``grad``:
+        whether to record.
+        """
         before = list(map(versions, groups[:3]))  # not of the state, which is copied
         arguments = [
             [_leaf(value, leaf, grad) for value, leaf in zip(group, abstract.leaves, strict=True)]
@@ -141,8 +161,14 @@ class _Engine:
         hooked = RemovableHandle.next_id != hooks
         self._check_writes(before, list(map(versions, groups[:3])))
         ys, new_state = self._check(result, x)
-        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
-        ends = {name: get_gradient_edge(end) for name in self.cotangents if (end := live[name]).requires_grad}
+        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {
+            "daux": result.aux
+        }
+        ends = {
+            name: get_gradient_edge(end)
+            for name in self.cotangents
+            if (end := live[name]).requires_grad
+        }
         ps, xs = (
             {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
             for argument, abstract in zip(arguments, self.signature[:2], strict=False)
@@ -150,10 +176,17 @@ class _Engine:
         if ends:
             self.check_captured(ends, xs, ps)
         callers = _storages(groups)
-        y, others = self.outputs.y.avals, callers | set(map(tree.address, (ys[j] for j in self.facts.captured)))
+        y, others = (
+            self.outputs.y.avals,
+            callers | set(map(tree.address, (ys[j] for j in self.facts.captured))),
+        )
         fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
         plan = self.outputs.aux
-        aux = [] if plan is None or result.aux is None else [_as_planned(result.aux.detach(), plan, callers)]
+        aux = (
+            []
+            if plan is None or result.aux is None
+            else [_as_planned(result.aux.detach(), plan, callers)]
+        )
         extra = [result.extra] if self.extra else []
         return (*fresh, *aux, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
 
@@ -162,7 +195,8 @@ class _Engine:
         refuse_writes(changed)
         if changed[1]:
             raise StageError(
-                f"stage {self.stage.label} wrote into its input in place, which it did not do when the plan was made; "
+                f"stage {self.stage.label} wrote into its input in place, which it did not do "
+                "when the plan was made; "
                 "write x = x.clone() first"
             )
 
@@ -174,17 +208,23 @@ class _Engine:
             raise self._differs("a pytree of another structure", spec, expected.y.spec)
         for j, (value, leaf) in enumerate(zip(ys, expected.y.leaves, strict=True)):
             if not isinstance(leaf, Aval):
-                if value is not leaf.value and (type(value) is not leaf.type or value != leaf.value):
+                if value is not leaf.value and (
+                    type(value) is not leaf.type or value != leaf.value
+                ):
                     raise self._differs(f"output {j}", value, leaf)
                 continue
             if not _fits(value, leaf):
                 raise self._differs(f"output {j}", tree.describe([value]), leaf)
-            if 0 in leaf.stride and any(a and not b for a, b in zip(value.stride(), leaf.stride, strict=True)):
+            if 0 in leaf.stride and any(
+                a and not b for a, b in zip(value.stride(), leaf.stride, strict=True)
+            ):
                 raise self._differs(f"output {j}", "a tensor stored in full", "an expanded one")
             if value.requires_grad and not leaf.grad:
                 raise self._differs(f"output {j}", "one that carries a gradient", "none that does")
             if j in self.facts.passed and value is not xs[self.facts.passed[j]]:
-                raise self._differs(f"output {j}", "a new tensor", f"its input {self.facts.passed[j]}, unchanged,")
+                raise self._differs(
+                    f"output {j}", "a new tensor", f"its input {self.facts.passed[j]}, unchanged,"
+                )
         for j, i in expected.y.repeats:
             if ys[j] is not ys[i]:
                 raise self._differs(f"output {j}", "another tensor", f"output {i}")
@@ -199,22 +239,33 @@ class _Engine:
 
     def _differs(self, what: str, value: object, expected: object) -> StageError:
         return StageError(
-            f"stage {self.stage.label} returned {what} otherwise than the plan was made for: {value}, where {expected} "
-            "was expected. Shapes, dtypes, structure and numbers that leave a stage may not depend on data; if fpipe "
+            f"stage {self.stage.label} returned {what} otherwise than the plan was made for: "
+            f"{value}, where {expected} "
+            "was expected. Shapes, dtypes, structure and numbers that leave a stage may not "
+            "depend on data; if fpipe "
             "found out the wrong ones, declare the right ones: fpipe.Stage(fn, like=lambda p, x: x)"
         )
 
-    # ---- B, I and W ---------------------------------------------------------------------------------------------
-    def _open(self, box: list[Any]) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]], Sequence[torch.Tensor]]:
-        """The tape, its ends with their cotangents, and sums to add gradients into: the box has what F returned last,
-        the cotangents, and the sums."""
+    # ---- B, I and W ----
+    def _open(
+        self, box: list[Any]
+    ) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]], Sequence[torch.Tensor]]:
+        """The tape, its ends with their cotangents, and sums to add gradients into: the box has
+        what F returned last, the cotangents, and the sums.
+        """
         held, *rest = box
         box.clear()
         tape, cotangents = self._tape(held), zip(self.cotangents, rest, strict=False)
-        return tape, [(tape.ends[n], dy) for n, dy in cotangents if n in tape.ends], rest[len(self.cotangents) :]
+        return (
+            tape,
+            [(tape.ends[n], dy) for n, dy in cotangents if n in tape.ends],
+            rest[len(self.cotangents) :],
+        )
 
     def backward(self, box: list[Any]) -> tuple[Any, ...]:
-        """B: input gradients, then parameter gradients, or the former alone where the latter are added into others."""
+        """B: input gradients, then parameter gradients, or the former alone where the latter are
+        added into others.
+        """
         tape, ends, into = self._open(box)
         dxs, dps = both(ends, tape.xs, tape.ps)
         del tape, ends
@@ -238,32 +289,44 @@ class _Engine:
     def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
         for i, dx in dxs.items():
             if dx is not None and i not in self.dxs:
-                raise self._differs(f"the gradient of its input {i}", "one that is not None", "None")
+                raise self._differs(
+                    f"the gradient of its input {i}", "one that is not None", "None"
+                )
         gradients = ((aval, dxs[i]) for i, aval in self.dx_avals.items())
-        return tuple(_zeros(aval) if dx is None else _as_planned(dx, aval) for aval, dx in gradients)
+        return tuple(
+            _zeros(aval) if dx is None else _as_planned(dx, aval) for aval, dx in gradients
+        )
 
     def _weight_grads(self, dps: Grads, into: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The gradients, or none once each is added into its sum; an unused parameter adds nothing."""
+        """The gradients, or none once each is added into its sum; an unused parameter adds
+        nothing.
+        """
         for dp in dps.values():
             if dp is not None and dp.layout is not torch.strided:
                 raise sparse_gradient_error(self.stage.label, dp.shape)
         if not into:
             gradients = ((self.signature.params.avals[i], dps[i]) for i in self.dps)
-            return tuple(_expanded_zeros(aval) if dp is None else resolved(dp) for aval, dp in gradients)
+            return tuple(
+                _expanded_zeros(aval) if dp is None else resolved(dp) for aval, dp in gradients
+            )
         for index, total in zip(self.dps, into, strict=True):
             gradient = dps.pop(index)
             if gradient is not None:
                 total.add_(gradient)
         return ()
 
-    # ---- all four -----------------------------------------------------------------------------------------------
+    # ---- all four ----
     def programs(self) -> Programs:
         """The programs with their names."""
         signature, facts, outputs = self.signature, self.facts, self.facts.outputs
         dxs, dps = tuple(self.dxs.values()), tuple(self.dps.values())
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         ys = {j: passed.get(j, f"y{j}") for j in outputs.y.avals}
-        states = {} if outputs.state is None else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
+        states = (
+            {}
+            if outputs.state is None
+            else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
+        )
         aux = () if outputs.aux is None else ("aux",)
         extra, held = ("extra",) if self.extra else (), ("ctx",) if self.trained else ()
         kept = ("kept",) if self.dps else ()
@@ -277,13 +340,27 @@ class _Engine:
             i = self._program("I", self.backward_input, back, [*dxs, *kept])
             w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
         else:  # without input gradients W is the whole backward
-            i, w, kept = self._program("I", _nothing, (), ()), self._program("W", b.run, back, dps), back
+            i, w, kept = (
+                self._program("I", _nothing, (), ()),
+                self._program("W", b.run, back, dps),
+                back,
+            )
         dx_avals = {name: self.dx_avals[i] for i, name in self.dxs.items()}
-        avals = {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals | states
+        avals = (
+            {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed}
+            | dx_avals
+            | states
+        )
         avals |= {name: signature.params.avals[i] for i, name in self.dps.items()}
-        sizes = {name: aval.nbytes for name, aval in avals.items()} | {"ctx": facts.saved, "kept": facts.kept}
+        sizes = {name: aval.nbytes for name, aval in avals.items()} | {
+            "ctx": facts.saved,
+            "kept": facts.kept,
+        }
         return Programs(
-            f, b, i, w,
+            f,
+            b,
+            i,
+            w,
             counts=signature.counts,
             outputs=self.outputs,
             ys=tuple(map(ys.get, range(len(outputs.y.leaves)))),
@@ -291,18 +368,23 @@ class _Engine:
             new_state=tuple(states),
             dps=tuple(map(self.dps.get, range(signature.counts[0]))),
             dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
-            saved=held, kept=kept,
+            saved=held,
+            kept=kept,
             grad_avals=dx_avals,
-            traced_memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
-            eager=True, extra=next(iter(extra), None), label=self.stage.label,
+            traced_memory={
+                name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None
+            },
+            eager=True,
+            extra=next(iter(extra), None),
+            label=self.stage.label,
             during=self._during(sum(sizes[name] or 0 for name in dps)),
-        )  # fmt: skip
+        )
 
     def _during(self, gradients: int) -> dict[str, int]:
         """The most bytes that each program holds beyond those before, as far as they are known.
 
-        I leaves the gradients of parameters to W, which computes all before it adds them up. W frees what I kept in
-        parts; half of that is taken as free when most is held.
+        I leaves the gradients of parameters to W, which computes all before it adds them up. W
+        frees what I kept in parts; half of that is taken as free when most is held.
         """
         during = self.facts.during
         both = during.get("B", 0)
@@ -310,12 +392,27 @@ class _Engine:
         return {"F": during.get("F", 0), "B": both, "I": max(0, both - gradients), "W": weights}
 
     def _program(
-        self, letter: str, run: Callable[[list[Any]], tuple[Any, ...]], inputs: Sequence[str], outputs: Sequence[str]
+        self,
+        letter: str,
+        run: Callable[[list[Any]], tuple[Any, ...]],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
     ) -> Program:
-        text = f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> ({', '.join(outputs)})\n"
+        text = (
+            f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> "
+            f"({', '.join(outputs)})\n"
+        )
         stage = f"{self.stage.label} {self.signature}"
         # a backward may draw too: one under remat repeats the draws of F
-        return Program(letter, text, run, tuple(inputs), tuple(outputs), random=run is not _nothing, stage=stage)
+        return Program(
+            letter,
+            text,
+            run,
+            tuple(inputs),
+            tuple(outputs),
+            random=run is not _nothing,
+            stage=stage,
+        )
 
 
 def _until_passed(check: Callable[..., None]) -> Callable[..., None]:
@@ -333,20 +430,25 @@ def _until_passed(check: Callable[..., None]) -> Callable[..., None]:
 def _leaf(value: Any, leaf: AbstractLeaf, grad: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    tensor = value.clone() if value.is_inference() else value.detach()  # a graph holds no inference tensors
+    tensor = (
+        value.clone() if value.is_inference() else value.detach()
+    )  # a graph holds no inference tensors
     return tensor.requires_grad_() if grad and isinstance(leaf, Aval) and leaf.grad else tensor
 
 
 def _storages(groups: Sequence[Sequence[Any]]) -> set[int]:
     """Addresses of the caller's memory: parameters, side inputs, state."""
-    tensors = (t for g in (0, 2, 3) for t in groups[g] if type(t) in (torch.Tensor, torch.nn.Parameter))
+    tensors = (
+        t for g in (0, 2, 3) for t in groups[g] if type(t) in (torch.Tensor, torch.nn.Parameter)
+    )
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = ()) -> torch.Tensor:
     """A result with numbers for lazy flags and the strides with which it arrives on another rank.
 
-    It is copied where it has other strides or is the caller's memory. Of an expanded axis one element is stored.
+    It is copied where it has other strides or is the caller's memory. Of an expanded axis one
+    element is stored.
     """
     tensor, stride = resolved(tensor), planned.stride
     mine = not callers or tensor.untyped_storage().data_ptr() not in callers or not tensor.numel()

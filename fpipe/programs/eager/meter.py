@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes that operations allocate, on fake tensors too. This module must not know stages."""
+"""Counts the bytes that operations allocate, on fake tensors too. This module must not know
+stages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Meter(NamedTuple):
 
 
 def meter() -> Meter:
-    """A meter that counts memory from its allocation under the mode until it is freed, also outside of the mode.
+    """A meter that counts memory from its allocation under the mode until it is freed, also outside
+    of the mode.
 
     >>> count = meter()
     >>> with count.mode:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an eager stage returns, before it runs: plans need the shapes first.
 
-In this order: what ``Stage(like=)`` returns on fake tensors; what the function itself returns on fake tensors; for a
-function that looks at its data, what it returns on invented numbers. The last is needed because such a function has no
-result without numbers. It uses no data of the user's, restores random streams, and refuses writes into tensors that
-existed before. Knows functions and signatures, no plans.
+In this order: what ``Stage(like=)`` returns on fake tensors; what the function itself returns on
+fake tensors; for a function that looks at its data, what it returns on invented numbers. The last
+is needed because such a function has no result without numbers. It uses no data of the user's,
+restores random streams, and refuses writes into tensors that existed before. Knows functions and
+signatures, no plans.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from ...errors import ActionError, FpipeError, StageError
 from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, contiguous, parts
 from .. import fake
-from ..explain import captured_gradient_error, explain, explained, other_parameters_error, where, write_error
+from ..explain import (
+    captured_gradient_error,
+    explain,
+    explained,
+    other_parameters_error,
+    where,
+    write_error,
+)
 from ..internals import gradient_bytes, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
 from ..signature import Outputs, Result, Signature, call, entering, outputs_from, writes_into_leaf
@@ -40,9 +48,10 @@ Groups: TypeAlias = list[list[Any]]
 class StageFacts:
     """What is known of a stage function.
 
-    ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured tensors. ``saved`` and
-    ``kept`` are the bytes held from F to I and from I to W, where known; ``dx`` the gradients of the inputs
-    that have one, where known. ``during`` are the most bytes that F and B hold beyond those before, where known.
+    ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured
+    tensors. ``saved`` and ``kept`` are the bytes held from F to I and from I to W, where known;
+    ``dx`` the gradients of the inputs that have one, where known. ``during`` are the most bytes
+    that F and B hold beyond those before, where known.
     """
 
     outputs: Outputs
@@ -84,34 +93,47 @@ def _declared(stage: Stage, signature: Signature, unused: frozenset[int]) -> Sta
 
 
 def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
-    """What holds whichever path a function takes: any floating output may carry a gradient, none is an input."""
+    """What holds whichever path a function takes: any floating output may carry a gradient, none is
+    an input.
+    """
     trained = bool(signature.params.wanted or signature.x.wanted)
-    carrying = lambda aval: aval._replace(grad=trained and aval.differentiable)
+
+    def carrying(aval):
+        return aval._replace(grad=trained and aval.differentiable)
+
     y, aux = (
-        replace(facts.outputs.y, repeats=()).with_avals(lambda aval: stored_in_full(carrying(aval))),
+        replace(facts.outputs.y, repeats=()).with_avals(
+            lambda aval: stored_in_full(carrying(aval))
+        ),
         facts.outputs.aux,
     )
     outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
     return replace(facts, outputs=outputs, passed={}, dx=None)
 
 
-def _unknown(stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception) -> Exception:
+def _unknown(
+    stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception
+) -> Exception:
     """The error for a function that runs neither on fake tensors nor on invented numbers."""
     if isinstance(explain(on_fakes, stage.label, ""), ActionError):
         return explain(on_numbers, stage.label, str(signature))
     return StageError(
-        f"fpipe cannot find out what stage {stage.label} {signature} returns: it looks at its data, and on invented "
+        f"fpipe cannot find out what stage {stage.label} {signature} returns: it looks at its "
+        "data, and on invented "
         f"numbers it raised {type(on_numbers).__name__}{where(on_numbers)}: {on_numbers}\n"
-        'declare what it returns: fpipe.Stage(fn, engine="eager", like=lambda p, x: x), with a function of the same '
+        'declare what it returns: fpipe.Stage(fn, engine="eager", like=lambda p, x: x), with a '
+        "function of the same "
         "arguments that returns something of the same structure, shapes and dtypes"
     )
 
 
-# ---- one run --------------------------------------------------------------------------------------------------------
-
-
-def run_recording(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
-    """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a whole without."""
+# ---- one run ----
+def run_recording(
+    stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool
+) -> Result:
+    """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a
+    whole without.
+    """
     if isinstance(stage.fn, Remat):
         stage = replace(stage, fn=stage.fn.fn)
     token = RECORDING.set(True)
@@ -135,7 +157,10 @@ def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:
 
 
 def _observed(
-    stage: Stage, signature: Signature, create: Callable[[Aval], torch.Tensor], unused: frozenset[int]
+    stage: Stage,
+    signature: Signature,
+    create: Callable[[Aval], torch.Tensor],
+    unused: frozenset[int],
 ) -> StageFacts:
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
@@ -162,18 +187,28 @@ def _observed(
     real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
     facts = StageFacts(outputs, passed, frozenset(real), during={"F": count.peak[0]})
     used = [ys[j] for j in outputs.y.avals if j not in unused]
-    return _with_graph(stage, facts, groups, used if result.aux is None else [*used, result.aux], count)
+    return _with_graph(
+        stage, facts, groups, used if result.aux is None else [*used, result.aux], count
+    )
 
 
 def _with_graph(
     stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[torch.Tensor], count: Meter
-) -> StageFacts:  # fmt: skip
-    """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured gradients."""
+) -> StageFacts:
+    """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured
+    gradients.
+    """
     ends = {t: get_gradient_edge(t) for t in outs if t.requires_grad}
     if not ends:
         return replace(facts, saved=0, kept=0, dx={})
-    ps, xs = ({i: get_gradient_edge(t) for i, t in enumerate(group) if tree.is_tensor(t) and t.requires_grad}
-              for group in groups[:2])  # fmt: skip
+    ps, xs = (
+        {
+            i: get_gradient_edge(t)
+            for i, t in enumerate(group)
+            if tree.is_tensor(t) and t.requires_grad
+        }
+        for group in groups[:2]
+    )
     seen = survey(list(ends.values()), xs.values(), ps)
     refuse_captured(stage, seen.foreign)
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
@@ -197,18 +232,26 @@ def _with_graph(
     except Exception:  # a backward that looks at its data
         return facts
     during = _with_backward(stage, facts.during, count.peak[0] - before)
-    return replace(facts, dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None}, during=during)
+    return replace(
+        facts,
+        dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None},
+        during=during,
+    )
 
 
 def _with_backward(stage: Stage, forward: Mapping[str, int], backward: int) -> Mapping[str, int]:
-    """The most bytes that F and B hold beyond those before; the B of a stage under remat records the graph first."""
+    """The most bytes that F and B hold beyond those before; the B of a stage under remat records
+    the graph first.
+    """
     if isinstance(stage.fn, Remat):
         return {"B": forward["F"] + backward}
     return {**forward, "B": backward}
 
 
 def stored_in_full(aval: Aval) -> Aval:
-    """With the strides on another rank, but contiguous where an axis is expanded: another run may store all of it."""
+    """With the strides on another rank, but contiguous where an axis is expanded: another run may
+    store all of it.
+    """
     aval = aval.arrived()
     return aval._replace(stride=contiguous(aval.shape)) if 0 in aval.stride else aval
 
@@ -223,9 +266,7 @@ def _storages(leaves: Iterable[Any]) -> dict[int, int]:
     return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-# ---- invented numbers -----------------------------------------------------------------------------------------------
-
-
+# ---- invented numbers ----
 def _invented(aval: Aval) -> torch.Tensor:
     """Floating numbers between 0 and 1, integers 0, booleans true."""
     tensor = aval.build(_invented_plain)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What identifies a function across processes: its code, what it refers to, and the versions of what it uses.
+"""What identifies a function across processes: its code, what it refers to, and the versions of
+what it uses.
 
-Code of installed packages is identified by the package's version, other code by itself: its instructions, its
-defaults, its closure, and the globals that it names, down to their code. Parameters and large tensors count by shape,
-since a trace does not depend on their numbers. A function that refers to something without such a description has no
-identity. Knows Python objects, no programs.
+Code of installed packages is identified by the package's version, other code by itself: its
+instructions, its defaults, its closure, and the globals that it names, down to their code.
+Parameters and large tensors count by shape, since a trace does not depend on their numbers. A
+function that refers to something without such a description has no identity. Knows Python objects,
+no programs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from enum import Enum
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -30,20 +39,38 @@ from .text import UnstorableError
 #: Elements of a tensor whose numbers count, at most: Python may look at those of a small one.
 SMALL = 1024
 _PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice, torch.dtype,
-    torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    type(NotImplemented),
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
 #: Attributes of objects that say nothing of what they compute.
-_VOLATILE = frozenset({"__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__dict__"})
+_VOLATILE = frozenset(
+    {"__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__dict__"}
+)
 
 
 def identity(*values: Any) -> tuple[str, list[torch.Tensor]]:
-    """A digest of functions and values, and the tensors that they hold, in an order that belongs to the digest.
+    """A digest of functions and values, and the tensors that they hold, in an order that belongs to
+    the digest.
 
     Raises:
         UnstorableError: a value has no identity.
 
-    >>> identity(partial(max, 1)) == identity(partial(max, 1)), identity(partial(max, 1)) == identity(partial(max, 2))
+    >>> identity(partial(max, 1)) == identity(partial(max, 1)), identity(partial(max,
+    ...     1)) == identity(partial(max, 2))
     (True, False)
     """
     walk = _Walk()
@@ -54,32 +81,46 @@ def identity(*values: Any) -> tuple[str, list[torch.Tensor]]:
 
 @lru_cache(maxsize=1)
 def environment() -> str:
-    """What traces depend on beside functions: versions of Python and torch, this package, and the processor."""
+    """What traces depend on beside functions: versions of Python and torch, this package, and the
+    processor.
+    """
     package = Path(__file__).parents[2]
     sources = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         sources.update(path.read_bytes())
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{sys.version} {torch.__version__} {torch.version.git_version} {capability} {sources.hexdigest()}"
+    return (
+        f"{sys.version} {torch.__version__} {torch.version.git_version} {capability} "
+        f"{sources.hexdigest()}"
+    )
 
 
 def flags() -> tuple[object, ...]:
     """The settings of the process that decide which operations a trace contains."""
     attention = torch.backends.cuda
     return (
-        attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(),
-        attention.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled, str(torch.get_default_device()),
-    )  # fmt: skip
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        str(torch.get_default_device()),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Walk:
-    """What a digest is computed from: the objects visited so far, each once, and the tensors among them."""
+    """What a digest is computed from: the objects visited so far, each once, and the tensors among
+    them.
+    """
 
     hash: Any = field(default_factory=hashlib.sha256)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    seen: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by address, which names an object while it lives
+    seen: dict[int, tuple[int, Any]] = field(
+        default_factory=dict
+    )  # by address, which names an object while it lives
 
 
 def _write(walk: _Walk, *parts: object) -> None:
@@ -107,14 +148,26 @@ def _visit(walk: _Walk, value: Any) -> None:
     _instance(walk, value)
 
 
-# ---- each kind ------------------------------------------------------------------------------------------------------
+# ---- each kind ----
 def _tensor(walk: _Walk, value: torch.Tensor) -> None:
     """Add a tensor: its numbers only if they are few."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         raise UnstorableError(f"a tensor of class {type(value).__name__}")
-    _write(walk, "tensor", value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
+    _write(
+        walk,
+        "tensor",
+        value.dtype,
+        value.device,
+        tuple(value.shape),
+        value.stride(),
+        value.requires_grad,
+    )
     walk.tensors.append(value)
-    if value.numel() <= SMALL and value.device.type != "meta" and not isinstance(value, torch.nn.Parameter):
+    if (
+        value.numel() <= SMALL
+        and value.device.type != "meta"
+        and not isinstance(value, torch.nn.Parameter)
+    ):
         _write(walk, value.detach().cpu().tolist())
 
 
@@ -139,9 +192,13 @@ def _mapping(walk: _Walk, value: Mapping[Any, Any]) -> None:
 
 
 def _function(walk: _Walk, value: FunctionType) -> None:
-    """Add a function: by name if its package is installed, else with its code and the globals that it names."""
+    """Add a function: by name if its package is installed, else with its code and the globals that
+    it names.
+    """
     installed = _installed(value.__module__)
-    _write(walk, "function", value.__module__ if installed else "", value.__qualname__, installed or "")
+    _write(
+        walk, "function", value.__module__ if installed else "", value.__qualname__, installed or ""
+    )
     _visit(walk, value.__defaults__)
     _visit(walk, value.__kwdefaults__)
     for cell in value.__closure__ or ():
@@ -154,7 +211,15 @@ def _function(walk: _Walk, value: FunctionType) -> None:
 
 def _code(walk: _Walk, value: CodeType, names: Mapping[str, Any]) -> None:
     """Add instructions with their constants, and the globals that they name."""
-    _write(walk, "code", value.co_code.hex(), value.co_names, value.co_varnames, value.co_freevars, value.co_flags)
+    _write(
+        walk,
+        "code",
+        value.co_code.hex(),
+        value.co_names,
+        value.co_varnames,
+        value.co_freevars,
+        value.co_flags,
+    )
     for constant in value.co_consts:
         if isinstance(constant, CodeType):
             _code(walk, constant, names)
@@ -171,7 +236,9 @@ def _code(walk: _Walk, value: CodeType, names: Mapping[str, Any]) -> None:
 
 
 def _module(walk: _Walk, value: ModuleType, used: tuple[str, ...] = ()) -> None:
-    """Add a module: by version if it is installed, else with those of its values that code names."""
+    """Add a module: by version if it is installed, else with those of its values that code
+    names.
+    """
     installed = _installed(value.__name__)
     _write(walk, "module", value.__name__, installed or "")
     for name in () if installed else used:
@@ -187,7 +254,9 @@ def _module(walk: _Walk, value: ModuleType, used: tuple[str, ...] = ()) -> None:
 def _class(walk: _Walk, value: type) -> None:
     """Add a class: by name if its package is installed, else with its methods."""
     installed = _installed(value.__module__)
-    _write(walk, "class", value.__module__ if installed else "", value.__qualname__, installed or "")
+    _write(
+        walk, "class", value.__module__ if installed else "", value.__qualname__, installed or ""
+    )
     if not installed:
         for base in value.__bases__:
             _visit(walk, base)
@@ -204,12 +273,16 @@ def _instance(walk: _Walk, value: Any) -> None:
     try:
         object.__reduce_ex__(value, 2)  # a class with a state that Python does not see has none
     except Exception as error:
-        raise UnstorableError(f"an object of class {cls.__module__}.{cls.__qualname__} ({error})") from error
+        raise UnstorableError(
+            f"an object of class {cls.__module__}.{cls.__qualname__} ({error})"
+        ) from error
     _visit(walk, cls)
     attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     attributes |= vars(value) if hasattr(value, "__dict__") else {}
     for name, item in attributes.items():
-        if name not in _VOLATILE and not name.endswith("object_hash"):  # hashes of texts differ between runs
+        if name not in _VOLATILE and not name.endswith(
+            "object_hash"
+        ):  # hashes of texts differ between runs
             _write(walk, name)
             _visit(walk, item)
 
@@ -230,8 +303,16 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (ModuleType, _module),
     (type, _class),
     (
-        (BuiltinFunctionType, type(len), type(str.join), type(object.__init__), type(torch.Tensor.add)),
-        lambda walk, value: _write(walk, "builtin", getattr(value, "__module__", ""), value.__qualname__),
+        (
+            BuiltinFunctionType,
+            type(len),
+            type(str.join),
+            type(object.__init__),
+            type(torch.Tensor.add),
+        ),
+        lambda walk, value: _write(
+            walk, "builtin", getattr(value, "__module__", ""), value.__qualname__
+        ),
     ),
     (CodeType, lambda walk, value: _code(walk, value, {})),
 )
@@ -252,7 +333,9 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _installed(module: str | None) -> str | None:
-    """The version of the package of a module, if it is installed or part of Python; ``None``: its code may change."""
+    """The version of the package of a module, if it is installed or part of Python; ``None``: its
+    code may change.
+    """
     top = (module or "").partition(".")[0]
     if top in sys.builtin_module_names or (top in sys.stdlib_module_names and top != "__main__"):
         return "Python"

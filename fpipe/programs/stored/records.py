@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs and families of programs as JSON data, and back.
 
-Each operation and each abstract tensor is written once. The source of a program is written anew from its operations
-when it is read. Knows programs; no functions, files or keys.
+Each operation and each abstract tensor is written once. The source of a program is written anew
+from its operations when it is read. Knows programs; no functions, files or keys.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ _LETTERS = "fbiw"
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 
 
-# ---- programs -------------------------------------------------------------------------------------------------------
+# ---- programs ----
 def programs_as_data(programs: Programs, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Programs as data. ``tensors`` are those that the function holds: a captured one is written as its place."""
+    """Programs as data. ``tensors`` are those that the function holds: a captured one is written as
+    its place.
+    """
     if programs.eager or programs.compiled or programs.origin is not None:
         raise UnstorableError("programs that are not a trace")
     avals: _Avals = {}
@@ -42,23 +44,40 @@ def programs_as_data(programs: Programs, tensors: Sequence[torch.Tensor]) -> dic
         "operations": [_operation_as_data(one, avals) for one in pool],
         "inputs": _given(pool, avals),
         "programs": [
-            [[place[id(one)] for one in p.traced], list(p.inputs), list(p.outputs), list(p.constants)] for p in each
+            [
+                [place[id(one)] for one in p.traced],
+                list(p.inputs),
+                list(p.outputs),
+                list(p.constants),
+            ]
+            for p in each
         ],
-        "captured": {name: _captured(name, value, tensors, pool) for name, value in captured.items()},
+        "captured": {
+            name: _captured(name, value, tensors, pool) for name, value in captured.items()
+        },
         "counts": list(programs.counts),
         "outputs": _outputs_as_data(programs.outputs),
-        "names": to_text((programs.ys, programs.aux, programs.new_state, programs.dps, programs.dxs)),
+        "names": to_text(
+            (programs.ys, programs.aux, programs.new_state, programs.dps, programs.dxs)
+        ),
         "saved": list(programs.saved),
         "kept": list(programs.kept),
         "gradients": {name: _number(aval, avals) for name, aval in programs.grad_avals.items()},
-        "memory": {n: [held.root, to_text(held.nbytes), held.given] for n, held in programs.traced_memory.items()},
+        "memory": {
+            n: [held.root, to_text(held.nbytes), held.given]
+            for n, held in programs.traced_memory.items()
+        },
         "fresh": sorted(programs.fresh),
         "avals": [text for _, text in avals.values()],
-    }  # fmt: skip
+    }
 
 
-def programs_from_data(data: Mapping[str, Any], tensors: Sequence[torch.Tensor], label: str, shown: str) -> Programs:
-    """The programs of data. ``label`` and ``shown`` describe the stage, and it with its signature."""
+def programs_from_data(
+    data: Mapping[str, Any], tensors: Sequence[torch.Tensor], label: str, shown: str
+) -> Programs:
+    """The programs of data. ``label`` and ``shown`` describe the stage, and it with its
+    signature.
+    """
     avals = [from_text(text) for text in data["avals"]]
     values = {name: _value(number, avals) for name, number in data["inputs"].items()}
     values |= {name: _value(number, avals) for name, *_, number, _ in data["operations"]}
@@ -69,19 +88,37 @@ def programs_from_data(data: Mapping[str, Any], tensors: Sequence[torch.Tensor],
     }
     programs = [
         Program.of(
-            letter.upper(), [pool[place] for place in places], list(map(name_of, inputs)), list(map(name_of, outputs)),
-            {name: captured[name] for name in constants}, stage=shown,
+            letter.upper(),
+            [pool[place] for place in places],
+            list(map(name_of, inputs)),
+            list(map(name_of, outputs)),
+            {name: captured[name] for name in constants},
+            stage=shown,
         )
-        for letter, (places, inputs, outputs, constants) in zip(_LETTERS, data["programs"], strict=True)
-    ]  # fmt: skip
+        for letter, (places, inputs, outputs, constants) in zip(
+            _LETTERS, data["programs"], strict=True
+        )
+    ]
     ys, aux, new_state, dps, dxs = from_text(data["names"])
     return Programs(
-        *programs, counts=tuple(data["counts"]), outputs=_outputs_from_data(data["outputs"]), ys=ys, aux=aux,
-        new_state=new_state, dps=dps, dxs=dxs, saved=tuple(data["saved"]), kept=tuple(data["kept"]),
+        *programs,
+        counts=tuple(data["counts"]),
+        outputs=_outputs_from_data(data["outputs"]),
+        ys=ys,
+        aux=aux,
+        new_state=new_state,
+        dps=dps,
+        dxs=dxs,
+        saved=tuple(data["saved"]),
+        kept=tuple(data["kept"]),
         grad_avals={name: avals[number] for name, number in data["gradients"].items()},
-        traced_memory={n: Held(root, from_text(size), given) for n, (root, size, given) in data["memory"].items()},
-        fresh=frozenset(data["fresh"]), label=label,
-    )  # fmt: skip
+        traced_memory={
+            n: Held(root, from_text(size), given)
+            for n, (root, size, given) in data["memory"].items()
+        },
+        fresh=frozenset(data["fresh"]),
+        label=label,
+    )
 
 
 #: Texts of abstract tensors, each once, by the text as JSON.
@@ -100,7 +137,11 @@ def _value_as_data(value: Value, avals: _Avals) -> Any:
     """What an operation computes: the number of an abstract tensor, several, or None."""
     if value is None:
         return None
-    return _number(value, avals) if isinstance(value, Aval) else [_value_as_data(item, avals) for item in value]
+    return (
+        _number(value, avals)
+        if isinstance(value, Aval)
+        else [_value_as_data(item, avals) for item in value]
+    )
 
 
 def _value(data: Any, avals: Sequence[Aval]) -> Value:
@@ -122,26 +163,40 @@ def _operation_from_data(data: Sequence[Any], values: Mapping[str, Value]) -> Op
     inputs = tuple(_refs((args, kwargs)))
     reads = tuple(values.get(each) for each in inputs)
     kwargs = {name_of(key): each for key, each in kwargs.items()}
-    return Operation(name_of(name), from_text(target), args, kwargs, inputs, reads, values[name], mark)
+    return Operation(
+        name_of(name), from_text(target), args, kwargs, inputs, reads, values[name], mark
+    )
 
 
 def _refs(value: Any) -> dict[str, None]:
     """The names in arguments, each once, in order."""
     if isinstance(value, Ref):
         return {str(value): None}
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return {name: None for item in items for name in _refs(item)}
 
 
 def _given(pool: Sequence[Operation], avals: _Avals) -> dict[str, Any]:
     """The values that operations read and that none computes."""
     computed = {one.name for one in pool}
-    pairs = ((name, value) for one in pool for name, value in zip(one.inputs, one.reads, strict=True))
+    pairs = (
+        (name, value) for one in pool for name, value in zip(one.inputs, one.reads, strict=True)
+    )
     return {name: _value_as_data(value, avals) for name, value in pairs if name not in computed}
 
 
-def _captured(name: str, value: Any, tensors: Sequence[torch.Tensor], pool: Sequence[Operation]) -> Any:
-    """A captured tensor: its place among those of the function, or its numbers if the function creates it."""
+def _captured(
+    name: str, value: Any, tensors: Sequence[torch.Tensor], pool: Sequence[Operation]
+) -> Any:
+    """A captured tensor: its place among those of the function, or its numbers if the function
+    creates it.
+    """
     if not isinstance(value, torch.Tensor):
         raise UnstorableError(f"a captured {type(value).__name__}")
     for place, tensor in enumerate(tensors):
@@ -153,12 +208,19 @@ def _captured(name: str, value: Any, tensors: Sequence[torch.Tensor], pool: Sequ
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    place = lambda t: (storage_id(t), t.storage_offset(), t.shape, t.stride(), t.dtype)
+    def place(t):
+        return (storage_id(t), t.storage_offset(), t.shape, t.stride(), t.dtype)
+
     return one.layout is other.layout is torch.strided and place(one) == place(other)
 
 
 def _outputs_as_data(outputs: Outputs) -> list[Any]:
-    return list(map(to_text, (outputs.y, outputs.aux, outputs.state, outputs.copies, tuple(sorted(outputs.unused)))))
+    return list(
+        map(
+            to_text,
+            (outputs.y, outputs.aux, outputs.state, outputs.copies, tuple(sorted(outputs.unused))),
+        )
+    )
 
 
 def _outputs_from_data(data: Sequence[Any]) -> Outputs:
@@ -166,7 +228,7 @@ def _outputs_from_data(data: Sequence[Any]) -> Outputs:
     return Outputs(y, aux, state, copies, frozenset(unused))
 
 
-# ---- signatures and families ----------------------------------------------------------------------------------------
+# ---- signatures and families ----
 def signature_as_data(signature: Signature) -> list[Any]:
     """A signature as data."""
     return list(map(to_text, signature))
@@ -183,7 +245,9 @@ def family_as_data(family: Family, tensors: Sequence[torch.Tensor]) -> dict[str,
     }
 
 
-def family_from_data(data: Mapping[str, Any], tensors: Sequence[torch.Tensor], label: str, shown: str) -> Family:
+def family_from_data(
+    data: Mapping[str, Any], tensors: Sequence[torch.Tensor], label: str, shown: str
+) -> Family:
     """The family of data."""
     signature = Signature(*map(from_text, data["signature"]))
     axes = tuple(tuple(Axis(*place) for place in axes) for axes in data["axes"])
@@ -197,9 +261,19 @@ def family_from_data(data: Mapping[str, Any], tensors: Sequence[torch.Tensor], l
 
 
 _NODES = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Constant, ast.Load, ast.operator,
-    ast.unaryop, ast.boolop, ast.cmpop,
-)  # fmt: skip
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Constant,
+    ast.Load,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
+)
 _FUNCTIONS = ("max", "min", "abs", "float", "int", "round")
 _MATH = ("floor", "ceil", "trunc", "sqrt", "log", "log2", "exp", "pow", "fabs", "inf", "nan")
 
@@ -208,7 +282,9 @@ def _check_formula(text: str, symbols: Sequence[str]) -> None:
     """Refuse a formula that is more than arithmetic of symbols."""
     for node in ast.walk(ast.parse(text, mode="eval")):
         if isinstance(node, ast.Attribute):
-            fits = isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in _MATH
+            fits = (
+                isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in _MATH
+            )
         elif isinstance(node, ast.Name):
             fits = node.id in symbols or node.id in _FUNCTIONS or node.id == "math"
         elif isinstance(node, ast.Constant):

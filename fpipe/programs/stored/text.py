@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of traces as JSON, and back, without code: what is read can name operations of torch and nothing else.
+"""Values of traces as JSON, and back, without code: what is read can name operations of torch and
+nothing else.
 
-A list stands for a value with a tag in front; texts, integers, truth values and None stand for themselves. Knows
-values, no programs.
+A list stands for a value with a tag in front; texts, integers, truth values and None stand for
+themselves. Knows values, no programs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ class ForgedError(Exception):
 
 #: Functions that programs call beside operations of torch.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem, "norm": norm, "keeping": keeping, "resolved": resolved,
-}  # fmt: skip
+    "getitem": operator.getitem,
+    "norm": norm,
+    "keeping": keeping,
+    "resolved": resolved,
+}
 _NAMES = {id(fn): name for name, fn in _FUNCTIONS.items()}
 #: Operations that reach for files.
 _REFUSED = ("from_file", "save", "load")
@@ -54,7 +58,12 @@ def name_of(text: object) -> str:
     >>> name_of("mm_1")
     'mm_1'
     """
-    if not isinstance(text, str) or not text.isidentifier() or iskeyword(text) or not text.isascii():
+    if (
+        not isinstance(text, str)
+        or not text.isidentifier()
+        or iskeyword(text)
+        or not text.isascii()
+    ):
         raise ForgedError(f"{text!r} is no name")
     return text
 
@@ -92,7 +101,7 @@ def from_text(data: Any) -> Any:
     return read(parts)
 
 
-# ---- each kind ------------------------------------------------------------------------------------------------------
+# ---- each kind ----
 def _operation(op: Op) -> list[Any]:
     name, overload = op.name().partition(".")[::2]
     return ["op", *name.split("::"), overload or "default"]

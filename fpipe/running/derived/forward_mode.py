@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward mode through a pipeline: every stage becomes a dual one, whose values are pairs with their tangents.
+"""Forward mode through a pipeline: every stage becomes a dual one, whose values are pairs with
+their tangents.
 
-A dual pipeline has the configuration of the one that it is derived from, so everything that can be done with a pipeline
-can be done with it: its forward computes directional derivatives, its gradient a Hessian-vector product. Knows stages
-and pipelines; no plan and no register.
+A dual pipeline has the configuration of the one that it is derived from, so everything that can be
+done with a pipeline can be done with it: its forward computes directional derivatives, its gradient
+a Hessian-vector product. Knows stages and pipelines; no plan and no register.
 """
 
 from __future__ import annotations
@@ -33,13 +34,21 @@ from .variants import Chosen, Function, wrapped
 _DUALS: WeakKeyDictionary[Pipeline, Pipeline] = WeakKeyDictionary()
 
 
-def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest: Tree, seed: int | None = None,
-        **side: Tree) -> tuple[Tree, Tree]:  # fmt: skip
-    """The value of the pipeline and its derivative along the tangents: one forward of its schedule, on pairs.
+def jvp(
+    pipe: Pipeline,
+    primals: Sequence[Tree],
+    tangents: Sequence[Tree],
+    *rest: Tree,
+    seed: int | None = None,
+    **side: Tree,
+) -> tuple[Tree, Tree]:
+    """The value of the pipeline and its derivative along the tangents: one forward of its schedule,
+    on pairs.
 
     Each activation and each message is twice as large. With a
-    loss both results are on every rank; without one both are outputs, where ``outputs=`` says. Auxiliary losses count.
-    Stages with state, copies of the pipeline (``dp=``) and functions without a rule for forward mode are refused.
+    loss both results are on every rank; without one both are outputs, where ``outputs=`` says.
+    Auxiliary losses count. Stages with state, copies of the pipeline (``dp=``) and functions
+    without a rule for forward mode are refused.
 
     Args:
         pipe: a pipeline.
@@ -55,8 +64,10 @@ def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest
         StageError: if the arguments do not match, or the pipeline is one of those that are refused.
 
     >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
-    >>> params, along = [torch.tensor(3.0), torch.tensor(5.0)], [torch.tensor(1.0), torch.tensor(0.0)]
+    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1,
+    ...     group=local(2))
+    >>> params, along = [torch.tensor(3.0), torch.tensor(5.0)], [torch.tensor(1.0),
+    ...     torch.tensor(0.0)]
     >>> [t.item() for t in jvp(pipe, (params,), (along,), torch.ones(1, 1))]
     [15.0, 5.0]
     """
@@ -71,12 +82,20 @@ def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest
     return weights.sum(values), change
 
 
-def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: Tree, seed: int | None = None,
-        **side: Tree) -> list[P]:  # fmt: skip
-    """The Hessian of the loss in the parameters times ``v``: the gradient, by the same schedule, of :func:`jvp`.
+def hvp(
+    pipe: Pipeline,
+    params: Sequence[P],
+    v: Sequence[P],
+    x: Tree,
+    *targets: Tree,
+    seed: int | None = None,
+    **side: Tree,
+) -> list[P]:
+    """The Hessian of the loss in the parameters times ``v``: the gradient, by the same schedule, of
+    :func:`jvp`.
 
-    Forward over reverse would need the backward twice; this is one step of dual stages, of about three times the work
-    of a plain one.
+    Forward over reverse would need the backward twice; this is one step of dual stages, of about
+    three times the work of a plain one.
 
     Args:
         pipe: a pipeline with a loss.
@@ -85,13 +104,15 @@ def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: 
         x, targets, seed, side: as for a call of the pipeline.
 
     Returns:
-        One tree for each stage, as ``grad``: None for stages of other processes and for frozen leaves.
+        One tree for each stage, as ``grad``: None for stages of other processes and for frozen
+        leaves.
 
     Raises:
         StageError: if the pipeline has no loss, state or copies.
 
     >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
+    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1,
+    ...     group=local(2))
     >>> params, v = [torch.tensor(3.0), torch.tensor(5.0)], [torch.tensor(1.0), torch.tensor(0.0)]
     >>> hvp(pipe, params, v, torch.ones(1, 1))
     [tensor(0.), tensor(1.)]
@@ -102,28 +123,45 @@ def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: 
     twin = dual(pipe)
     call = twin.call("grad", both, pairs, targets, side, seed=seed, has_aux=True)
     _, (grads,) = calls.value_and_grad(call, twin.cache, value=False)
-    out: list[Any] = [None if grad is None else _unfrozen(pipe, stage, grad[0]) for stage, grad in enumerate(grads)]
+    out: list[Any] = [
+        None if grad is None else _unfrozen(pipe, stage, grad[0])
+        for stage, grad in enumerate(grads)
+    ]
     return cast(Any, tuple(out)) if isinstance(params, tuple) else out
 
 
 def dual(pipe: Pipeline) -> Pipeline:
-    """The pipeline of dual stages, derived once for each pipeline: params ``(p, v)``, input ``(x, dx, None)``."""
+    """The pipeline of dual stages, derived once for each pipeline: params ``(p, v)``, input
+    ``(x, dx, None)``.
+    """
     check_pipeline("forward mode", pipe)
     _load_rules()
     twin = _DUALS.get(pipe)
     if twin is None:
         config = pipe.config
         if config.stateful:
-            raise StageError("forward mode of a pipeline with state is not defined; pass the state as a side input")
+            raise StageError(
+                "forward mode of a pipeline with state is not defined; pass the state as a side "
+                "input"
+            )
         if config.carries:
-            raise StageError("forward mode of a pipeline with carries is not defined; use one on whole sequences")
+            raise StageError(
+                "forward mode of a pipeline with carries is not defined; use one on whole sequences"
+            )
         if config.copies is not None:
-            raise StageError("forward mode of a pipeline with dp= is not defined; use one without, on the whole batch")
-        twin = _DUALS[pipe] = Pipeline(replace(
-            config, functions=tuple(map(_dual_stage, config.functions)),
-            loss=None if config.loss is None else _dual_loss(as_stage(config.loss)), frozen=(),
-            tied=tuple(tuple(map(_first_of_pair, group)) for group in config.tied),
-        ))  # fmt: skip
+            raise StageError(
+                "forward mode of a pipeline with dp= is not defined; use one without, on the "
+                "whole batch"
+            )
+        twin = _DUALS[pipe] = Pipeline(
+            replace(
+                config,
+                functions=tuple(map(_dual_stage, config.functions)),
+                loss=None if config.loss is None else _dual_loss(as_stage(config.loss)),
+                frozen=(),
+                tied=tuple(tuple(map(_first_of_pair, group)) for group in config.tied),
+            )
+        )
     return twin
 
 
@@ -156,7 +194,9 @@ def push(fn: Function, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) ->
     with sdpa_kernel(SDPBackend.MATH), PlainNormalizations():
         if moving.leaves:
             changes = tuple(tangent for tangent in along if tangent is not None)
-            ys, dys, others = cast(Any, torch.func.jvp(outputs, tuple(moving.leaves), changes, has_aux=True))
+            ys, dys, others = cast(
+                Any, torch.func.jvp(outputs, tuple(moving.leaves), changes, has_aux=True)
+            )
         else:
             ys, others = outputs()
             dys = tuple(torch.zeros_like(y) for y in ys)
@@ -211,10 +251,13 @@ def _paired(
     pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], rest: Sequence[Tree]
 ) -> tuple[list[Tree], Tree, tuple[Tree, ...]]:
     """The arguments of the dual pipeline: parameters, input, targets."""
-    tuples = isinstance(primals, tuple) and isinstance(tangents, tuple) and len(primals) == len(tangents)
+    tuples = (
+        isinstance(primals, tuple) and isinstance(tangents, tuple) and len(primals) == len(tangents)
+    )
     if not tuples or len(primals) not in (1, 2) or len(primals) + len(rest) < 2:
         raise StageError(
-            "forward mode takes tuples (params,) or (params, x) with as many tangents, and what follows in the call: "
+            "forward mode takes tuples (params,) or (params, x) with as many tangents, and what "
+            "follows in the call: "
             "jvp(pipe, (params,), (v,), x, *targets) or jvp(pipe, (params, x), (v, dx), *targets)"
         )
     params, x, *targets = *primals, *rest
@@ -225,14 +268,24 @@ def _paired(
     pipe.config.check_params(v)
     pairs: list[Tree] = [None] * pipe.stages
     for stage in pipe.here:
-        pairs[stage] = (params[stage], _tangent(params[stage], v[stage], f"the tangent of stage {stage}'s parameters"))
+        pairs[stage] = (
+            params[stage],
+            _tangent(params[stage], v[stage], f"the tangent of stage {stage}'s parameters"),
+        )
     if not isinstance(x, Microbatches):
         return pairs, (x, _tangent(x, dx, "the tangent of x"), None), tuple(targets)
     along = list(dx) if isinstance(dx, Microbatches) else [dx] * len(x)
     if len(along) != len(x) or (dx is not None and not isinstance(dx, Microbatches)):
-        raise StageError(f"x is Microbatches of {len(x)} parts, and its tangent is not; give Microbatches of as many")
+        raise StageError(
+            f"x is Microbatches of {len(x)} parts, and its tangent is not; give Microbatches of "
+            "as many"
+        )
     parts = zip(x, along, strict=True)
-    return pairs, Microbatches((m, _tangent(m, d, "the tangent of x"), None) for m, d in parts), tuple(targets)
+    return (
+        pairs,
+        Microbatches((m, _tangent(m, d, "the tangent of x"), None) for m, d in parts),
+        tuple(targets),
+    )
 
 
 def _tangent(value: Tree, along: Tree, what: str) -> Tree:
@@ -241,7 +294,9 @@ def _tangent(value: Tree, along: Tree, what: str) -> Tree:
     try:
         tangents = [None] * len(leaves) if along is None else spec.flatten_up_to(along)
     except ValueError as error:
-        raise StageError(f"{what} does not have its form: {str(error)[:200]}; give a tree of the same form") from error
+        raise StageError(
+            f"{what} does not have its form: {str(error)[:200]}; give a tree of the same form"
+        ) from error
     out: list[torch.Tensor | None] = []
     for leaf, d in zip(leaves, tangents, strict=True):
         if not tree.is_floating(leaf):
@@ -249,7 +304,10 @@ def _tangent(value: Tree, along: Tree, what: str) -> Tree:
             continue
         d = torch.zeros_like(leaf) if d is None else d
         if not isinstance(d, torch.Tensor) or d.shape != leaf.shape or d.dtype != leaf.dtype:
-            raise StageError(f"{what} has the leaf {tree.describe([d])} for {tree.describe([leaf])}; make them alike")
+            raise StageError(
+                f"{what} has the leaf {tree.describe([d])} for {tree.describe([leaf])}; make them "
+                "alike"
+            )
         out.append(d)
     return tree.unflatten(spec, out)
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it, or inside a stage or loss.
+"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it, or
+inside a stage or loss.
 
-No plan runs there: the value is computed by the stages' functions, one microbatch after another, and the gradient by
-torch.func, so that what is around it can differentiate it again. Knows calls; no plan and no register.
+No plan runs there: the value is computed by the stages' functions, one microbatch after another,
+and the gradient by torch.func, so that what is around it can differentiate it again. Knows calls;
+no plan and no register.
 """
 
 from __future__ import annotations
@@ -36,18 +38,26 @@ def forward(call: Call) -> Tree:
     """The value of a call."""
     if call.config.tied:
         raise StageError(
-            "tied= is not defined where a pipeline is differentiated as a function, by a torch.func transform or by a "
-            "stage around it: pass one tensor in all places and leave tied= out, or use fpipe.value_and_grad there"
+            "tied= is not defined where a pipeline is differentiated as a function, by a "
+            "torch.func transform or by a "
+            "stage around it: pass one tensor in all places and leave tied= out, or use "
+            "fpipe.value_and_grad there"
         )
     return _value(call, _wide(call), call.x)
 
 
 def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
-    """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was passed."""
+    """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was
+    passed.
+    """
     parts = list(x) if isinstance(x, Microbatches) else x
     wide = _wide(call)
     leaves = tree.leaves((wide, parts))
-    trained = [0 in call.wanted and flag for s, part in enumerate(wide) for flag in call.config.trained(s, part)]
+    trained = [
+        0 in call.wanted and flag
+        for s, part in enumerate(wide)
+        for flag in call.config.trained(s, part)
+    ]
     flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((wide, parts), live)
@@ -74,7 +84,9 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
 
 
 def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
-    """The value of a call with other parameters, in the dtype of accumulation, and another batch."""
+    """The value of a call with other parameters, in the dtype of accumulation, and another
+    batch.
+    """
     config, run = call.config, _runner(call)
     outputs: list[Tree] = []
     losses: list[torch.Tensor] = []
@@ -119,11 +131,17 @@ def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
     return first, aux
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ----
 def _runner(call: Call) -> Callable[..., Any]:
-    """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not defined here."""
+    """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not
+    defined here.
+    """
     config, stage = call.config, stage_that_runs()
-    where = "torch.func transforms of a pipeline" if stage is None else f"a pipeline inside stage {stage}"
+    where = (
+        "torch.func transforms of a pipeline"
+        if stage is None
+        else f"a pipeline inside stage {stage}"
+    )
     if not config.local:
         raise StageError(f"{where} need a local group; use fpipe.grad across processes")
     if config.copies is not None:
@@ -132,17 +150,28 @@ def _runner(call: Call) -> Callable[..., Any]:
         raise StageError(f"{where} with state are not defined; use fpipe.value_and_grad")
     if stage is not None and call.seed is not None:
         raise StageError(
-            f"seed= is not defined for {where}, whose draws are those of that stage; leave it out there, and give it "
+            f"seed= is not defined for {where}, whose draws are those of that stage; leave it out "
+            "there, and give it "
             "to the pipeline around it"
         )
 
-    def run(fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree) -> Any:
+    def run(
+        fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
+    ) -> Any:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        start = None if call.seed is None else seed_of(call.seed, index, numbered(unit(mb, config.slices)), "F")
+        start = (
+            None
+            if call.seed is None
+            else seed_of(call.seed, index, numbered(unit(mb, config.slices)), "F")
+        )
         side = call.side_inputs(index, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
-        what = f"stage {as_stage(fn).label}" if index < config.stages else f"the loss {as_stage(fn).label}"
+        what = (
+            f"stage {as_stage(fn).label}"
+            if index < config.stages
+            else f"the loss {as_stage(fn).label}"
+        )
         with _explained(f"{what} on microbatch {mb}"):
             out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
         if versions(kept) != before:
@@ -165,7 +194,9 @@ def _explained(what: str) -> Iterator[None]:
 
 def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
     """Inputs that a function may write into; a tensor that occurs twice is one tensor again."""
-    clones = {id(leaf): leaf.clone() for leaf in tree.leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    clones = {
+        id(leaf): leaf.clone() for leaf in tree.leaves(inputs) if isinstance(leaf, torch.Tensor)
+    }
     return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), inputs)
 
 
@@ -174,7 +205,12 @@ def _wide(call: Call) -> Sequence[Tree]:
     dtype = call.config.accumulate
     if dtype is None:
         return call.params
-    widened = lambda leaf: leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
+
+    def widened(leaf):
+        return (
+            leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
+        )
+
     wide = [tree.tree_map(widened, part) for part in call.params]
     return tuple(wide) if isinstance(call.params, tuple) else wide
 
@@ -183,15 +219,22 @@ def _like(wide: Tree, params: Tree) -> Tree:
     """Parameters in their own dtypes again, for one microbatch."""
     leaves, spec = tree.flatten(params)
     pairs = zip(tree.leaves(wide), leaves, strict=True)
-    return tree.unflatten(spec, [w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w for w, leaf in pairs])
+    return tree.unflatten(
+        spec, [w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w for w, leaf in pairs]
+    )
 
 
 def _tied(config: Config, params: Sequence[Tree], grads: Sequence[Tree]) -> Sequence[Tree]:
     """The gradients of the parameters, those of tied leaves added up."""
-    flat = [(spec.flatten_up_to(grad), spec) for (_, spec), grad in zip(map(tree.flatten, params), grads, strict=True)]
+    flat = [
+        (spec.flatten_up_to(grad), spec)
+        for (_, spec), grad in zip(map(tree.flatten, params), grads, strict=True)
+    ]
     for names in config.tied:
         places = list(tied_leaves(names, [tree.names(p) for p in params]))
-        known: list[Any] = [flat[stage][0][leaf] for stage, leaf in places if flat[stage][0][leaf] is not None]
+        known: list[Any] = [
+            flat[stage][0][leaf] for stage, leaf in places if flat[stage][0][leaf] is not None
+        ]
         for stage, leaf in places if known else ():
             flat[stage][0][leaf] = reduce(torch.add, known)
     summed = [tree.unflatten(spec, leaves) for leaves, spec in flat]

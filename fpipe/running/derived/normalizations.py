@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normalizations as plain operations, for second derivatives by forward mode.
 
-torch's rules for layer, batch and instance norms treat the statistics as constants when the tangent of such a norm is
-differentiated again: the results are wrong, without an error. Those of mean, square and root are right. Knows no stage.
+torch's rules for layer, batch and instance norms treat the statistics as constants when the tangent
+of such a norm is differentiated again: the results are wrong, without an error. Those of mean,
+square and root are right. Knows no stage.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class PlainNormalizations(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if result is None else result
 
 
-def _normal(x: Tensor, over: Sequence[int], eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normal(
+    x: Tensor, over: Sequence[int], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     centred = wide - wide.mean(tuple(over), keepdim=True)
     x = (centred * (centred.square().mean(tuple(over), keepdim=True) + eps).rsqrt()).to(x.dtype)
@@ -34,9 +37,14 @@ def _normal(x: Tensor, over: Sequence[int], eps: float, weight: Tensor | None, b
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     return _normal(input, range(-len(normalized_shape), 0), eps, weight, bias)
 
 
@@ -44,25 +52,42 @@ def _by_channel(rows: bool) -> Callable[..., Tensor | None]:
     """A batch norm, over all ``rows``, or an instance norm."""
 
     def norm(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, own: bool,
-        momentum: float, eps: float, *_: Any,
-    ) -> Tensor | None:  # fmt: skip
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        own: bool,
+        momentum: float,
+        eps: float,
+        *_: Any,
+    ) -> Tensor | None:
         if not own or mean is not None:
             return None  # passed statistics are constants, and running ones are updated by torch
-        weight, bias = (t if t is None else t.view(1, -1, *[1] * (x.dim() - 2)) for t in (weight, bias))
+        weight, bias = (
+            t if t is None else t.view(1, -1, *[1] * (x.dim() - 2)) for t in (weight, bias)
+        )
         return _normal(x, [0, *range(2, x.dim())] if rows else range(2, x.dim()), eps, weight, bias)
 
     return norm
 
 
 def _functional(rows: bool) -> Callable[..., Tensor | None]:
-    """The same with the signature in ``torch.nn.functional``; ``own``: whether x's own statistics count."""
+    """The same with the signature in ``torch.nn.functional``; ``own``: whether x's own statistics
+    count.
+    """
 
     def norm(
-        input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-        weight: Tensor | None = None, bias: Tensor | None = None, own: bool = not rows, momentum: float = 0.1,
-        eps: float = 1e-5, **named: bool,
-    ) -> Tensor | None:  # fmt: skip
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        own: bool = not rows,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        **named: bool,
+    ) -> Tensor | None:
         own = next(iter(named.values()), own)  # as training= or use_input_stats=
         return _by_channel(rows)(input, weight, bias, running_mean, running_var, own, momentum, eps)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient norms per example over all stages, and gradients to which each example contributes a scaled part.
+"""Gradient norms per example over all stages, and gradients to which each example contributes a
+scaled part.
 
-An example is a batch of one row. In a first step every stage receives its parameters once for each row, and the squared
-norms of their gradients are returned to the first stage as the gradient of a number that came with the row. In a second
-step the rows' losses are weighted, so cotangents are scaled before any weight gradient is computed. Knows pipelines and
-stages; no plan and no register.
+An example is a batch of one row. In a first step every stage receives its parameters once for each
+row, and the squared norms of their gradients are returned to the first stage as the gradient of a
+number that came with the row. In a second step the rows' losses are weighted, so cotangents are
+scaled before any weight gradient is computed. Knows pipelines and stages; no plan and no register.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ class PerExample:
         _check(pipe.config)
         self.factors = _factors(scale)
         self._mean = pipe.config.reduction == "mean"
-        self._probing, self._weighted = (_variant(pipe.config, probing) for probing in (True, False))
+        self._probing, self._weighted = (
+            _variant(pipe.config, probing) for probing in (True, False)
+        )
 
     def norms(
         self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
     ) -> tuple[Tensor, Tensor]:
-        """``(value, norms)``: the loss, and the norm of each example's gradient, in order, on every process."""
+        """``(value, norms)``: the loss, and the norm of each example's gradient, in order, on every
+        process.
+        """
         pipe = self._probing
         parts, sizes = _with_numbers(pipe, (x, *targets), side, None)
         value, grads = value_and_grad(pipe, 1)(params, parts, *targets, seed=seed, **side)
@@ -56,40 +61,53 @@ class PerExample:
     def __call__(
         self, params: Sequence[P], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
     ) -> tuple[Tensor, list[P], Tensor]:
-        """``(value, grads, norms)``: the gradients are those of the loss with each example's part scaled."""
+        """``(value, grads, norms)``: the gradients are those of the loss with each example's part
+        scaled.
+        """
         value, norms = self.norms(params, x, *targets, seed=seed, **side)
         factors = self.factors(norms)
         if factors.shape != norms.shape:
-            raise StageError(f"scale gave {list(factors.shape)} factors for {len(norms)} examples; give one for each")
+            raise StageError(
+                f"scale gave {list(factors.shape)} factors for {len(norms)} examples; give one "
+                "for each"
+            )
         weights = factors / len(factors) if self._mean else factors
         parts, _ = _with_numbers(self._weighted, (x, *targets), side, weights)
-        return value, value_and_grad(self._weighted)(params, parts, *targets, seed=seed, **side)[1], norms
+        return (
+            value,
+            value_and_grad(self._weighted)(params, parts, *targets, seed=seed, **side)[1],
+            norms,
+        )
 
 
 def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExample:
-    """Gradients in which each example has a share that depends on its own gradient's norm over all stages.
+    """Gradients in which each example has a share that depends on its own gradient's norm over all
+    stages.
 
-    An example is a batch of one row: stages and loss see one at a time (through ``torch.func.vmap``), so nothing mixes
-    rows, and random draws differ between them; under the reduction "mean" all examples count alike. Costs: norms are a
-    step in which a stage's gradients stand once for each row of a microbatch; the scaled ones are a second, plain step.
-    Frozen leaves do not count. Refused are tied parameters, state, ``dp=`` and ``fpipe.weighted``.
+    An example is a batch of one row: stages and loss see one at a time (through
+    ``torch.func.vmap``), so nothing mixes rows, and random draws differ between them; under the
+    reduction "mean" all examples count alike. Costs: norms are a step in which a stage's gradients
+    stand once for each row of a microbatch; the scaled ones are a second, plain step. Frozen leaves
+    do not count. Refused are tied parameters, state, ``dp=`` and ``fpipe.weighted``.
 
     Args:
         pipe: a pipeline with a loss.
-        scale: the most that a norm may count, as differentially private training clips, or a function from norms to
-            factors; by default every factor is 1.
+        scale: the most that a norm may count, as differentially private training clips, or a
+            function from norms to factors; by default every factor is 1.
 
     Returns:
-        A function of ``(params, x, *targets)`` that returns ``(value, grads, norms)``; its method ``norms`` returns
-        ``(value, norms)`` alone.
+        A function of ``(params, x, *targets)`` that returns ``(value, grads, norms)``; its method
+        ``norms`` returns ``(value, norms)`` alone.
 
     Raises:
         StageError: if the pipeline has no loss, or is one of those that are refused.
 
     >>> from fpipe import local, pipeline
     >>> loss = lambda y, t: (y - t).square().sum()
-    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=loss, microbatches=1, group=local(2), reduction="sum")
-    >>> params, x, t = [torch.tensor(3.0), torch.tensor(4.0)], torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)
+    >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=loss, microbatches=1, group=local(2),
+    ...     reduction="sum")
+    >>> params, x, t = [torch.tensor(3.0),
+    ...     torch.tensor(4.0)], torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)
     >>> value, grads, norms = per_example(pipe, 1.0)(params, x, t)
     >>> norms.tolist(), [round(g.item(), 4) for g in grads]
     ([110.0, 0.0], [0.8, 0.6])
@@ -100,15 +118,22 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
 
 def _check(config: Config) -> None:
     refused = {
-        "tied parameters": config.tied, "state": config.stateful, "dp=": config.copies is not None,
-        "slices": config.slices > 1, "carries": config.carries,
+        "tied parameters": config.tied,
+        "state": config.stateful,
+        "dp=": config.copies is not None,
+        "slices": config.slices > 1,
+        "carries": config.carries,
         "a weighted reduction": config.reduction not in ("mean", "sum"),
-    }  # fmt: skip
+    }
     for what, present in refused.items():
         if present:
-            raise StageError(f"norms per example of a pipeline with {what} are not defined; build one without")
+            raise StageError(
+                f"norms per example of a pipeline with {what} are not defined; build one without"
+            )
     if config.loss is None:
-        raise StageError("norms per example need a loss, one for each example; say pipeline(..., loss=)")
+        raise StageError(
+            "norms per example need a loss, one for each example; say pipeline(..., loss=)"
+        )
 
 
 def _factors(scale: float | Factors | None) -> Factors:
@@ -117,7 +142,10 @@ def _factors(scale: float | Factors | None) -> Factors:
     if callable(scale):
         return scale
     if not scale > 0:
-        raise StageError(f"scale={scale!r}; give the most that a norm may count, above 0, or a function of the norms")
+        raise StageError(
+            f"scale={scale!r}; give the most that a norm may count, above 0, or a function of the "
+            "norms"
+        )
     return lambda norms: (scale / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
@@ -132,7 +160,9 @@ def _variant(config: Config, probing: bool) -> Pipeline:
 def _with_numbers(
     pipe: Pipeline, batches: tuple[Tree, ...], side: dict[str, Tree], numbers: Tensor | None
 ) -> tuple[Microbatches, list[int]]:
-    """x by microbatches, with a number for each row and None for auxiliary losses; and how many rows each has."""
+    """x by microbatches, with a number for each row and None for auxiliary losses; and how many
+    rows each has.
+    """
     parts = split(batches[0], count([*batches, *side.values()], pipe.config.microbatches), "x")
     tensors = [next(filter(tree.is_tensor, tree.leaves(part)), None) for part in parts]
     if any(tensor is None for tensor in tensors):
@@ -144,7 +174,9 @@ def _with_numbers(
 
 
 class _Probe(torch.autograd.Function):
-    """Leaves once for each row; the squared norms of their gradients become the gradient of the rows' numbers."""
+    """Leaves once for each row; the squared norms of their gradients become the gradient of the
+    rows' numbers.
+    """
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -165,23 +197,35 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
         def call(p: Tree, triple: Tree, **side: Tree) -> Tree:
             x, numbers, more = triple
             trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
-            chosen = Chosen(p, [probing and flag and tree.is_floating(leaf) for leaf, flag in trained])
+            chosen = Chosen(
+                p, [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
+            )
             rows: Sequence[Tensor] = ()
             if chosen.leaves:
                 numbers, *rows = _Probe.apply(numbers, *(leaf.detach() for leaf in chosen.leaves))  # type: ignore[misc]
-            y = _over_rows(lambda leaves, row: fn(chosen.around(leaves), row[0], **row[1]), rows, (x, side))
+            y = _over_rows(
+                lambda leaves, row: fn(chosen.around(leaves), row[0], **row[1]), rows, (x, side)
+            )
             if stage.aux_loss:
                 y, aux = y
                 more = aux if more is None else more + aux
-            return tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y), numbers, more
+            return (
+                tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y),
+                numbers,
+                more,
+            )
 
         return call
 
-    return replace(wrapped(stage, by_row, like=False), dynamic=False)  # torch.func.vmap reads sizes as numbers
+    return replace(
+        wrapped(stage, by_row, like=False), dynamic=False
+    )  # torch.func.vmap reads sizes as numbers
 
 
 def _row_loss(loss: Stage, probing: bool) -> Stage:
-    """The sum of the losses of single rows, each times its number; while probing, of the losses as they are."""
+    """The sum of the losses of single rows, each times its number; while probing, of the losses as
+    they are.
+    """
 
     def by_row(fn: Function) -> Function:
         def one(_: Sequence[Tensor], row: Tree) -> Tensor:
@@ -200,8 +244,12 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
     return replace(wrapped(loss, by_row, like=False), dynamic=False)
 
 
-def _over_rows(fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree) -> Tree:
-    """``fn(values, row)`` for each row of a batch, itself a batch of one; ``apart`` has one value for each row."""
+def _over_rows(
+    fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree
+) -> Tree:
+    """``fn(values, row)`` for each row of a batch, itself a batch of one; ``apart`` has one value
+    for each row.
+    """
     rows = Chosen(batch, tree.is_tensor)
     result: Tree = None
 

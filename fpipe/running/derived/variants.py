@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines derived from a pipeline: its stages and its loss wrapped, everything else as configured.
+"""Pipelines derived from a pipeline: its stages and its loss wrapped, everything else as
+configured.
 
 Knows stages and configurations; no plan and no register.
 """
@@ -19,10 +20,17 @@ Function = Callable[..., Any]
 
 
 def wrapped(stage: Stage, wrap: Callable[[Function], Function], *, like: bool = True) -> Stage:
-    """The stage with another function, made from its own; with ``like``, the function that predicts its results too."""
-    both = lambda fn: _with_sides_of(wrap(fn), fn)
+    """The stage with another function, made from its own; with ``like``, the function that predicts
+    its results too.
+    """
+
+    def both(fn):
+        return _with_sides_of(wrap(fn), fn)
+
     predicts = both(stage.like) if like and stage.like is not None else None
-    return replace(stage, fn=both(stage.fn), like=predicts, aux_loss=False, ties=(), name=stage.label)
+    return replace(
+        stage, fn=both(stage.fn), like=predicts, aux_loss=False, ties=(), name=stage.label
+    )
 
 
 def _with_sides_of(call: Function, fn: Function) -> Function:
@@ -34,7 +42,8 @@ def _with_sides_of(call: Function, fn: Function) -> Function:
 
 
 class Chosen:
-    """Some leaves of a tree, by a predicate or a flag for each leaf: ``leaves``, and the tree ``around`` others.
+    """Some leaves of a tree, by a predicate or a flag for each leaf: ``leaves``, and the tree
+    ``around`` others.
 
     >>> chosen = Chosen({"a": 1, "b": 2}, [False, True])
     >>> chosen.leaves, chosen.around([5])
@@ -44,11 +53,15 @@ class Chosen:
     def __init__(self, value: Tree, chosen: Callable[[Any], bool] | Sequence[bool]):
         self._all, self._spec = tree.flatten(value)
         flags = map(chosen, self._all) if callable(chosen) else chosen
-        self._indices = [i for i, (_, flag) in enumerate(zip(self._all, flags, strict=True)) if flag]
+        self._indices = [
+            i for i, (_, flag) in enumerate(zip(self._all, flags, strict=True)) if flag
+        ]
         self.leaves: list[Any] = [self._all[i] for i in self._indices]
 
     def around(self, leaves: Sequence[Any], rest: Any = ...) -> Tree:
-        """The tree with other leaves in place of the chosen ones; and ``rest`` in place of all others."""
+        """The tree with other leaves in place of the chosen ones; and ``rest`` in place of all
+        others.
+        """
         full = list(self._all) if rest is ... else [rest] * len(self._all)
         for i, leaf in zip(self._indices, leaves, strict=True):
             full[i] = leaf

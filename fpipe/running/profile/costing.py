@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what was recorded to a ``Timeline``, and to the ``Costs`` by which a simulation comes out like it.
+"""From what was recorded to a ``Timeline``, and to the ``Costs`` by which a simulation comes out
+like it.
 
-An action lasts from the start of its first program to the end of the last. A message costs its sender the time of the
-send, its receiver the time of the receive; the time between them is its latency. All figures are means, since means add
-up along a step: medians predict too little wherever times have a tail. Knows the names of instructions; no tensors.
+An action lasts from the start of its first program to the end of the last. A message costs its
+sender the time of the send, its receiver the time of the receive; the time between them is its
+latency. All figures are means, since means add up along a step: medians predict too little wherever
+times have a tail. Knows the names of instructions; no tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _HANDLES = frozenset(("RECV", "SETTLE"))
 
 
 class Message(NamedTuple):
-    """A message between ranks over a boundary (s: between stage s and the next), with its times on both sides."""
+    """A message between ranks over a boundary (s: between stage s and the next), with its times on
+    both sides.
+    """
 
     src: int
     dst: int
@@ -35,7 +39,9 @@ class Message(NamedTuple):
 
 
 def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
-    """(rank, action, start, end) of every action; those of one rank that ran at once are one fused action."""
+    """(rank, action, start, end) of every action; those of one rank that ran at once are one fused
+    action.
+    """
     for run in runs:
         times: dict[Action, tuple[float, float]] = {}
         for did in run.did:
@@ -43,7 +49,9 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
                 for action in filter(None, (did.action, did.beside)):
                     times[action] = times.get(action, (did.start,))[0], did.end
         groups: list[tuple[tuple[Action, ...], float, float]] = []
-        for action, (start, end) in sorted((times | _idle(run, times)).items(), key=lambda item: item[1]):
+        for action, (start, end) in sorted(
+            (times | _idle(run, times)).items(), key=lambda item: item[1]
+        ):
             if groups and start < groups[-1][2]:
                 parts, first, last = groups.pop()
                 groups.append(((*parts, action), first, max(last, end)))
@@ -53,9 +61,12 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
             yield run.rank, parts[0] if len(parts) == 1 else Fused(parts), first, last
 
 
-def _idle(run: Run, times: Mapping[Action, tuple[float, float]]) -> dict[Action, tuple[float, float]]:
-    """Actions that need no instruction, such as an unused gradient of an input: they take no time after the action
-    before them."""
+def _idle(
+    run: Run, times: Mapping[Action, tuple[float, float]]
+) -> dict[Action, tuple[float, float]]:
+    """Actions that need no instruction, such as an unused gradient of an input: they take no time
+    after the action before them.
+    """
     idle: dict[Action, tuple[float, float]] = {}
     later: list[Action] = []  # those without an instruction since the last one with
     clock = run.did[0].start if run.did else 0.0
@@ -76,7 +87,16 @@ def messages(runs: Iterable[Run]) -> Iterator[Message]:
         wait = waits.get((rank, did.peer, did.number))
         if did.kind == "SEND" and wait is not None and did.action is not None:
             boundary = did.action.stage - (did.action.op != "F")
-            yield Message(rank, did.peer, max(boundary, 0), did.nbytes, did.start, did.end, wait.start, wait.end)
+            yield Message(
+                rank,
+                did.peer,
+                max(boundary, 0),
+                did.nbytes,
+                did.start,
+                did.end,
+                wait.start,
+                wait.end,
+            )
 
 
 def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
@@ -84,8 +104,12 @@ def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
     return Timeline.measured(spans(runs), name=name, unit="s")
 
 
-def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage | None = None) -> Costs:
-    """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are bytes by stage."""
+def costs(
+    steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage | None = None
+) -> Costs:
+    """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are
+    bytes by stage.
+    """
     lasted: dict[str, dict[int, list[float]]] = {op: {} for op in ("F", "B", "I", "W", "overlap")}
     stages, slices = 0, 1
     for _, action, start, end in (span for runs in steps for span in spans(runs)):
@@ -104,42 +128,71 @@ def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage 
 
     apart = {stage: forward.get(stage, 0.0) + whole.get(stage, 0.0) for stage in range(stages)}
     return Costs(
-        F=row(forward), I=row(inputs), W=row(weights), B=row(whole), unit="s", saved=saved, kept=kept,
-        overlap=row(apart | overlap) if overlap else None, **(links(steps, stages, slices) if stages > 1 else {}),
-    )  # fmt: skip
+        F=row(forward),
+        I=row(inputs),
+        W=row(weights),
+        B=row(whole),
+        unit="s",
+        saved=saved,
+        kept=kept,
+        overlap=row(apart | overlap) if overlap else None,
+        **(links(steps, stages, slices) if stages > 1 else {}),
+    )
 
 
-def links(steps: Sequence[Sequence[Run]], stages: int, slices: int = 1) -> dict[str, tuple[float, ...]]:
-    """The costs of messages over each boundary: ``comm`` for the latency, ``send`` and ``receive`` for either side,
-    ``boundary`` in bytes; 0 where no message passes."""
+def links(
+    steps: Sequence[Sequence[Run]], stages: int, slices: int = 1
+) -> dict[str, tuple[float, ...]]:
+    """The costs of messages over each boundary: ``comm`` for the latency, ``send`` and ``receive``
+    for either side, ``boundary`` in bytes; 0 where no message passes.
+    """
     by_boundary: dict[int, list[Message]] = {}
     for message in (m for runs in steps for m in messages(runs)):
         by_boundary.setdefault(message.boundary, []).append(message)
     count = sum(map(len, by_boundary.values()))
-    handled = sum(did.end - did.start for runs in steps for run in runs for did in run.did if did.kind in _HANDLES)
+    handled = sum(
+        did.end - did.start
+        for runs in steps
+        for run in runs
+        for did in run.did
+        if did.kind in _HANDLES
+    )
     rows = [
-        _link(by_boundary[boundary], handled / count, slices) if boundary in by_boundary else (0.0,) * 4
+        _link(by_boundary[boundary], handled / count, slices)
+        if boundary in by_boundary
+        else (0.0,) * 4
         for boundary in range(stages - 1)
     ]
     return dict(zip(("comm", "send", "receive", "boundary"), zip(*rows, strict=True), strict=True))
 
 
-def _link(sent: Sequence[Message], handling: float, slices: int) -> tuple[float, float, float, float]:
-    """(latency, sending, receiving, bytes). Where the receiver waited, latency and receiving are measured together;
-    receiving alone is measured where the message arrived long before."""
+def _link(
+    sent: Sequence[Message], handling: float, slices: int
+) -> tuple[float, float, float, float]:
+    """(latency, sending, receiving, bytes). Where the receiver waited, latency and receiving are
+    measured together; receiving alone is measured where the message arrived long before.
+    """
     awaited = [m.had - m.sent for m in sent if m.asked < m.sending]
     both = fmean(awaited) if awaited else 0.0
     there = [m.had - m.asked for m in sent if m.asked > m.sent + 2 * both]
     taking = fmean(there) if there else min((m.had - m.asked for m in sent), default=0.0)
     way = max(both - taking, 0.0)
-    return way, fmean(m.sent - m.sending for m in sent), taking + handling, fmean(m.nbytes for m in sent) * slices
+    return (
+        way,
+        fmean(m.sent - m.sending for m in sent),
+        taking + handling,
+        fmean(m.nbytes for m in sent) * slices,
+    )
 
 
 def shares(run: Run) -> dict[str, float]:
     """How a rank spent its time between its first instruction and its last, by kind of work."""
     names = dict.fromkeys(_COMPUTES, "programs") | {
-        "WAIT": "waiting", "SEND": "sending", "RECV": "posting", "SETTLE": "posting"
-    }  # fmt: skip
+        "WAIT": "waiting",
+        "SEND": "sending",
+        "RECV": "posting",
+        "SETTLE": "posting",
+    }
     times: dict[str, float] = {}
     for did in run.did:
         name = names.get(did.kind, "the rest")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and what its parts cost.
+"""``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and
+what its parts cost.
 
-``measure_costs`` returns the ``Costs`` with which any schedule over the same stages can be simulated. Knows pipelines
-and recorded events; no backend.
+``measure_costs`` returns the ``Costs`` with which any schedule over the same stages can be
+simulated. Knows pipelines and recorded events; no backend.
 """
 
 from __future__ import annotations
@@ -33,27 +34,37 @@ from .recording import Log, Run, gathered, recording
 
 
 class Profile:
-    """A step whose instructions are timed, returned by ``fpipe.profile``. Its figures are those of all calls so far."""
+    """A step whose instructions are timed, returned by ``fpipe.profile``. Its figures are those of
+    all calls so far.
+    """
 
-    def __init__(self, step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False):
+    def __init__(
+        self, step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
+    ):
         self.step, self.name, self.live = step, name, live
         self._shown: Any = None  # where a notebook displays it
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
-        self.in_turn = False  # whether the ranks of the last step ran in this process, one after the other
+        self.in_turn = (
+            False  # whether the ranks of the last step ran in this process, one after the other
+        )
         self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
 
-    # ---- recording ----------------------------------------------------------------------------------------------
+    # ---- recording ----
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step, and gather the times of all ranks."""
         if self.step is None:
-            raise FpipeError("this profile has no step to call; say fpipe.profile(step), or use it with `with`")
+            raise FpipeError(
+                "this profile has no step to call; say fpipe.profile(step), or use it with `with`"
+            )
         with self:
             return self.step(*args, **kwargs)
 
     def __enter__(self) -> Profile:
         context = ExitStack()
-        self._open.append((context, context.enter_context(recording()), context.enter_context(measured())))
+        self._open.append(
+            (context, context.enter_context(recording()), context.enter_context(measured()))
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -71,9 +82,11 @@ class Profile:
             if self.live and 0 in local:
                 self._display()
 
-    # ---- shown ----------------------------------------------------------------------------------------------
+    # ---- shown ----
     def _display(self) -> None:
-        """Show the last step: in a notebook in the place of the one before, elsewhere as a line on standard error."""
+        """Show the last step: in a notebook in the place of the one before, elsewhere as a line on
+        standard error.
+        """
         ipython: Any = sys.modules.get("IPython")
         if ipython is None or ipython.get_ipython() is None:
             print(f"step {len(self.runs)}: {self._headline}", file=sys.stderr)
@@ -87,23 +100,34 @@ class Profile:
         if not self.runs:
             return pictures.folded("a profile of no step yet", "call it as the step itself")
         head = f"<p>step {len(self.runs)}: {self._headline}</p>"
-        return head + pictures.figure([self.simulated, self.timeline]) + pictures.folded("figures", str(self))
+        return (
+            head
+            + pictures.figure([self.simulated, self.timeline])
+            + pictures.folded("figures", str(self))
+        )
 
     @property
     def _headline(self) -> str:
         real, predicted = self.timeline.total, self.simulated.total
-        return f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms ({predicted / real:.1%} of it)"
+        return (
+            f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
+            f"({predicted / real:.1%} of it)"
+        )
 
-    # ---- figures ----------------------------------------------------------------------------------------
+    # ---- figures ----
     @property
     def timeline(self) -> Timeline:
-        """The last step, measured, in seconds; of several plans in one step the one that took longest."""
+        """The last step, measured, in seconds; of several plans in one step the one that took
+        longest.
+        """
         return timeline(self._last, name=self._called("measured"))
 
     @property
     def _last(self) -> tuple[Run, ...]:
         if not self.runs:
-            raise FpipeError("nothing was profiled yet; call the profile, with a step that runs a pipeline")
+            raise FpipeError(
+                "nothing was profiled yet; call the profile, with a step that runs a pipeline"
+            )
         return self.runs[-1]
 
     def _called(self, what: str) -> str:
@@ -123,11 +147,18 @@ class Profile:
         """The same rows, simulated with other costs."""
         real = self.timeline
         return simulate_rows(
-            real.rows, real.placement, real.microbatches, price, name=self._called("simulated"), slices=real.slices
+            real.rows,
+            real.placement,
+            real.microbatches,
+            price,
+            name=self._called("simulated"),
+            slices=real.slices,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of both timelines; ``.json`` contains each instruction too, for Perfetto."""
+        """Write a picture of both timelines; ``.json`` contains each instruction too, for
+        Perfetto.
+        """
         pictures.save([self.simulated, self.timeline], path)
         if Path(fspath(path)).suffix.lower() == ".json":
             _add_instructions(Path(path), self._last)
@@ -138,7 +169,11 @@ class Profile:
 
     def __repr__(self) -> str:
         steps = len(self.runs)
-        done = f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}" if steps else "no step yet"
+        done = (
+            f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}"
+            if steps
+            else "no step yet"
+        )
         return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
 
     def __str__(self) -> str:
@@ -148,44 +183,60 @@ class Profile:
             self._headline,
             "",
             table(
-                self.costs, {action.op for row in self.timeline.rows for action in row if isinstance(action, Action)}
+                self.costs,
+                {
+                    action.op
+                    for row in self.timeline.rows
+                    for action in row
+                    if isinstance(action, Action)
+                },
             ),
             "",
             "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
         ]
         for rank, part in enumerate(parts):
-            lines.append(f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names))
-        lines += ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
+            lines.append(
+                f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names)
+            )
+        lines += (
+            ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
+        )
         if self.in_turn:
             lines += [
                 "",
-                "these ranks ran in turn, in one process: waiting and bubble are not those of several processes",
+                "these ranks ran in turn, in one process: waiting and bubble are not those of "
+                "several processes",
             ]
         return "\n".join(lines)
 
 
-def profile(step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False) -> Profile:
-    """Time every instruction of a step of a pipeline, on all ranks. Without it there is no overhead.
+def profile(
+    step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
+) -> Profile:
+    """Time every instruction of a step of a pipeline, on all ranks. Without it there is no
+    overhead.
 
     Call the step once before: the first call traces.
 
     Args:
-        step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it out for ``with
-            profile() as found:``.
+        step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it
+            out for ``with profile() as found:``.
         name: of the step, in pictures.
-        live: show the last step after every call: in a notebook as a picture in one place, elsewhere as a line.
+        live: show the last step after every call: in a notebook as a picture in one place,
+            elsewhere as a line.
 
     Returns:
-        A function with the arguments and the result of ``step``, or a context manager; every process must use it. Its
-        ``timeline`` is the step as it ran, ``simulated`` the simulation with its ``costs``, and ``save(path)`` draws
-        both.
+        A function with the arguments and the result of ``step``, or a context manager; every
+        process must use it. Its ``timeline`` is the step as it ran, ``simulated`` the simulation
+        with its ``costs``, and ``save(path)`` draws both.
 
     Raises:
         FpipeError: if its results are read before a step ran.
 
     >>> from fpipe import local, pipeline
     >>> import torch
-    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=local(2))
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
     >>> step = profile(value_and_grad(pipe))
     >>> loss, grads = step([torch.ones(())] * 2, torch.ones(4))
     >>> [str(action) for action in step.timeline.rows[0]]
@@ -205,23 +256,36 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
     trace = json.loads(path.read_text(encoding="utf-8"))
     pid = len(trace["otherData"]["timelines"])
     zero = min(did.start for run in runs for did in run.did)
-    events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}]
+    events = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}
+    ]
     directions = {"SEND": "to", "WAIT": "for", "RECV": "from"}
     for run in runs:
         who = {"pid": pid, "tid": run.rank}
-        events.append({"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}})
+        events.append(
+            {"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}}
+        )
         for did in run.did:
-            name = f"{did.kind} {directions[did.kind]} {did.peer}" if did.kind in directions else did.action or did.kind
+            name = (
+                f"{did.kind} {directions[did.kind]} {did.peer}"
+                if did.kind in directions
+                else did.action or did.kind
+            )
             args = {"kind": did.kind, "action": str(did.action or ""), "bytes": did.nbytes}
             time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
-            events.append({"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args})
+            events.append(
+                {"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args}
+            )
     trace["traceEvents"] += events
     write_bytes(path, json.dumps(trace, separators=(",", ":")).encode())
 
 
-# ---- costs ----------------------------------------------------------------------------------------------------------
-def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any) -> Costs:
-    """The costs of each stage's F, I, W and B and of each boundary's messages; every process must call it.
+# ---- costs ----
+def measure_costs(
+    pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any
+) -> Costs:
+    """The costs of each stage's F, I, W and B and of each boundary's messages; every process must
+    call it.
 
     The costs include those of the runner. ``Costs.to_json`` writes them to a file.
 
@@ -238,7 +302,8 @@ def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int
 
     >>> from fpipe import local, make_schedule, pipeline
     >>> import torch
-    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=local(2))
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
     >>> found = measure_costs(pipe, [torch.ones(())] * 2, torch.ones(4), steps=1)
     >>> make_schedule("ZBH1", 2, 8).simulate(found).unit
     's'
@@ -254,11 +319,16 @@ class Measuring:
 
     def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
         if pipe.config.loss is None:
-            raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
+            raise StageError(
+                "this pipeline has no loss, so no backward can be measured; say pipeline(..., "
+                "loss=)"
+            )
         self.pipe, self._arguments, self._side = pipe, (params, x, *targets), side
         self._call = pipe.call("grad", params, x, targets, side)
         schedule = pipe.schedule(self._call.microbatches)
-        steps = [value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))]
+        steps = [
+            value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))
+        ]
         for step in steps * 2:  # the first call traces, the second allocates memory
             step(*self._arguments, **side)
         self._profiles = list(map(Profile, steps))
@@ -273,8 +343,9 @@ class Measuring:
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
         local = {
             s: (sum(p.saved_bytes for p in slices), sum(p.kept_bytes for p in slices))
-            for job in inputs for s, slices in job.of_a_microbatch().items()
-        }  # fmt: skip
+            for job in inputs
+            for s, slices in job.of_a_microbatch().items()
+        }
         held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
         saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
         return costs([runs for profiled in self._profiles for runs in profiled.runs], saved, kept)
@@ -304,15 +375,19 @@ def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
     def row(actions: Row) -> Row:
         return tuple(
             Action(stage, op, mb)  # type: ignore[arg-type]
-            for action in actions for stage, old, mb in action.parts for op in ops.get(old, old)
-        )  # fmt: skip
+            for action in actions
+            for stage, old, mb in action.parts
+            for op in ops.get(old, old)
+        )
 
     rows = tuple(map(row, schedule))
     return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
 
 
 def table(price: Costs, ran: Collection[str] = "FBIW") -> str:
-    """Measured costs as text: a line per stage, and one for messages. Only kinds that ``ran`` were measured."""
+    """Measured costs as text: a line per stage, and one for messages. Only kinds that ``ran`` were
+    measured.
+    """
     kinds = [name for name in "FBIW" if name in ran]
     columns = {name: value for name in kinds if isinstance(value := getattr(price, name), tuple)}
     lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
@@ -324,7 +399,8 @@ def table(price: Costs, ran: Collection[str] = "FBIW") -> str:
     if sized:
         size, way, send, receive = map(median, zip(*sized, strict=True))
         lines.append(
-            f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way {1e6 * way:.0f} us, "
+            f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way "
+            f"{1e6 * way:.0f} us, "
             f"receiving {1e6 * receive:.0f} us"
         )
     return "\n".join(lines)

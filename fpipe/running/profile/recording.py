@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """When each instruction of a plan ran, on every rank, by one clock.
 
-``recording`` hooks into the loop for a while: it takes the time before and after each step and changes nothing else.
-``gathered`` collects the events of all ranks. To set their clocks right, rank 0 asks another rank for its time: that
-time lies between question and answer. Knows plans; the meaning of the times is left to ``costing``.
+``recording`` hooks into the loop for a while: it takes the time before and after each step and
+changes nothing else. ``gathered`` collects the events of all ranks. To set their clocks right, rank
+0 asks another rank for its time: that time lies between question and answer. Knows plans; the
+meaning of the times is left to ``costing``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every
 class Event(NamedTuple):
     """One instruction that ran, with its times.
 
-    ``number`` counts the messages of actions to or from ``peer``; it is -1 for other events. ``beside`` is the other
-    action of a program that runs two.
+    ``number`` counts the messages of actions to or from ``peer``; it is -1 for other events.
+    ``beside`` is the other action of a program that runs two.
     """
 
     kind: str
@@ -65,7 +66,8 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Clock:
-        """The clock of a device. Where it runs behind its host, a mark is an event in the stream of its work.
+        """The clock of a device. Where it runs behind its host, a mark is an event in the stream of
+        its work.
 
         >>> clock = Clock.of(torch.device("cpu"))
         >>> first, second = clock.seconds([clock.mark(), clock.mark()])
@@ -90,7 +92,9 @@ class Clock(NamedTuple):
 
 
 class Log(NamedTuple):
-    """A run of a plan from instruction ``first`` on, while it is recorded: a mark before and after each step."""
+    """A run of a plan from instruction ``first`` on, while it is recorded: a mark before and after
+    each step.
+    """
 
     bound: Executable
     first: int
@@ -110,12 +114,16 @@ class Log(NamedTuple):
             nbytes = sum(spec.bytes for spec in ins.specs) if ins.kind == "SEND" else 0
             label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
             beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
-            events.append(Event(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside))
+            events.append(
+                Event(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside)
+            )
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
 
 
 def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
-    """For messages of actions, the count of those before it to or from the same rank; -1 for everything else."""
+    """For messages of actions, the count of those before it to or from the same rank; -1 for
+    everything else.
+    """
     sent: dict[int, Iterator[int]] = defaultdict(count)
     for ins in instructions:
         if ins.kind == "SEND" and ins.action is not None:
@@ -129,7 +137,8 @@ def recording() -> Iterator[list[Log]]:
     """Record every run of the ranks of this process from here to the end of the block.
 
     >>> from fpipe import grad, local, pipeline
-    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=local(2))
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
     >>> with recording() as logs:
     ...     grads = grad(pipe)([torch.ones(())] * 2, torch.ones(2))
     >>> [did.kind for did in logs[1].run().did][:4]
@@ -138,8 +147,14 @@ def recording() -> Iterator[list[Log]]:
     logs: list[Log] = []
 
     def watch(bound: Executable, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
-        """The steps with a mark before and after each; a second phase continues the log of the first."""
-        resumed = (log for log in reversed(logs) if log.bound is bound and log.first + len(log.ends) == first > 0)
+        """The steps with a mark before and after each; a second phase continues the log of the
+        first.
+        """
+        resumed = (
+            log
+            for log in reversed(logs)
+            if log.bound is bound and log.first + len(log.ends) == first > 0
+        )
         log = next(resumed, None)
         if log is None:
             log = Log(bound, first, [], [], Clock.of(bound.group.device(bound.plan.rank)))
@@ -153,7 +168,9 @@ def recording() -> Iterator[list[Log]]:
         WATCH.reset(before)
 
 
-def _timed(step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None], mark: Callable[[], Any]) -> StepFn:
+def _timed(
+    step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None], mark: Callable[[], Any]
+) -> StepFn:
     def timed(r: Registers) -> Any:
         start(mark())
         pending = step(r)
@@ -172,28 +189,37 @@ def _timed(step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None
 
 
 def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run, ...]]:
-    """The runs of all ranks in the order in which they ran, by the clock of rank 0; ``local`` are those recorded here.
+    """The runs of all ranks in the order in which they ran, by the clock of rank 0; ``local`` are
+    those recorded here.
 
     Every process of the group must call it, after the same number of runs.
     """
     reports = group.gather_objects((differences(group), local))
     ahead: list[float] = reports[0][0]
-    by_rank: dict[int, Sequence[Run]] = {rank: runs for _, part in reports for rank, runs in part.items()}
+    by_rank: dict[int, Sequence[Run]] = {
+        rank: runs for _, part in reports for rank, runs in part.items()
+    }
     if len({len(runs) for runs in by_rank.values()}) != 1 or len(by_rank) != group.size:
         counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
-        raise FpipeError(f"the ranks ran plans a different number of times while profiled ({counts}); profile one step "
-                         "that every rank runs")  # fmt: skip
+        raise FpipeError(
+            f"the ranks ran plans a different number of times while profiled ({counts}); profile "
+            "one step "
+            "that every rank runs"
+        )
     rows = zip(*(by_rank[rank] for rank in range(group.size)), strict=True)
     return [tuple(map(_shifted, runs, ahead)) for runs in rows]
 
 
 def _shifted(run: Run, by: float) -> Run:
-    return run._replace(did=tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did))
+    return run._replace(
+        did=tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did)
+    )
 
 
-# ---- by how much clocks differ --------------------------------------------------------------------------------------
+# ---- by how much clocks differ ----
 def differences(group: Group) -> list[float]:
-    """By how many seconds each rank's clock is ahead of rank 0's; every process must call it, rank 0 has the result.
+    """By how many seconds each rank's clock is ahead of rank 0's; every process must call it, rank
+    0 has the result.
 
     A difference that is smaller than its uncertainty, as on one machine, is 0.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of timelines: text, ``.svg``, ``.png``, ``.pdf``, an interactive page, a trace for Perfetto.
+"""Pictures of timelines: text, ``.svg``, ``.png``, ``.pdf``, an interactive page, a trace for
+Perfetto.
 
 A module is loaded when one of its names is first used: training draws nothing.
 """
@@ -23,7 +24,19 @@ _TABLE = {
 }
 _NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
-__all__ = ["FORMATS", "Drawable", "Look", "draw", "figure", "folded", "is_timeline", "load", "save", "table", "titled"]
+__all__ = [
+    "FORMATS",
+    "Drawable",
+    "Look",
+    "draw",
+    "figure",
+    "folded",
+    "is_timeline",
+    "load",
+    "save",
+    "table",
+    "titled",
+]
 
 
 def __getattr__(name: str) -> object:

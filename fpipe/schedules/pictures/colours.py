@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colours of the pictures: hues for kinds of work, shades for chunks of a rank, tints for causes of idle time.
+"""The colours of the pictures: hues for kinds of work, shades for chunks of a rank, tints for
+causes of idle time.
 
-The hues were chosen so that any shade of one kind stays apart from any shade of another under protanopia,
-deuteranopia and tritanopia as well (a test measures it): amber and dark teal differ in lightness where their hues
-fall together. Every picture also writes letters, so that colour is never the only sign.
+The hues were chosen so that any shade of one kind stays apart from any shade of another under
+protanopia, deuteranopia and tritanopia as well (a test measures it): amber and dark teal differ in
+lightness where their hues fall together. Every picture also writes letters, so that colour is never
+the only sign.
 """
 
 from __future__ import annotations
@@ -23,16 +25,32 @@ RAMPS: dict[str, tuple[str, str]] = {
 DARK_RAMPS: dict[str, tuple[str, str]] = {**RAMPS, "W": ("#82559d", "#8d7794")}
 
 #: op -> its name in the legend
-NAMES: dict[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+NAMES: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
 
-#: name -> its colour on light and on dark paper; the causes of idle time are those of ``idle.CAUSES``
+#: name -> its colour on light and on dark paper; the causes of idle time are those of
+#: ``idle.CAUSES``
 THEME: dict[str, tuple[str, str]] = {
-    "paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e6eaef"), "faint": ("#5b6673", "#a3aebb"),
-    "line": ("#d5dae1", "#3a434e"), "mark": ("#d6006c", "#ff6fb1"), "curve": ("#8a5cc4", "#6fcf97"),
-    "message-line": ("#3d4a59", "#c3ccd6"), "warmup": ("#e9edf2", "#222930"), "tail": ("#c9d0da", "#3b4550"),
-    "imbalance": ("#cfe8c4", "#1f4a2c"), "message": ("#f7d4f5", "#4f2b63"), "other": ("#fbf3c9", "#5a3a2c"),
-    "later": ("#c03a2b", "#f0705f"), "earlier": ("#2a6fc9", "#5ba4f5"), "same": ("#dfe3e8", "#39424c"),
-}  # fmt: skip
+    "paper": ("#ffffff", "#14181d"),
+    "ink": ("#1d2733", "#e6eaef"),
+    "faint": ("#5b6673", "#a3aebb"),
+    "line": ("#d5dae1", "#3a434e"),
+    "mark": ("#d6006c", "#ff6fb1"),
+    "curve": ("#8a5cc4", "#6fcf97"),
+    "message-line": ("#3d4a59", "#c3ccd6"),
+    "warmup": ("#e9edf2", "#222930"),
+    "tail": ("#c9d0da", "#3b4550"),
+    "imbalance": ("#cfe8c4", "#1f4a2c"),
+    "message": ("#f7d4f5", "#4f2b63"),
+    "other": ("#fbf3c9", "#5a3a2c"),
+    "later": ("#c03a2b", "#f0705f"),
+    "earlier": ("#2a6fc9", "#5ba4f5"),
+    "same": ("#dfe3e8", "#39424c"),
+}
 PAPER, INK = THEME["paper"][0], THEME["ink"][0]
 
 
@@ -51,12 +69,15 @@ def mix(a: str, b: str, share: float) -> str:
     >>> mix("#000000", "#ffffff", 0.5)
     '#808080'
     """
-    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True))
+    return "#" + "".join(
+        f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True)
+    )
 
 
 @lru_cache(maxsize=64)
 def palette(shades: int, dark: bool = False) -> dict[str, str]:
-    """Every colour of a picture by its key: the names of ``THEME``, and an op with its shade, such as ``F0``.
+    """Every colour of a picture by its key: the names of ``THEME``, and an op with its shade, such
+    as ``F0``.
 
     >>> palette(2)["F1"], palette(2, dark=True)["paper"]
     ('#a3d2fa', '#14181d')
@@ -96,7 +117,9 @@ def _lab_of_256(number: int) -> tuple[float, float, float]:
     """A cube of 6 x 6 x 6 colours, then 24 greys."""
     steps = (0, 95, 135, 175, 215, 255)
     red, green, blue = (number - 16) // 36, (number - 16) // 6 % 6, (number - 16) % 6
-    parts = (steps[red], steps[green], steps[blue]) if number < 232 else (8 + 10 * (number - 232),) * 3
+    parts = (
+        (steps[red], steps[green], steps[blue]) if number < 232 else (8 + 10 * (number - 232),) * 3
+    )
     return lab("#" + "".join(f"{part:02x}" for part in parts))
 
 

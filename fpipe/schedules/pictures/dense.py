@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lane whose actions are too narrow to be drawn: what share of its time each kind of work and each cause of idle time
-takes, piece by piece, and the same over the phases of a step. Knows no files."""
+"""A lane whose actions are too narrow to be drawn: what share of its time each kind of work and
+each cause of idle time takes, piece by piece, and the same over the phases of a step. Knows no
+files.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,40 @@ LEAST, FINEST = 6.0, 0.25  #: the least width of a piece and the least step of i
 
 
 def intervals(lane: Lane, tinted: bool = False) -> list[tuple[float, float, str]]:
-    """(start, end, kind) of a lane in order of time; the parts of a fused action run one after another."""
+    """(start, end, kind) of a lane in order of time; the parts of a fused action run one after
+    another.
+    """
     found = [(gap.start, gap.end, gap.cause) for gap in lane.gaps]
     for bar in lane.bars:
         parts = bar.action.parts
         each = (bar.end - bar.start) / len(parts)
-        found += [(bar.start + k * each, bar.start + (k + 1) * each, f"t{bar.shades[0]}" if tinted else part.op)
-                  for k, part in enumerate(parts)]  # fmt: skip
+        found += [
+            (
+                bar.start + k * each,
+                bar.start + (k + 1) * each,
+                f"t{bar.shades[0]}" if tinted else part.op,
+            )
+            for k, part in enumerate(parts)
+        ]
     return sorted(found, key=lambda interval: interval[0])
 
 
 def piece(scene: Scene, scale: float) -> float:
-    """The length of a piece: the work of a rank on a whole number of microbatches, so that a steady phase is even."""
+    """The length of a piece: the work of a rank on a whole number of microbatches, so that a steady
+    phase is even.
+    """
     each = scene.work / max(scene.microbatches, 1)
     if each <= 0 or each * scale > 4 * LEAST:
         return LEAST / scale
     return each * ceil(LEAST / (each * scale))
 
 
-def bands(lane: Lane, scene: Scene, scale: float, height: float) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """(kind, outline) of a lane, in pixels from its left top corner, the later ones over the earlier."""
+def bands(
+    lane: Lane, scene: Scene, scale: float, height: float
+) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """(kind, outline) of a lane, in pixels from its left top corner, the later ones over the
+    earlier.
+    """
     long = piece(scene, scale)
     edges = [min(k * long, scene.total) for k in range(ceil(scene.total / long - 1e-9) + 1)]
     parts = shares(intervals(lane, scene.against is not None), edges)
@@ -56,12 +72,18 @@ def bands(lane: Lane, scene: Scene, scale: float, height: float) -> Iterator[tup
     outlines: list[tuple[str, list[tuple[float, float]]]] = []
     for kind in KINDS:
         if any(kind in part for part in parts):
-            tops = [min(top + part.get(kind, 0.0), 1.0) for top, part in zip(tops, parts, strict=True)]
-            outlines.append((f"{kind}0" if kind in "FBIW" else kind, _outline(tops, edges, scale, height)))
+            tops = [
+                min(top + part.get(kind, 0.0), 1.0) for top, part in zip(tops, parts, strict=True)
+            ]
+            outlines.append(
+                (f"{kind}0" if kind in "FBIW" else kind, _outline(tops, edges, scale, height))
+            )
     yield from reversed(outlines)
 
 
-def _outline(tops: Sequence[float], edges: Sequence[float], scale: float, height: float) -> list[tuple[float, float]]:
+def _outline(
+    tops: Sequence[float], edges: Sequence[float], scale: float, height: float
+) -> list[tuple[float, float]]:
     """The steps of an area over the foot of a lane."""
     points = [(0.0, height)]
     for top, start in zip(tops, edges, strict=False):
@@ -105,8 +127,13 @@ def lines_of_phases(scene: Scene) -> list[str]:
     for phase, kinds in zip(PHASES, totals, strict=True):
         time = sum(kinds.values())
         if time > 5e-4 * whole:
-            ops = [f"{kind} {labels.percent(kinds[kind] / time)}" for kind in "FBIW" if kind in kinds]
+            ops = [
+                f"{kind} {labels.percent(kinds[kind] / time)}" for kind in "FBIW" if kind in kinds
+            ]
             idle = sum(share for kind, share in kinds.items() if kind in CAUSES) / time
             ops += [f"idle {labels.percent(idle)}"] if idle > 5e-4 else []
-            lines.append(f"{phase.capitalize()}, {labels.percent(time / whole)} of all ranks' time: {', '.join(ops)}.")
+            lines.append(
+                f"{phase.capitalize()}, {labels.percent(time / whole)} of all ranks' time: "
+                f"{', '.join(ops)}."
+            )
     return lines

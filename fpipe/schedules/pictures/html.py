@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline as one self-contained HTML file: the viewer's page, style and scripts, and the timelines as data.
+"""A timeline as one self-contained HTML file: the viewer's page, style and scripts, and the
+timelines as data.
 
 The viewer's files are in ``viewer/``; this module joins them.
 """
@@ -31,9 +32,16 @@ def paint(scenes: Sequence[Scene], look: Look | None = None) -> str:
 
 
 def join(
-    title: str, contents: Json, *, look: Look, scripts: Sequence[str] = SCRIPTS, extra: Mapping[str, str] | None = None
+    title: str,
+    contents: Json,
+    *,
+    look: Look,
+    scripts: Sequence[str] = SCRIPTS,
+    extra: Mapping[str, str] | None = None,
 ) -> str:
-    """The viewer with these contents; ``extra`` has other scripts by name, and ``controls``, a piece of HTML."""
+    """The viewer with these contents; ``extra`` has other scripts by name, and ``controls``, a
+    piece of HTML.
+    """
     extra = extra or {}
     parts = {
         "title": escape(title),
@@ -59,15 +67,26 @@ def _theme(dark: bool | None) -> str:
         yield from (f"--{name}:{pair[dark]};" for name, pair in THEME.items())
 
     text = f":root{{{''.join(rules(bool(dark)))}}}\n"
-    return text + (f"@media (prefers-color-scheme:dark){{:root{{{''.join(rules(True))}}}}}\n" if dark is None else "")
+    return text + (
+        f"@media (prefers-color-scheme:dark){{:root{{{''.join(rules(True))}}}}}\n"
+        if dark is None
+        else ""
+    )
 
 
 def data(scenes: Sequence[Scene], look: Look) -> Json:
     """The data of the page: plain lists and numbers."""
     names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
-    unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
+    unique = [
+        name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)
+    ]
     show = {"memory": look.memory, "critical": look.critical, "messages": look.messages}
-    return {"scenes": list(map(_scene, scenes, unique)), "show": show, "words": NAMES, "idle": CAUSES}
+    return {
+        "scenes": list(map(_scene, scenes, unique)),
+        "show": show,
+        "words": NAMES,
+        "idle": CAUSES,
+    }
 
 
 def _scene(scene: Scene, label: str) -> Json:
@@ -94,18 +113,21 @@ def _tints(ops: Sequence[str]) -> list[Json]:
     """The colours of a scene that is compared with another: by the tint alone, for every op."""
     papers = {"light": colours(1), "dark": colours(1, dark=True)}
     return [
-        {"op": op, "shade": tint, "tint": f"t{tint}"} | {
-            paper: [table[f"t{tint}"], ink(table[f"t{tint}"])] for paper, table in papers.items()
-        }
-        for op in ops for tint in range(TINTS)
-    ]  # fmt: skip
+        {"op": op, "shade": tint, "tint": f"t{tint}"}
+        | {paper: [table[f"t{tint}"], ink(table[f"t{tint}"])] for paper, table in papers.items()}
+        for op in ops
+        for tint in range(TINTS)
+    ]
 
 
 def palette(ops: Sequence[str], shades: int) -> list[Json]:
     """The colours of work, on light and on dark paper, each with that of its letters."""
     return [
-        {"op": op, "shade": shade} | {
-            paper: [one := fill(op, shade, shades, paper == "dark"), ink(one)] for paper in ("light", "dark")
+        {"op": op, "shade": shade}
+        | {
+            paper: [one := fill(op, shade, shades, paper == "dark"), ink(one)]
+            for paper in ("light", "dark")
         }
-        for op in ops for shade in range(shades)
-    ]  # fmt: skip
+        for op in ops
+        for shade in range(shades)
+    ]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a rank is idle, in which phase of a step a rank is, and which actions the total depends on. Knows no colours.
+"""Why a rank is idle, in which phase of a step a rank is, and which actions the total depends on.
+Knows no colours.
 
-A rank warms up until its first backward begins, and is in its tail after its last forward. Within a lane of bars, an
-idle time before the first backward is the warm-up, one after the last forward the tail. Between them, it is the time
-in which a message was on the way, after the action that sent it had ended, or imbalance, while another rank was
-still computing that action. A time on the way counts as a message in every phase, once the rank has begun.
+A rank warms up until its first backward begins, and is in its tail after its last forward. Within a
+lane of bars, an idle time before the first backward is the warm-up, one after the last forward the
+tail. Between them, it is the time in which a message was on the way, after the action that sent it
+had ended, or imbalance, while another rank was still computing that action. A time on the way
+counts as a message in every phase, once the rank has begun.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ PHASES = ("warm-up", "steady", "tail")
 
 
 def phases(bars: Sequence[Bar]) -> tuple[float, float]:
-    """When the warm-up of a rank ends and when its tail begins; its first start and last end without backwards."""
+    """When the warm-up of a rank ends and when its tail begins; its first start and last end
+    without backwards.
+    """
     if not bars:
         return 0.0, 0.0
     ops = [{part.op for part in bar.action.parts} for bar in bars]
-    first = next((bar.start for bar, op in zip(bars, ops, strict=True) if op & {"B", "I"}), bars[0].start)
+    first = next(
+        (bar.start for bar, op in zip(bars, ops, strict=True) if op & {"B", "I"}), bars[0].start
+    )
     backward = any(op & {"B", "I"} for op in ops)
     forwards = [bar.end for bar, op in zip(bars, ops, strict=True) if "F" in op]
     last = forwards[-1] if forwards and backward else bars[-1].end
@@ -48,16 +54,27 @@ def gaps(lanes: Sequence[Sequence[Bar]], rank: int, total: float) -> Iterator[Ga
                 sent = min(max(lanes[bar.cause[0]][bar.cause[1]].end, free), bar.start)
             known = bar.cause is not None
             waiting = "imbalance" if known else "other"
-            cause = "warmup" if k == 0 or bar.start <= first else "tail" if bar.start > last else waiting
-            yield from (gap for gap in (Gap(free, sent, cause), Gap(sent, bar.start, "message"))
-                        if gap.end - gap.start > least)  # fmt: skip
+            cause = (
+                "warmup"
+                if k == 0 or bar.start <= first
+                else "tail"
+                if bar.start > last
+                else waiting
+            )
+            yield from (
+                gap
+                for gap in (Gap(free, sent, cause), Gap(sent, bar.start, "message"))
+                if gap.end - gap.start > least
+            )
         free = max(free, bar.end)
     if total - free > least:
         yield Gap(free, total, "tail" if bars else "other")
 
 
 def critical(lanes: Sequence[Lane]) -> list[tuple[int, int]]:
-    """(rank, index of a bar) of the chain of actions that ends last, each held back by the one before it."""
+    """(rank, index of a bar) of the chain of actions that ends last, each held back by the one
+    before it.
+    """
     ends = [(-lane.bars[-1].end, rank) for rank, lane in enumerate(lanes) if lane.bars]
     if not ends:
         return []
@@ -71,7 +88,9 @@ def critical(lanes: Sequence[Lane]) -> list[tuple[int, int]]:
 
 
 def messages(lanes: Sequence[Lane]) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, index) of an action, and of the one on another rank that takes its result, by the text of actions."""
+    """(rank, index) of an action, and of the one on another rank that takes its result, by the text
+    of actions.
+    """
     where = {
         str(part): (rank, k)
         for rank, lane in enumerate(lanes)
@@ -88,7 +107,9 @@ def messages(lanes: Sequence[Lane]) -> Iterator[tuple[int, int, int, int]]:
                 yield rank, k, *where[user + rest]
 
 
-def shares(intervals: Sequence[tuple[float, float, str]], edges: Sequence[float]) -> list[dict[str, float]]:
+def shares(
+    intervals: Sequence[tuple[float, float, str]], edges: Sequence[float]
+) -> list[dict[str, float]]:
     """Of each piece between two edges, the share of every key; the intervals are in order of time.
 
     >>> shares([(0, 1, "F"), (1, 3, "B")], [0, 2, 4])

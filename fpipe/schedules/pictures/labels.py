@@ -40,9 +40,14 @@ def held(amount: float, unit: str) -> str:
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
-    name = (scene.name or "schedule") + (f" against {scene.against.name or 'schedule'}" if scene.against else "")
+    name = (scene.name or "schedule") + (
+        f" against {scene.against.name or 'schedule'}" if scene.against else ""
+    )
     slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
-    return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}{slices}"
+    return (
+        f"{name}: {counted(len(scene.lanes), 'rank')}, "
+        f"{counted(scene.microbatches, 'microbatch')}{slices}"
+    )
 
 
 def time(value: float, scene: Scene) -> str:
@@ -58,10 +63,18 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     if not scene.against:
         return found
     was = scene.against
-    change = lambda now, before: f" ({(now / before - 1) * 100:+.1f}%)" if before and now != before else ""
+
+    def change(now, before):
+        return f" ({(now / before - 1) * 100:+.1f}%)" if before and now != before else ""
+
     peaks = max((lane.peak for lane in was.lanes), default=0.0)
     bubble = f" ({100 * (scene.bubble - was.bubble):+.1f} points)"
-    changes = [change(scene.total, was.total), change(scene.span, was.span), bubble, change(peak, peaks)]
+    changes = [
+        change(scene.total, was.total),
+        change(scene.span, was.span),
+        bubble,
+        change(peak, peaks),
+    ]
     return [(word, value + more) for (word, value), more in zip(found, changes, strict=True)]
 
 
@@ -70,11 +83,15 @@ def figures(scene: Scene) -> str:
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
     each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
-    return text + each + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+    return (
+        text + each + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+    )
 
 
 def shift(amount: float | None, scene: Scene) -> str:
-    """How much earlier or later an action ends than in the timeline that a scene is compared with."""
+    """How much earlier or later an action ends than in the timeline that a scene is compared
+    with.
+    """
     other = scene.against.name if scene.against else ""
     if amount is None:
         return f"not in {other}"
@@ -87,10 +104,18 @@ def tints(scene: Scene) -> list[tuple[tuple[int, ...], str]]:
     if not scene.against:
         return []
     bars = [bar for lane in scene.lanes for bar in lane.bars]
-    used, shifts = {bar.shades[0] for bar in bars}, [bar.shift for bar in bars if bar.shift is not None]
+    used, shifts = (
+        {bar.shades[0] for bar in bars},
+        [bar.shift for bar in bars if bar.shift is not None],
+    )
     other = scene.against.name or "the other"
     words = {
-        (0, 1, 2, 3): f"ends earlier than in {other}, by up to {time(-min(shifts, default=0.0), scene)}",
+        (
+            0,
+            1,
+            2,
+            3,
+        ): f"ends earlier than in {other}, by up to {time(-min(shifts, default=0.0), scene)}",
         (SAME,): f"as in {other}",
         (5, 6, 7, 8): f"later, by up to {time(max(shifts, default=0.0), scene)}",
         (ABSENT,): f"not in {other}",
@@ -104,7 +129,9 @@ def figures_of(lane: Lane, scene: Scene) -> str:
 
 
 def note(scene: Scene) -> str:
-    """What the numbers are: the units of time and memory, or what a stage takes of those of the cost model."""
+    """What the numbers are: the units of time and memory, or what a stage takes of those of the
+    cost model.
+    """
     lengths = ", ".join(f"{op} {_range(*pair)}" for op, pair in scene.lengths.items())
     time_unit = f"Times in {scene.unit}" if scene.unit else "Times in units of the costs"
     stages = "the stage" if scene.stages == 1 else f"each of the {scene.stages} stages"
@@ -113,8 +140,13 @@ def note(scene: Scene) -> str:
     if scene.memory_unit == "bytes":
         memory = "Memory in bytes"
     else:
-        whole = number(low * scene.stages) == number(high * scene.stages) == "1"  # all stages of a rank together
-        memory = f"Memory in {'microbatches' if whole else 'units of the costs'}: F adds {_range(low, high)}"
+        whole = (
+            number(low * scene.stages) == number(high * scene.stages) == "1"
+        )  # all stages of a rank together
+        memory = (
+            f"Memory in {'microbatches' if whole else 'units of the costs'}: F adds "
+            f"{_range(low, high)}"
+        )
         memory = memory if high else ""
     return f"{time_unit}{takes}." + (f" {memory}." if memory else "")
 
@@ -126,7 +158,11 @@ def _range(low: float, high: float) -> str:
 def idle(scene: Scene) -> str:
     """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
     parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
-    return f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}." if parts else ""
+    return (
+        f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}."
+        if parts
+        else ""
+    )
 
 
 def legend(scenes: Sequence[Scene]) -> Iterator[tuple[str, str, int]]:

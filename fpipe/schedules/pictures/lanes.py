@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a picture: bars and idle times of a rank, in order. Plain data that knows no timeline."""
+"""The rows of a picture: bars and idle times of a rank, in order. Plain data that knows no
+timeline.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Bar(NamedTuple):
     shades: tuple[int, ...]
     cause: tuple[int, int] | None  # (lane, index in its bars) of what it waited for
     wait: float  # how long the rank stood idle before it
-    shift: float | None = None  # how much later it ends than in a timeline that it is compared with, if it is there
+    shift: float | None = (
+        None  # how much later it ends than in a timeline that it is compared with, if it is there
+    )
 
 
 class Lane(NamedTuple):
@@ -37,11 +41,17 @@ class Lane(NamedTuple):
     bubble: float
     peak: float
     curve: tuple[tuple[float, float], ...]  # (time, held from then on)
-    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, if it is known
+    carried: tuple[
+        tuple[float, float, str], ...
+    ] = ()  # (start, end, what) of what its link carries, if it is known
     gaps: tuple[Gap, ...] = ()  # when the rank is idle, and why
 
-    def columns(self, count: int, scale: float) -> Iterator[tuple[float, float, list[tuple[Op, int, float]]]]:
-        """Columns of ``1 / scale`` time: for each the length, the idle time, and (op, shade, time) of what runs."""
+    def columns(
+        self, count: int, scale: float
+    ) -> Iterator[tuple[float, float, list[tuple[Op, int, float]]]]:
+        """Columns of ``1 / scale`` time: for each the length, the idle time, and (op, shade, time)
+        of what runs.
+        """
         ends = [bar.end for bar in self.bars]
         for column in range(count):
             low, high = column / scale, (column + 1) / scale

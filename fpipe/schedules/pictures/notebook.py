@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of HTML for notebooks: pictures, tables and text that folds. Knows no schedules and no pipelines."""
+"""Pieces of HTML for notebooks: pictures, tables and text that folds. Knows no schedules and no
+pipelines.
+"""
 
 from __future__ import annotations
 

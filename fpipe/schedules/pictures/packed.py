@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of the page: scenes as lists of small differences, which compress to a hundredth.
 
-Times are whole numbers of ``tick``, the greatest length of which all are multiples. A lane's bars are lists: ``gaps``
-before and ``lengths`` of them, ``parts`` (how many actions are fused in each), and for each part ``codes``, an index of
-a stage and an op, and ``steps``: how far its microbatch is, among all of them, from the one after that of the last part
-with its code. ``viewer/data.js`` reverses this.
+Times are whole numbers of ``tick``, the greatest length of which all are multiples. A lane's bars
+are lists: ``gaps`` before and ``lengths`` of them, ``parts`` (how many actions are fused in each),
+and for each part ``codes``, an index of a stage and an op, and ``steps``: how far its microbatch
+is, among all of them, from the one after that of the last part with its code. ``viewer/data.js``
+reverses this.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # a shade as one letter
 
 def compressed(data: Json) -> str:
     """JSON, deflated, in base64."""
-    return base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
+    return base64.b64encode(
+        zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+    ).decode()
 
 
 def expanded(text: str) -> Json:
@@ -40,7 +43,9 @@ def expanded(text: str) -> Json:
 
 
 def lanes_of(scene: Scene) -> Json:
-    """The lanes of a scene: ``tick``, ``amount``, ``codes``, ``suffixes``, and a list for each lane."""
+    """The lanes of a scene: ``tick``, ``amount``, ``codes``, ``suffixes``, and a list for each
+    lane.
+    """
     places = 8 - floor(log10(scene.total)) if scene.total > 0 else 8
     times = [_whole(lane, 10.0**places) for lane in scene.lanes]
     tick = gcd(*(value for lane in times for one in lane for value in one)) or 1
@@ -49,16 +54,28 @@ def lanes_of(scene: Scene) -> Json:
     parts = [part for lane in scene.lanes for bar in lane.bars for part in bar.action.parts]
     codes = {code: k for k, code in enumerate(dict.fromkeys(map(_code, parts)))}
     found = dict.fromkeys(map(_suffix, parts))
-    suffixes = {suffix: k for k, suffix in enumerate(sorted(found, key=lambda text: [*map(int, text.split("."))]))}
+    suffixes = {
+        suffix: k
+        for k, suffix in enumerate(sorted(found, key=lambda text: [*map(int, text.split("."))]))
+    }
     rows = [
-        _lane(lane, [[value // tick for value in one] for one in whole], [value // amount for value in held],
-              codes, suffixes)
+        _lane(
+            lane,
+            [[value // tick for value in one] for one in whole],
+            [value // amount for value in held],
+            codes,
+            suffixes,
+        )
         for lane, whole, held in zip(scene.lanes, times, amounts, strict=True)
-    ]  # fmt: skip
+    ]
     return {
-        "tick": tick / 10.0**places, "amount": amount / 1000, "codes": list(codes), "suffixes": list(suffixes),
-        "causes": list(CAUSES), "lanes": rows,
-    }  # fmt: skip
+        "tick": tick / 10.0**places,
+        "amount": amount / 1000,
+        "codes": list(codes),
+        "suffixes": list(suffixes),
+        "causes": list(CAUSES),
+        "lanes": rows,
+    }
 
 
 def _code(part: Action) -> str:
@@ -70,7 +87,9 @@ def _suffix(part: Action) -> str:
 
 
 def _whole(lane: Lane, scale: float) -> tuple[list[int], ...]:
-    """The times of a lane as whole numbers: starts, ends, waits, points of the curve, starts and ends of idle times."""
+    """The times of a lane as whole numbers: starts, ends, waits, points of the curve, starts and
+    ends of idle times.
+    """
     bars, gaps = lane.bars, lane.gaps
     return (
         [round(bar.start * scale) for bar in bars],
@@ -83,7 +102,11 @@ def _whole(lane: Lane, scale: float) -> tuple[list[int], ...]:
 
 
 def _lane(
-    lane: Lane, times: Sequence[list[int]], held: Sequence[int], codes: dict[str, int], suffixes: dict[str, int]
+    lane: Lane,
+    times: Sequence[list[int]],
+    held: Sequence[int],
+    codes: dict[str, int],
+    suffixes: dict[str, int],
 ) -> Json:
     starts, ends, waits, points, idle_starts, idle_ends = times
     at: dict[int, int] = {}
@@ -104,13 +127,20 @@ def _lane(
         "codes": parts,
         "steps": steps,
         "shades": "".join(_DIGITS[min(shade, 35)] for bar in lane.bars for shade in bar.shades),
-        "waits": [waits, _differences([k for k, _ in waiting], [0, *(k for k, _ in waiting)]),
-                  [rank for _, (rank, _) in waiting], [k - index for k, (_, index) in waiting]],
+        "waits": [
+            waits,
+            _differences([k for k, _ in waiting], [0, *(k for k, _ in waiting)]),
+            [rank for _, (rank, _) in waiting],
+            [k - index for k, (_, index) in waiting],
+        ],
         "times": _differences(points, [0, *points]),
         "held": _differences(held, [0, *held]),
-        "idle": [_differences(idle_starts, [0, *idle_starts]), _differences(idle_ends, idle_starts),
-                 [list(CAUSES).index(gap.cause) for gap in lane.gaps]],
-    }  # fmt: skip
+        "idle": [
+            _differences(idle_starts, [0, *idle_starts]),
+            _differences(idle_ends, idle_starts),
+            [list(CAUSES).index(gap.cause) for gap in lane.gaps],
+        ],
+    }
 
 
 def _differences(values: Iterable[int], before: Iterable[int]) -> list[int]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a still picture: titles, axis, lanes, memory curves, legend. It knows nothing of files.
+"""The layout of a still picture: titles, axis, lanes, memory curves, legend. It knows nothing of
+files.
 
-Where a short action would be narrower than two pixels, a lane shows how much of its time each kind of work takes, in
-pieces as long as the work of a whole number of microbatches (see ``dense``).
+Where a short action would be narrower than two pixels, a lane shows how much of its time each kind
+of work takes, in pieces as long as the work of a whole number of microbatches (see ``dense``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from .text_width import text_width
 
 EDGE, GAP = 24, 4  # around the page, between lanes
 LANE = {8: 26, 32: 20, 10**9: 14}  # lane height up to so many ranks
-CELL, NARROWEST, WIDEST = 26, 560, 2200  # the width of a short bar, if space allows; of all bars together
+CELL, NARROWEST, WIDEST = (
+    26,
+    560,
+    2200,
+)  # the width of a short bar, if space allows; of all bars together
 TIGHT, WIDER = 15, 4200  # the same for long schedules
 PHONE = 700  # pages narrower than this have short labels beside the lanes
 LEAST_CELL = 2.0  # pixels of a short bar, below which a lane shows shares
@@ -58,7 +63,9 @@ def page(scenes: Sequence[Scene], look: Look | None = None) -> Page:
             shapes += _lane(rank, lane, scene, frame, y + rank * pitch)
             shapes += _link(lane, frame, y + rank * pitch)
             if frame.curve:
-                shapes += _curve(lane, most, frame, y + rank * pitch + frame.lane, is_dense(scene, frame.scale))
+                shapes += _curve(
+                    lane, most, frame, y + rank * pitch + frame.lane, is_dense(scene, frame.scale)
+                )
         if look.messages and not is_dense(scene, frame.scale):
             shapes += _messages(scene, frame, y, pitch)
         if look.critical:
@@ -78,8 +85,14 @@ def _frame(scenes: Sequence[Scene], look: Look) -> _Frame:
     cell = min(scene.cell for scene in scenes)
     ranks = max(len(scene.lanes) for scene in scenes)
     short = look.width is not None and look.width < PHONE
-    left = (12 + 7 * len(f"{ranks - 1}") + 10) if short else EDGE + 10 + 7 * len(f"rank {ranks - 1}")
-    beside = 12.0 if short else 24 + max(text_width(labels.figures_of(one, s), 11) for s in scenes for one in s.lanes)
+    left = (
+        (12 + 7 * len(f"{ranks - 1}") + 10) if short else EDGE + 10 + 7 * len(f"rank {ranks - 1}")
+    )
+    beside = (
+        12.0
+        if short
+        else 24 + max(text_width(labels.figures_of(one, s), 11) for s in scenes for one in s.lanes)
+    )
     wide = max(min(end / cell * CELL, WIDEST), NARROWEST)
     if end / cell * TIGHT <= WIDER:  # a wider page, if numbers can be read on it
         wide = max(wide, end / cell * TIGHT)
@@ -87,7 +100,11 @@ def _frame(scenes: Sequence[Scene], look: Look) -> _Frame:
         wide = max(look.width - left - beside, 60.0)
     scale = wide / end
     lane = next(height for most, height in LANE.items() if ranks <= most)
-    curve = round(0.45 * lane) if look.memory and any(lane.curve for s in scenes for lane in s.lanes) else 0
+    curve = (
+        round(0.45 * lane)
+        if look.memory and any(lane.curve for s in scenes for lane in s.lanes)
+        else 0
+    )
     detail, size = _label_size(scenes, cell * scale)
     hints = sum(scene.bars for scene in scenes) <= 4000
     return _Frame(left, wide, left + wide + beside, scale, lane, curve, detail, size, hints, short)
@@ -130,7 +147,9 @@ def _wrapped(text: str, size: float, space: float) -> Iterator[str]:
     yield line
 
 
-def _axis(scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, unit: str) -> Iterator[Shape]:
+def _axis(
+    scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, unit: str
+) -> Iterator[Shape]:
     step = labels.step_of((45 if frame.short else 70) / frame.scale)
     end = max(scene.total for scene in scenes)
     for tick in takewhile(lambda tick: tick * step <= end * (1 + 1e-9), count()):
@@ -140,20 +159,28 @@ def _axis(scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, uni
         yield Text(x, top - 9, label, 10.5, "faint", "middle")
 
 
-# ---- lanes ----------------------------------------------------------------------------------------------------------
+# ---- lanes ----
 def _lane(rank: int, lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
     """The label, the idle time and the actions of a rank."""
     middle = y + frame.lane / 2 + 4
-    yield Text(frame.left - 8, middle, str(rank) if frame.short else f"rank {rank}", 12, "ink", "end")
+    yield Text(
+        frame.left - 8, middle, str(rank) if frame.short else f"rank {rank}", 12, "ink", "end"
+    )
     if not frame.short:
-        yield Text(frame.left + frame.width + 10, middle, labels.figures_of(lane, scene), 11, "faint")
+        yield Text(
+            frame.left + frame.width + 10, middle, labels.figures_of(lane, scene), 11, "faint"
+        )
     if is_dense(scene, frame.scale):
         for key, points in bands(lane, scene, frame.scale, frame.lane):
             yield Path(tuple((frame.left + x, y + dy) for x, dy in points), key)
         return
     for gap in lane.gaps:
         x, long = frame.left + gap.start * frame.scale, (gap.end - gap.start) * frame.scale
-        what = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}" if frame.hints else ""
+        what = (
+            f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
+            if frame.hints
+            else ""
+        )
         yield Rect(x, y, long, frame.lane, gap.cause, what)
     for bar in lane.bars:
         yield from _bar(bar, scene, frame, y)
@@ -171,28 +198,49 @@ def _bar(bar: Bar, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
         label = name(part, frame.detail)
         size = min(frame.size, height - 2)
         if label and size >= 6.5 and text_width(label, size) <= long:
-            yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, key, "middle", on=key, space=long - 2)
+            yield Text(
+                x + long / 2,
+                top + height / 2 + 0.36 * size,
+                label,
+                size,
+                key,
+                "middle",
+                on=key,
+                space=long - 2,
+            )
 
 
 def _link(lane: Lane, frame: _Frame, y: float) -> Iterator[Shape]:
     """A thin strip at the foot of a lane: what its link carries."""
     for start, end, what in lane.carried:
         hint = what if frame.hints else ""
-        yield Rect(frame.left + start * frame.scale, y + frame.lane - 3, (end - start) * frame.scale, 3, "ink", hint)
+        yield Rect(
+            frame.left + start * frame.scale,
+            y + frame.lane - 3,
+            (end - start) * frame.scale,
+            3,
+            "ink",
+            hint,
+        )
 
 
 def _hint(bar: Bar, scene: Scene) -> str:
     text = f"{bar.action}: {labels.number(bar.start)} to {labels.time(bar.end, scene)}"
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
-        text += f", waited {labels.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"
+        text += (
+            f", waited {labels.number(bar.wait)} for "
+            f"{scene.lanes[rank].bars[position].action} of rank {rank}"
+        )
     if scene.against:
         text += f"; {labels.shift(bar.shift, scene)}"
     return text
 
 
 def _curve(lane: Lane, most: float, frame: _Frame, y: float, dense: bool) -> Iterator[Shape]:
-    """What a rank holds, below its lane, as an area with a line over it; all ranks have one scale."""
+    """What a rank holds, below its lane, as an area with a line over it; all ranks have one
+    scale.
+    """
     curve = envelope(lane.curve, 2 / frame.scale) if dense else lane.curve
     if not curve or most <= 0:
         return
@@ -207,9 +255,11 @@ def _curve(lane: Lane, most: float, frame: _Frame, y: float, dense: bool) -> Ite
     yield Path(tuple(points), "curve", 0.8)
 
 
-# ---- over the lanes -------------------------------------------------------------------------------------------------
+# ---- over the lanes ----
 def _messages(scene: Scene, frame: _Frame, y: float, pitch: float) -> Iterator[Shape]:
-    """A thin line from the end of an action to the start of the one that takes its result, from lane edge to edge."""
+    """A thin line from the end of an action to the start of the one that takes its result, from
+    lane edge to edge.
+    """
     for rank, k, other, at in messages(scene.lanes):
         start, end = scene.lanes[rank].bars[k].end, scene.lanes[other].bars[at].start
         if end >= start:
@@ -225,12 +275,15 @@ def _critical(scene: Scene, frame: _Frame, y: float, pitch: float) -> Iterator[S
     for rank, k in scene.critical:
         bar = scene.lanes[rank].bars[k]
         at = y + rank * pitch + frame.lane - 1.5
-        points += [(frame.left + bar.start * frame.scale, at), (frame.left + bar.end * frame.scale, at)]
+        points += [
+            (frame.left + bar.start * frame.scale, at),
+            (frame.left + bar.end * frame.scale, at),
+        ]
     if points:
         yield Path(tuple(points), "mark", 2.2)
 
 
-# ---- the legend -----------------------------------------------------------------------------------------------------
+# ---- the legend ----
 class _Item(NamedTuple):
     """An entry of the legend: its swatches as (key, height share, letter), and its text."""
 
@@ -263,7 +316,9 @@ def _items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]
         yield _Item([("message-line", 0.1, "")], "message")
 
 
-def _legend(shapes: list[Shape], scenes: Sequence[Scene], frame: _Frame, look: Look, y: float) -> float:
+def _legend(
+    shapes: list[Shape], scenes: Sequence[Scene], frame: _Frame, look: Look, y: float
+) -> float:
     """The legend, in as many lines as it needs; returns where it ends."""
     first = 12 if frame.short else frame.left
     x: float = first

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A still picture as a PDF file of one page, with Helvetica, which every reader has. It knows shapes, not timelines.
+"""A still picture as a PDF file of one page, with Helvetica, which every reader has. It knows
+shapes, not timelines.
 
-A file is a list of numbered objects and a table of their places: a catalogue, a page, its contents, two fonts and one
-state per opacity. Its y axis points up.
+A file is a list of numbered objects and a table of their places: a catalogue, a page, its contents,
+two fonts and one state per opacity. Its y axis points up.
 """
 
 from __future__ import annotations
@@ -28,19 +29,28 @@ def paint(scenes: Sequence[Scene], look: Look | None = None) -> bytes:
 def write(drawn: Page, dark: bool = False) -> bytes:
     """A page as PDF, for light or for dark paper."""
     states = sorted({shape.opacity for shape in drawn.shapes if isinstance(shape, Path)} | {1.0})
-    contents = zlib.compress("\n".join(_contents(drawn, dark, states)).encode("cp1252", "replace"), 9)
+    contents = zlib.compress(
+        "\n".join(_contents(drawn, dark, states)).encode("cp1252", "replace"), 9
+    )
     size = f"{drawn.width * POINT:.2f} {drawn.height * POINT:.2f}"
     opacities = " ".join(f"/G{k} <</ca {value:g} /CA {value:g}>>" for k, value in enumerate(states))
-    fonts = [f"<</Type /Font /Subtype /Type1 /BaseFont /{name} /Encoding /WinAnsiEncoding>>".encode()
-             for name in ("Helvetica", "Helvetica-Bold")]  # fmt: skip
+    fonts = [
+        f"<</Type /Font /Subtype /Type1 /BaseFont /{name} /Encoding /WinAnsiEncoding>>".encode()
+        for name in ("Helvetica", "Helvetica-Bold")
+    ]
     resources = f"<</Font <</F0 5 0 R /F1 6 0 R>> /ExtGState <<{opacities}>>>>"
-    return _file([
-        b"<</Type /Catalog /Pages 2 0 R>>",
-        b"<</Type /Pages /Kids [3 0 R] /Count 1>>",
-        f"<</Type /Page /Parent 2 0 R /MediaBox [0 0 {size}] /Contents 4 0 R /Resources {resources}>>".encode(),
-        f"<</Length {len(contents)} /Filter /FlateDecode>>\nstream\n".encode() + contents + b"\nendstream",
-        *fonts,
-    ])  # fmt: skip
+    return _file(
+        [
+            b"<</Type /Catalog /Pages 2 0 R>>",
+            b"<</Type /Pages /Kids [3 0 R] /Count 1>>",
+            f"<</Type /Page /Parent 2 0 R /MediaBox [0 0 {size}] /Contents 4 0 R /Resources "
+            f"{resources}>>".encode(),
+            f"<</Length {len(contents)} /Filter /FlateDecode>>\nstream\n".encode()
+            + contents
+            + b"\nendstream",
+            *fonts,
+        ]
+    )
 
 
 def _file(objects: Sequence[bytes]) -> bytes:
@@ -53,7 +63,8 @@ def _file(objects: Sequence[bytes]) -> bytes:
     table = "".join(f"{place:010d} 00000 n \n" for place in places)
     count = len(objects) + 1
     end = (
-        f"xref\n0 {count}\n0000000000 65535 f \n{table}trailer\n<</Size {count} /Root 1 0 R>>\nstartxref\n{len(data)}\n"
+        f"xref\n0 {count}\n0000000000 65535 f \n{table}trailer\n<</Size {count} /Root 1 0 "
+        f"R>>\nstartxref\n{len(data)}\n"
     )
     return data + end.encode() + b"%%EOF\n"
 
@@ -64,13 +75,19 @@ def _contents(drawn: Page, dark: bool, states: Sequence[float]) -> Iterator[str]
     for shape in (paper, *drawn.shapes):
         colour = " ".join(f"{part / 255:.3g}" for part in rgb(colour_of(shape, drawn.shades, dark)))
         if isinstance(shape, Rect):
-            yield f"{colour} rg {_n(shape.x)} {_n(shape.y)} {_n(shape.width)} {_n(shape.height)} re f"
+            yield (
+                f"{colour} rg {_n(shape.x)} {_n(shape.y)} {_n(shape.width)} {_n(shape.height)} re f"
+            )
         elif isinstance(shape, Text):
             yield f"{colour} rg {_text(shape)}"
         else:
             points = [f"{_n(x)} {_n(y)}" for x, y in shape.points]
             outline = f"{points[0]} m " + " ".join(f"{point} l" for point in points[1:])
-            end = f"{colour} RG {_n(shape.width)} w {outline} S" if shape.width else f"{colour} rg {outline} h f"
+            end = (
+                f"{colour} RG {_n(shape.width)} w {outline} S"
+                if shape.width
+                else f"{colour} rg {outline} h f"
+            )
             yield f"q /G{states.index(shape.opacity)} gs {end} Q"
 
 

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from PIL import Image, ImageDraw, ImageFont
 
 MOST_PIXELS = 12_000_000
-_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}  #: of a layout -> Pillow's, each on the baseline
+_ANCHORS = {
+    "start": "ls",
+    "middle": "ms",
+    "end": "rs",
+}  #: of a layout -> Pillow's, each on the baseline
 
 
 def paint(scenes: Sequence[Scene], look: Look | None = None) -> bytes:
-    """The file's bytes, two pixels to a layout unit for sharp screens, one where the picture is very large."""
+    """The file's bytes, two pixels to a layout unit for sharp screens, one where the picture is
+    very large.
+    """
     look = look or Look()
     drawn = page(scenes, look)
     return write(drawn, 2 if 4 * drawn.width * drawn.height <= MOST_PIXELS else 1, bool(look.dark))
@@ -37,7 +43,9 @@ def write(drawn: Page, scale: int, dark: bool = False) -> bytes:
         raise FpipeError(
             "a .png needs Pillow; pip install '.[pictures]' in a checkout of fpipe, or write .svg"
         ) from error
-    image = Image.new("RGB", (round(drawn.width * scale), round(drawn.height * scale)), palette(1, dark)["paper"])
+    image = Image.new(
+        "RGB", (round(drawn.width * scale), round(drawn.height * scale)), palette(1, dark)["paper"]
+    )
     canvas = ImageDraw.Draw(image)
     for shape in drawn.shapes:
         colour = colour_of(shape, drawn.shades, dark)
@@ -48,7 +56,9 @@ def write(drawn: Page, scale: int, dark: bool = False) -> bytes:
         else:
             _path(image, canvas, shape, scale, colour)
     file = BytesIO()
-    image.save(file, "PNG", dpi=(72 * scale, 72 * scale))  # so that it is shown at the layout's size
+    image.save(
+        file, "PNG", dpi=(72 * scale, 72 * scale)
+    )  # so that it is shown at the layout's size
     return file.getvalue()
 
 
@@ -65,8 +75,12 @@ def _text(canvas: ImageDraw.ImageDraw, t: Text, scale: int, colour: str) -> None
     canvas.text(place, t.text, colour, _font(t.size * scale), _ANCHORS[t.anchor], stroke_width=bold)
 
 
-def _path(image: Image.Image, canvas: ImageDraw.ImageDraw, p: Path, scale: int, colour: str) -> None:
-    """A line, or an area of steps, at whole pixels; one that is not opaque is mixed with what it covers."""
+def _path(
+    image: Image.Image, canvas: ImageDraw.ImageDraw, p: Path, scale: int, colour: str
+) -> None:
+    """A line, or an area of steps, at whole pixels; one that is not opaque is mixed with what it
+    covers.
+    """
     if p.width:
         points = [(x * scale, y * scale) for x, y in p.points]
         if p.opacity == 1:
@@ -75,14 +89,18 @@ def _path(image: Image.Image, canvas: ImageDraw.ImageDraw, p: Path, scale: int, 
     else:
         points = [(round(x * scale), round(y * scale)) for x, y in p.points]
         if p.opacity == 1:
-            for (x, y), (right, _) in pairwise(points):  # of a polygon, Pillow draws the right and lower edges too
+            for (x, y), (right, _) in pairwise(
+                points
+            ):  # of a polygon, Pillow draws the right and lower edges too
                 if right > x and points[0][1] > y:
                     canvas.rectangle((x, y, right - 1, points[0][1] - 1), colour)
             return
     _mixed(image, points, p, scale, colour)
 
 
-def _mixed(image: Image.Image, points: Sequence[tuple[float, float]], p: Path, scale: int, colour: str) -> None:
+def _mixed(
+    image: Image.Image, points: Sequence[tuple[float, float]], p: Path, scale: int, colour: str
+) -> None:
     from PIL import Image, ImageDraw
 
     left, top = int(min(x for x, _ in points)) - 2, int(min(y for _, y in points)) - 2

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contents of a picture: bars in lanes, their shades, and the figures beside them.
 
-``Drawable`` is the interface of a timeline, simulated or measured; :func:`scenes` turns timelines into ``Scene``, plain
-data that every format reads. Nothing here depends on the source of the times, or on schedules.
+``Drawable`` is the interface of a timeline, simulated or measured; :func:`scenes` turns timelines
+into ``Scene``, plain data that every format reads. Nothing here depends on the source of the times,
+or on schedules.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .text_width import text_width
 
 
 class Drawable(Protocol):
-    """What pictures need of a timeline. ``fpipe.Timeline`` has it; another class that has it can be drawn too."""
+    """What pictures need of a timeline. ``fpipe.Timeline`` has it; another class that has it can be
+    drawn too.
+    """
 
     @property
     def name(self) -> str:
@@ -112,20 +115,28 @@ class Scene:
 
     @cached_property
     def cell(self) -> float:
-        """The length of a short bar: the shortest without the shortest twentieth; 1 if no bar has a length, so that a
-        scale always exists."""
-        lengths = sorted(bar.end - bar.start for lane in self.lanes for bar in lane.bars if bar.end > bar.start)
+        """The length of a short bar: the shortest without the shortest twentieth; 1 if no bar has a
+        length, so that a scale always exists.
+        """
+        lengths = sorted(
+            bar.end - bar.start for lane in self.lanes for bar in lane.bars if bar.end > bar.start
+        )
         return lengths[len(lengths) // 20] if lengths else 1.0
 
     @cached_property
     def work(self) -> float:
         """The time that a rank is busy, on average."""
-        return sum(bar.end - bar.start for lane in self.lanes for bar in lane.bars) / max(len(self.lanes), 1)
+        return sum(bar.end - bar.start for lane in self.lanes for bar in lane.bars) / max(
+            len(self.lanes), 1
+        )
 
     @cached_property
     def stages(self) -> int:
         """The most stages that a rank has."""
-        return max(len({part.stage for bar in lane.bars for part in bar.action.parts}) for lane in self.lanes)
+        return max(
+            len({part.stage for bar in lane.bars for part in bar.action.parts})
+            for lane in self.lanes
+        )
 
     @cached_property
     def lengths(self) -> dict[str, tuple[float, float]]:
@@ -142,15 +153,27 @@ class Scene:
     @cached_property
     def holds(self) -> tuple[float, float]:
         """The least and the greatest amount by which what a rank holds grows at once."""
-        steps = [b - a for lane in self.lanes for a, b in pairwise([0.0, *(held for _, held in lane.curve)]) if b > a]
+        steps = [
+            b - a
+            for lane in self.lanes
+            for a, b in pairwise([0.0, *(held for _, held in lane.curve)])
+            if b > a
+        ]
         return (min(steps), max(steps)) if steps else (0.0, 0.0)
 
     @cached_property
     def idle(self) -> dict[str, float]:
-        """cause -> the share of the time of all ranks, from the first start of all to the last end of all."""
+        """cause -> the share of the time of all ranks, from the first start of all to the last end
+        of all.
+        """
         whole = self.total * len(self.lanes) or 1.0
-        found = {cause: sum(g.end - g.start for lane in self.lanes for g in lane.gaps if g.cause == cause) / whole
-                 for cause in CAUSES}  # fmt: skip
+        found = {
+            cause: sum(
+                g.end - g.start for lane in self.lanes for g in lane.gaps if g.cause == cause
+            )
+            / whole
+            for cause in CAUSES
+        }
         return {cause: share for cause, share in found.items() if share > 5e-4}
 
     @cached_property
@@ -161,7 +184,12 @@ class Scene:
     @cached_property
     def _short(self) -> set[str]:
         """The texts of the actions that are about as short as ``cell``, with all digits alike."""
-        short = (bar.action.parts for lane in self.lanes for bar in lane.bars if bar.end - bar.start < 1.5 * self.cell)
+        short = (
+            bar.action.parts
+            for lane in self.lanes
+            for bar in lane.bars
+            if bar.end - bar.start < 1.5 * self.cell
+        )
         return {str(part).translate(_ALIKE) for parts in short for part in parts}
 
     def widest_name(self, detail: int) -> float:
@@ -177,7 +205,8 @@ _ALIKE = str.maketrans("0123456789", "8888888888")
 
 
 def name(part: Action | str, detail: int) -> str:
-    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its letter, 0 nothing.
+    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its
+    letter, 0 nothing.
 
     >>> [name(Action(3, "F", 2), detail) for detail in (3, 2, 1, 0)]
     ['3F2', 'F2', '2', '']
@@ -190,15 +219,18 @@ def name(part: Action | str, detail: int) -> str:
 def scenes(timelines: Drawable | Sequence[Drawable]) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
-    Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as one simulated with
-    costs of 1, is stretched beside those with a unit until both have worked as long; ``one`` is the factor.
+    Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as
+    one simulated with costs of 1, is stretched beside those with a unit until both have worked as
+    long; ``one`` is the factor.
     """
     drawn = [*timelines] if isinstance(timelines, Sequence) else [timelines]
     if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
     units = {timeline.unit for timeline in drawn} - {""}
     if len(units) > 1:
-        raise FpipeError(f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit")
+        raise FpipeError(
+            f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit"
+        )
     lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in drawn]
     measured = [spans for timeline, spans in zip(drawn, lanes, strict=True) if timeline.unit]
     unit, factor = units.pop() if units else "", 1.0
@@ -209,7 +241,11 @@ def scenes(timelines: Drawable | Sequence[Drawable]) -> tuple[Scene, ...]:
     result = []
     for timeline, spans in zip(drawn, lanes, strict=True):
         stretch = worked / _worked(spans) if unit and not timeline.unit and _worked(spans) else 1.0
-        result.append(_scene(timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0))
+        result.append(
+            _scene(
+                timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0
+            )
+        )
     return tuple(result)
 
 
@@ -228,18 +264,26 @@ def _extent(lanes: Sequence[Sequence[Span]]) -> tuple[float, float]:
     return min(starts, default=0.0), max(ends, default=0.0)
 
 
-def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, factor: float, one: float) -> Scene:
-    """The scene of a timeline, its times multiplied by ``factor`` and counted from the first start."""
+def _scene(
+    timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, factor: float, one: float
+) -> Scene:
+    """The scene of a timeline, its times multiplied by ``factor`` and counted from the first
+    start.
+    """
     first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
     curves = [_steps(timeline.curve(rank)) for rank in range(timeline.ranks)]
-    links: Sequence[Sequence[tuple[float, float, str]]] = getattr(timeline, "carried", ()) or [()] * timeline.ranks
+    links: Sequence[Sequence[tuple[float, float, str]]] = (
+        getattr(timeline, "carried", ()) or [()] * timeline.ranks
+    )
     lanes = []
     for lane, curve, link in zip(spans, curves, links, strict=True):
         bubble = 1 - _worked([lane]) / timeline.span if timeline.span else 0.0
         held = tuple(((time - first) * factor, amount) for time, amount in curve)
         peak = max((amount for _, amount in curve), default=0.0)
-        carried = tuple(((start - first) * factor, (end - first) * factor, what) for start, end, what in link)
+        carried = tuple(
+            ((start - first) * factor, (end - first) * factor, what) for start, end, what in link
+        )
         bars = tuple(_bars(timeline, lane, first, factor, shade_of))
         lanes.append(Lane(bars, max(bubble, 0.0), peak, held, carried))
     total = (last - first) * factor
@@ -252,33 +296,45 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, facto
         span=timeline.span * factor,
         bubble=timeline.bubble,
         unit=unit,
-        memory_unit="bytes" if max((lane.peak for lane in lanes), default=0.0) >= 4096 else "",  # or activations
+        memory_unit="bytes"
+        if max((lane.peak for lane in lanes), default=0.0) >= 4096
+        else "",  # or activations
         shades=shades,
         one=one,
     )
 
 
-def _bars(timeline: Drawable, spans: Sequence[Span], zero: float, factor: float, shade_of: _ShadeOf) -> Iterator[Bar]:
+def _bars(
+    timeline: Drawable, spans: Sequence[Span], zero: float, factor: float, shade_of: _ShadeOf
+) -> Iterator[Bar]:
     for span in spans:
         waited = timeline.waited_for(span.rank, span.position)
-        cause, wait = (None, 0.0) if waited is None else ((waited.rank, waited.position), waited.time)
+        cause, wait = (
+            (None, 0.0) if waited is None else ((waited.rank, waited.position), waited.time)
+        )
         shades = tuple(shade_of(span.rank, part) for part in span.action.parts)
         start, end = (span.start - zero) * factor, (span.end - zero) * factor
         yield Bar(span.action, start, end, shades, cause, max(wait, 0.0) * factor)
 
 
 def _steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without dips of no length, where one action frees memory at the moment at which the next one takes it."""
-    return [point for point, then in pairwise(curve) if point[0] < then[0] or point[1] > then[1]] + list(curve[-1:])
+    """Without dips of no length, where one action frees memory at the moment at which the next one
+    takes it.
+    """
+    return [
+        point for point, then in pairwise(curve) if point[0] < then[0] or point[1] > then[1]
+    ] + list(curve[-1:])
 
 
-# ---- shades ---------------------------------------------------------------------------------------------------------
+# ---- shades ----
 _ShadeOf: TypeAlias = Callable[[int, Action], int]
 
 
 def _shading(rows: Sequence[Row]) -> tuple[_ShadeOf, int]:
-    """A shade for each action: the number of its stage among the chunks of its rank, counted for each path. A measured
-    timeline may lack actions; then the number is counted among the stages that the rank ran."""
+    """A shade for each action: the number of its stage among the chunks of its rank, counted for
+    each path. A measured timeline may lack actions; then the number is counted among the stages
+    that the rank ran.
+    """
     try:
         placement = Placement.from_rows(rows)
     except ScheduleError:
@@ -287,6 +343,10 @@ def _shading(rows: Sequence[Row]) -> tuple[_ShadeOf, int]:
     shades: list[dict[tuple[int, int], int]] = []  # by path: (rank, stage) -> shade
     base = 0
     for path in placement.paths:
-        shades.append({(rank, stage): base + path[:stage].count(rank) for stage, rank in enumerate(path)})
+        shades.append(
+            {(rank, stage): base + path[:stage].count(rank) for stage, rank in enumerate(path)}
+        )
         base += max(map(path.count, path))
-    return (lambda rank, a: shades[placement.path_index(a.microbatch)].get((rank, a.stage), 0)), base
+    return (
+        lambda rank, a: shades[placement.path_index(a.microbatch)].get((rank, a.stage), 0)
+    ), base

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a still picture consists of: rectangles, paths and lines of text. ``page`` arranges them; ``.svg``, ``.png`` and
-``.pdf`` write them.
+"""What a still picture consists of: rectangles, paths and lines of text. ``page`` arranges them;
+``.svg``, ``.png`` and ``.pdf`` write them.
 
-A colour is a key of ``colours.palette``, so that a picture can be written for light and for dark paper. The unit is the
-pixel of a plain screen.
+A colour is a key of ``colours.palette``, so that a picture can be written for light and for dark
+paper. The unit is the pixel of a plain screen.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Rect(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text: ``x`` is its left end, middle or right end by ``anchor``, ``y`` its baseline; ``on`` is the
-    colour under it if that is not the paper, and ``space`` the width that it may take, if its typeface is wider."""
+    """A line of text: ``x`` is its left end, middle or right end by ``anchor``, ``y`` its baseline;
+    ``on`` is the colour under it if that is not the paper, and ``space`` the width that it may
+    take, if its typeface is wider.
+    """
 
     x: float
     y: float
@@ -53,7 +55,9 @@ Shape: TypeAlias = Rect | Text | Path
 
 
 class Page(NamedTuple):
-    """A picture: its size, its shapes, the later ones over the earlier, and how many shades its colours have."""
+    """A picture: its size, its shapes, the later ones over the earlier, and how many shades its
+    colours have.
+    """
 
     width: float
     height: float
@@ -65,10 +69,11 @@ class Page(NamedTuple):
 class Look:
     """What a picture shows beside the actions, and for which paper and width it is drawn.
 
-    ``difference`` colours the actions of all timelines but the first by how much earlier or later they end than there.
+    ``difference`` colours the actions of all timelines but the first by how much earlier or later
+    they end than there.
 
-    ``dark`` is None for a picture that follows its reader, or light where a format cannot. ``width`` is in pixels; by
-    default it follows from the length of the timeline.
+    ``dark`` is None for a picture that follows its reader, or light where a format cannot.
+    ``width`` is in pixels; by default it follows from the length of the timeline.
     """
 
     memory: bool = True

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A still picture as SVG text, which follows its reader's light or dark mode. It knows shapes, not timelines."""
+"""A still picture as SVG text, which follows its reader's light or dark mode. It knows shapes, not
+timelines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 def paint(scenes: Sequence[Scene], look: Look | None = None) -> str:
     """The file's text; an action's name and times show under the mouse."""
     look = look or Look()
-    return write(page(scenes, look), alt="; ".join(scene.name or "schedule" for scene in scenes), dark=look.dark)
+    return write(
+        page(scenes, look),
+        alt="; ".join(scene.name or "schedule" for scene in scenes),
+        dark=look.dark,
+    )
 
 
 def inline(scenes: Sequence[Scene], look: Look | None = None) -> str:
@@ -33,17 +39,23 @@ def inline(scenes: Sequence[Scene], look: Look | None = None) -> str:
 
 
 def write(drawn: Page, *, alt: str = "", dark: bool | None = None, own: str = "") -> str:
-    """A page as SVG, for light, dark or the reader's paper; ``own`` is an id that its style is bound to."""
+    """A page as SVG, for light, dark or the reader's paper; ``own`` is an id that its style is
+    bound to.
+    """
     width, height = _n(drawn.width), _n(drawn.height)
     place = f'id="{own}"' if own else 'style="max-width:100%;height:auto"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}" '
         f'font-family="{FONT}" role="img" {place}>',
         f"<title>{escape(_clean(alt))}</title>",
         f"<style>{''.join(_style(drawn, dark, f'#{own} ' if own else ''))}</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="8"/>',
     ]
-    kind = lambda shape: isinstance(shape, Path) and shape.width > 0 and shape[1:]
+
+    def kind(shape):
+        return isinstance(shape, Path) and shape.width > 0 and shape[1:]
+
     for line, group in groupby(drawn.shapes, kind):
         shapes = list(group)  # thousands of lines of one kind, such as messages, are one element
         lines += [_path(*cast("list[Path]", shapes))] if line else map(_shape, shapes)
@@ -65,7 +77,10 @@ def _style(drawn: Page, dark: bool | None, scope: str) -> Iterator[str]:
             what = "fill:none;stroke" if isinstance(shape, Path) and shape.width else "fill"
             yield f"{scope}.{key}{{{what}:{colour_of(shape, drawn.shades, dark)}}}"
 
-    yield f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}{scope}.m{{text-anchor:middle}}"
+    yield (
+        f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}"
+        f"{scope}.m{{text-anchor:middle}}"
+    )
     yield f"{scope}.e{{text-anchor:end}}"
     yield from rules(bool(dark))
     if dark is None:
@@ -79,7 +94,10 @@ def _shape(shape: Shape) -> str:
 
 
 def _rect(r: Rect) -> str:
-    head = f'<rect class="{r.colour}" x="{_n(r.x)}" y="{_n(r.y)}" width="{_n(r.width)}" height="{_n(r.height)}"'
+    head = (
+        f'<rect class="{r.colour}" x="{_n(r.x)}" y="{_n(r.y)}" width="{_n(r.width)}" '
+        f'height="{_n(r.height)}"'
+    )
     return f"{head}><title>{escape(_clean(r.hint))}</title></rect>" if r.hint else f"{head}/>"
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline as text: lanes of labelled cells that fit the width, in colour or in plain ASCII.
 
-The width decides the labels: full names (``3F2``) if the picture stays small, then op and microbatch (``F2``), then, in
-colour, the microbatch alone. A picture longer than a line is cut into panels, one under the other, like lines of
-music; one that would fill too many screens becomes an overview, in which a column shows the op that takes most of its
-time. Plain text is ASCII; there the second chunk of a rank has small letters.
+The width decides the labels: full names (``3F2``) if the picture stays small, then op and
+microbatch (``F2``), then, in colour, the microbatch alone. A picture longer than a line is cut into
+panels, one under the other, like lines of music; one that would fill too many screens becomes an
+overview, in which a column shows the op that takes most of its time. Plain text is ASCII; there the
+second chunk of a rank has small letters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .colours import fill, ink, mix, of_256, palette, rgb
 from .lanes import Lane
 from .scene import Scene, name
 
-#: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is short enough is drawn
+#: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
+#: short enough is drawn
 COLOURED = ((3, 0), (2, 0), (1, 0), (3, 12), (2, 50), (1, 60), (2, 130), (1, 320))
 PLAIN = ((3, 0), (3, 24), (2, 50), (2, 400))
 PLAIN_ONE_CHUNK = ((3, 0), (2, 0), *PLAIN[1:])
@@ -34,7 +36,9 @@ Cell = tuple[str, Style]
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a picture is laid out: ``scale`` columns per unit of time, ``columns`` to a panel, ``panels`` of them."""
+    """How a picture is laid out: ``scale`` columns per unit of time, ``columns`` to a panel,
+    ``panels`` of them.
+    """
 
     detail: int
     scale: float
@@ -44,7 +48,9 @@ class _Plan:
 
 
 def paint(scenes: Sequence[Scene], look: object = None, width: int = 160, colour: int = 0) -> str:
-    """The text of a picture ``width`` columns wide in ``colour`` 0 (none), 8 (256 colours) or 24 bits."""
+    """The text of a picture ``width`` columns wide in ``colour`` 0 (none), 8 (256 colours) or 24
+    bits.
+    """
     plan = _plan(scenes, width, bool(colour))
     rows = [[_row(lane, scene, plan, bool(colour)) for lane in scene.lanes] for scene in scenes]
     last = ceil(max(scene.total for scene in scenes) * plan.scale - 1e-9)
@@ -62,17 +68,21 @@ def paint(scenes: Sequence[Scene], look: object = None, width: int = 160, colour
                 label = f"rank {rank}" if plan.margin > 6 else str(rank)
                 lines.append(label.ljust(plan.margin) + _ansi(row[first:stop], colour))
                 if lane.carried:
-                    lines.append("  link".ljust(plan.margin)[: plan.margin] + _link(lane, plan, first, stop))
+                    lines.append(
+                        "  link".ljust(plan.margin)[: plan.margin] + _link(lane, plan, first, stop)
+                    )
     lines.append("")
     for scene in scenes:
-        figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
+        figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(
+            scene
+        )
         for text in (figures, labels.idle(scene), labels.note(scene)):
             lines += wrap(text, width, subsequent_indent="  ")
     lines += _legend(scenes, plan, width, colour)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-# ---- layout ---------------------------------------------------------------------------------------------------------
+# ---- layout ----
 def _plan(scenes: Sequence[Scene], width: int, colour: bool) -> _Plan:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
@@ -82,23 +92,33 @@ def _plan(scenes: Sequence[Scene], width: int, colour: bool) -> _Plan:
     shades = max(scene.shades for scene in scenes)
     for detail, budget in COLOURED if colour else PLAIN if shades > 1 else PLAIN_ONE_CHUNK:
         need = max(len(name) for scene in scenes for name in scene.short_names(detail)) + 1
-        panels = ceil(end / cell * need / (columns // need * need) - 1e-9) if columns >= need else budget + 1
+        panels = (
+            ceil(end / cell * need / (columns // need * need) - 1e-9)
+            if columns >= need
+            else budget + 1
+        )
         if panels <= 1:
             return _Plan(detail, _filling(end, cell, columns), columns, 1, margin)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
-            even = ceil(end / cell / panels - 1e-9) * need  # panels of one length, cut between cells
+            even = (
+                ceil(end / cell / panels - 1e-9) * need
+            )  # panels of one length, cut between cells
             return _Plan(detail, need / cell, even, panels, margin)
     return _Plan(0, columns / end if end else 1.0, columns, 1, margin)
 
 
 def _filling(end: float, cell: float, columns: int) -> float:
-    """The scale of a picture in one panel: whole columns per cell where they fill most of the width."""
+    """The scale of a picture in one panel: whole columns per cell where they fill most of the
+    width.
+    """
     most = columns * cell / end if end else WIDEST_CELL
     return min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
 
 
 def _axis(plan: _Plan, first: int, stop: int) -> str:
-    """Numbers above the columns ``first`` to ``stop``, each standing over the column of its time."""
+    """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
+    time.
+    """
     step = labels.step_of(8 / plan.scale)
     line = " " * plan.margin
     tick = ceil(first / plan.scale / step - 1e-9)
@@ -111,7 +131,7 @@ def _axis(plan: _Plan, first: int, stop: int) -> str:
     return line
 
 
-# ---- one lane -------------------------------------------------------------------------------------------------------
+# ---- one lane ----
 def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
     if plan.detail == 0:
         return _overview(lane, scene, plan, colour)
@@ -124,9 +144,13 @@ def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
             b = start + (stop - start) * (k + 1) // len(parts)
             label = name(part, plan.detail)
             if colour:
-                row[a:b] = _coloured(label, a, b, palette(scene.shades)[scene.key(part.op, shade)], plan.columns)
+                row[a:b] = _coloured(
+                    label, a, b, palette(scene.shades)[scene.key(part.op, shade)], plan.columns
+                )
             else:
-                label = label.lower() if shade % 2 and plan.detail < 3 and not scene.against else label
+                label = (
+                    label.lower() if shade % 2 and plan.detail < 3 and not scene.against else label
+                )
                 row[a:b] = _plain(label, a, b, " " if part is parts[-1] else "&", plan.columns)
     return row
 
@@ -135,13 +159,18 @@ def _link(lane: Lane, plan: _Plan, first: int, stop: int) -> str:
     """What a rank's link carries, under its lane."""
     row = [" "] * (plan.columns * plan.panels + 1)
     for start, end, _ in lane.carried:
-        a, b = round(start * plan.scale), min(max(round(end * plan.scale), round(start * plan.scale) + 1), len(row))
+        a, b = (
+            round(start * plan.scale),
+            min(max(round(end * plan.scale), round(start * plan.scale) + 1), len(row)),
+        )
         row[a:b] = ">" * (b - a)
     return "".join(row[first:stop])
 
 
 def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
-    """The larger piece of a bar that the edge of a panel cuts, counted from its start; all of one that it does not."""
+    """The larger piece of a bar that the edge of a panel cuts, counted from its start; all of one
+    that it does not.
+    """
     cut = (a // columns + 1) * columns
     if cut >= b:
         return 0, b - a
@@ -163,7 +192,9 @@ def _coloured(label: str, a: int, b: int, ground: str, columns: int) -> list[Cel
 
 
 def _plain(label: str, a: int, b: int, end: str, columns: int) -> list[Cell]:
-    """A bar in ASCII: its label, dashes, and at its end a blank, or ``&`` between the parts of a fused one."""
+    """A bar in ASCII: its label, dashes, and at its end a blank, or ``&`` between the parts of a
+    fused one.
+    """
     if a >= b:
         return []
     low, high = _piece(a, b, columns)
@@ -177,7 +208,12 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
     if not colour:
         shown = _dominant(lane, plan.columns, plan.scale)
         return [
-            ("." if one is None else (one[0].lower() if one[1] % 2 and not scene.against else one[0]), None)
+            (
+                "."
+                if one is None
+                else (one[0].lower() if one[1] % 2 and not scene.against else one[0]),
+                None,
+            )
             for one in shown
         ]
     halves = _dominant(lane, 2 * plan.columns, 2 * plan.scale)
@@ -192,8 +228,10 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
 
 
 def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int] | None]:
-    """For each column the (op, shade) to show, or None for idle: the one with most time not yet shown. So an op that
-    takes a third of the time gets a third of the columns, and short ones appear too."""
+    """For each column the (op, shade) to show, or None for idle: the one with most time not yet
+    shown. So an op that takes a third of the time gets a third of the columns, and short ones
+    appear too.
+    """
     owed: dict[tuple[str, int] | None, float] = defaultdict(float)
     for length, idle, running in lane.columns(columns, scale):
         here: dict[tuple[str, int] | None, float] = defaultdict(float)
@@ -202,14 +240,18 @@ def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int
         here[None] = idle
         for what, time in here.items():
             owed[what] += time
-        shown = max((what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None)
+        shown = max(
+            (what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None
+        )
         owed[shown] -= length
         yield shown
 
 
-# ---- colours --------------------------------------------------------------------------------------------------------
+# ---- colours ----
 def _ansi(cells: Sequence[Cell], bits: int) -> str:
-    """Cells of one style as one run: the codes of its colours, its text, and a reset before cells without a style."""
+    """Cells of one style as one run: the codes of its colours, its text, and a reset before cells
+    without a style.
+    """
     text = ""
     for style, run in groupby(cells, itemgetter(1)):
         reset = "\x1b[0m" if text and style is None else ""
@@ -237,7 +279,12 @@ def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list
     for scene in scenes if bits else ():
         for tints, word in labels.tints(scene):
             swatch = [(" ", ("", palette(1)[f"t{tint}"])) for tint in tints]
-            items.append((_ansi(swatch, bits) + f" {word}"[: max(width - len(swatch), 0)], len(swatch) + len(word) + 1))
+            items.append(
+                (
+                    _ansi(swatch, bits) + f" {word}"[: max(width - len(swatch), 0)],
+                    len(swatch) + len(word) + 1,
+                )
+            )
     if not bits and max(scene.shades for scene in scenes) == 2 and plan.detail < 3:
         note = "small letters: a rank's other stage"[:width]
         items.append((note, len(note)))
