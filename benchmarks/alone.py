@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import fpipe
-from fpipe.running.calls import value_and_grad
-from fpipe.running.loop import WATCH
-from fpipe.running.profile.profiling import whole
-from fpipe.schedules.actions import plain
+from fpipe.actions.action import plain
+from fpipe.engine.calls import value_and_grad
+from fpipe.engine.execute import WATCH
+from fpipe.engine.profile.profiling import whole
 
 
 class Alone:

@@ -22,12 +22,12 @@ from torch import Tensor
 import fpipe
 from benchmarks.command import options, save
 from benchmarks.measure import ratio
+from fpipe.actions.action import Action
+from fpipe.actions.costs import Costs
+from fpipe.actions.simulation import simulate_rows
+from fpipe.engine.profile.profiling import Profile
 from fpipe.generators import make_schedule
-from fpipe.running.profile.profiling import Profile
 from fpipe.schedule import Schedule
-from fpipe.schedules.actions import Action
-from fpipe.schedules.costs import Costs
-from fpipe.schedules.simulation import simulate_rows
 
 SIMULATED = ("1F1B", "ZB1P", "ZBH2", "ZBVZeroBubble")
 MEASURED = ("ZBH2", "ZBVZeroBubble")

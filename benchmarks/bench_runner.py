@@ -14,7 +14,7 @@ import torch
 import fpipe
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.running import steps as runner
+from fpipe.engine import steps as runner
 
 NAMES = (
     "GPipe",

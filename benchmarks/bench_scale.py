@@ -25,9 +25,9 @@ import fpipe
 from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.plans.lowering import lower
-from fpipe.plans.plan import LoweringInput, ProgramSet
-from fpipe.plans.value_graph import Interface, ValueGraph
+from fpipe.lowering.lower import lower
+from fpipe.lowering.plan import LoweringInput, ProgramSet
+from fpipe.lowering.value_graph import Interface, ValueGraph
 from fpipe.programs.losses import loss_stage
 from fpipe.programs.stage_programs import Programs
 from fpipe.programs.trace_cache import Signature, programs_of

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command import options, save
+from fpipe.actions.timeline import Timeline
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
-from fpipe.schedules.timeline import Timeline
 
 STEPS = ("make", "check", "simulate", "figures")
 

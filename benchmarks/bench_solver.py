@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from benchmarks.command import options, save
 from fpipe import Costs, Schedule, ScheduleError, make_schedule, pack, schedule_names, solve
-from fpipe.generators.solver import exact
+from fpipe.products.search import exact
 
 #: Zero-bubble paper, tables 5 and 6, and a larger case: p, m, F, I, W, link, hidden size, heads,
 #: rates of 1p and 2p

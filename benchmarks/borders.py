@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fpipe.running.loop import WATCH
+from fpipe.engine.execute import WATCH
 
 #: Parts of a step, in microseconds: what the table says of each.
 PARTS = {

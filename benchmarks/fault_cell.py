@@ -22,10 +22,10 @@ import fpipe
 from benchmarks.stages import square
 from fpipe import ops
 from fpipe.collectives._store import set_timeout
-from fpipe.command.outcome import store
-from fpipe.running import plan_cache
-from fpipe.running.loop import WATCH
-from fpipe.running.results import Results
+from fpipe.engine import plan_cache
+from fpipe.engine.execute import WATCH
+from fpipe.engine.results import Results
+from fpipe.products.training.outcome import store
 
 HOST, FIRST, SECOND = "host", "namespace a", "namespace b"
 #: The step in which the fault happens, and how many steps follow it where it is not noticed.

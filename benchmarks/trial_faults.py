@@ -36,8 +36,8 @@ from benchmarks import fault_matrix
 from benchmarks.stages import residual, square
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.shared_memory import SWITCH
-from fpipe.command.outcome import environment, store
-from fpipe.running.loop import WATCH
+from fpipe.engine.execute import WATCH
+from fpipe.products.training.outcome import environment, store
 
 RANKS = 4
 SCHEDULES = ("1F1B", "ZBV", "Interleaved1F1B", "GPipe", "DualPipeV")

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.bench_solver import UNEVEN
 from benchmarks.command import options
 from fpipe import Placement
-from fpipe.generators.solver.problem import Problem
+from fpipe.generators.problem import Problem
 
 UNIT, RANKS, MICROBATCHES = 1000, 8, 32
 PERIODS = (274, 280, 285, 290, 294, 298, 300, 304, 306, 310, 316, 320)

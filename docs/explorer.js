@@ -1,4 +1,4 @@
-// Simulates a schedule with the costs of the sliders, as fpipe/schedules/simulation.py does, and gives it to the viewer.
+// Simulates a schedule with the costs of the sliders, as fpipe/actions/simulation.py does, and gives it to the viewer.
 
 const OPS = {F: "F", I: "I", B: "I"};  // what other stages wait for
 
@@ -78,7 +78,7 @@ function curveOf(lane, row, part) {
   return {times, held, most};
 }
 
-// The idle times of a rank and their causes, as fpipe/schedules/pictures/idle.py finds them.
+// The idle times of a rank and their causes, as fpipe/products/pictures/idle.py finds them.
 function idleOf(lanes, rows, rank, total) {
   const lane = lanes[rank], row = rows[rank], least = 1e-9 * total, found = [];
   const has = (ops) => (action) => action.some(({op}) => ops.includes(op));

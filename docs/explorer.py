@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fpipe.actions.action import Action
 from fpipe.errors import ScheduleError
 from fpipe.generators import about_schedule, catalogue, make_schedule, schedule_names
+from fpipe.products.pictures import Look, html
+from fpipe.products.pictures.colours import NAMES
+from fpipe.products.pictures.idle import CAUSES
 from fpipe.schedule import Schedule
-from fpipe.schedules.actions import Action
-from fpipe.schedules.pictures import Look, html
-from fpipe.schedules.pictures.colours import NAMES
-from fpipe.schedules.pictures.idle import CAUSES
 
 RANKS = (2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)

@@ -24,7 +24,7 @@ import explorer  # noqa: E402
 
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue  # noqa: E402
-from fpipe.generators.comparison import per_share  # noqa: E402
+from fpipe.products.search.comparison import per_share  # noqa: E402
 
 # ---- pages of files outside of docs/ ----
 #: page -> the file that it shows

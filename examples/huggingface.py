@@ -7,8 +7,8 @@ python examples/huggingface.py            # needs: pip install '.[hf]'
 import torch
 
 import fpipe
-from fpipe.command.training import sonnets
 from fpipe.interop import huggingface
+from fpipe.products.demo import sonnets
 
 
 def main(steps: int = 10, layers: int = 4) -> list[float]:

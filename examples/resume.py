@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import fpipe
-from fpipe.command.cli import main as command
 from fpipe.interop import huggingface
+from fpipe.products.command.cli import main as command
 
 WORDS, ROWS, LENGTH = 40, 8, 12
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.command.training import sonnets
+from fpipe.products.demo import sonnets
 
 
 def cut(lengths: list[int], budget: int, divisor: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fpipe
-from fpipe.command.training import Sizes, gpt, sonnets
+from fpipe.products.demo import Sizes, gpt, sonnets
 
 
 class Engine:

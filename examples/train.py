@@ -13,7 +13,7 @@ import argparse
 import torch
 
 import fpipe
-from fpipe.command.training import Sizes, cross_entropy, gpt, sonnets
+from fpipe.products.demo import Sizes, cross_entropy, gpt, sonnets
 
 
 def main(schedule: str = "ZBV", steps: int = 20, ranks: int = 4, width: int = 32) -> list[float]:

@@ -18,40 +18,40 @@ __version__ = "0.1.0"
 _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
-    "collectives.quorum": "quorum",
-    "command.launch": "launch",
-    "command.loop": "Loop",
+    "products.training.quorum": "quorum",
+    "products.training.launch": "launch",
+    "products.training.loop": "Loop",
     "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError "
     "LaunchError MismatchError"
     " PeerError PlanError ScheduleError StageError StalledError TraceError TransformError"
     " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
-    "generators.balancing": "balance",
-    "generators.packing": "pack",
+    "products.search.balancing": "balance",
+    "products.search.packing": "pack",
     "interop.modules": "from_module to_module",
-    "plans.weaving.segments": "segment",
+    "lowering.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
     "programs.stored.folder": "cache",
     "programs.trace_cache": "trace",
-    "running.absent": "elsewhere",
-    "running.debugging": "debug",
-    "running.derived.forward_mode": "hvp jvp",
-    "running.derived.per_example": "per_example",
-    "running.microbatches": "Microbatches",
-    "running.padding": "pad",
-    "running.building": "pipeline",
-    "running.gradients": "grad value_and_grad vjp",
-    "running.pipeline": "Pipeline",
-    "running.profile.profiling": "measure_costs profile",
-    "running.reduction": "weighted",
+    "engine.absent": "elsewhere",
+    "engine.debugging": "debug",
+    "engine.derived.forward_mode": "hvp jvp",
+    "engine.derived.per_example": "per_example",
+    "engine.microbatches": "Microbatches",
+    "engine.padding": "pad",
+    "engine.building": "pipeline",
+    "engine.gradients": "grad value_and_grad vjp",
+    "engine.pipeline": "Pipeline",
+    "engine.profile.profiling": "measure_costs profile",
+    "engine.reduction": "weighted",
     "saving.load": "load",
     "saving.receive": "receive",
     "saving.save": "save",
     "saving.stream": "stream",
     "schedule": "Action Fused Placement Schedule Slice",
-    "schedules.costs": "Costs",
-    "schedules.timeline": "Timeline",
-    "generators.solver.solve": "Solved solve",
+    "actions.costs": "Costs",
+    "actions.timeline": "Timeline",
+    "products.search.solve": "Solved solve",
     "stage": "Stage block remat",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain "
     "clip_by_global_norm"
@@ -76,49 +76,49 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import interop as interop
     from . import testing as testing
+    from .actions.costs import Costs as Costs
+    from .actions.timeline import Timeline as Timeline
     from .collectives import ops as ops
     from .collectives.local import local as local
-    from .collectives.quorum import quorum as quorum
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
-    from .command.launch import launch as launch
-    from .command.loop import Loop as Loop
+    from .engine.absent import elsewhere as elsewhere
+    from .engine.building import pipeline as pipeline
+    from .engine.debugging import debug as debug
+    from .engine.derived.forward_mode import hvp as hvp
+    from .engine.derived.forward_mode import jvp as jvp
+    from .engine.derived.per_example import per_example as per_example
+    from .engine.gradients import grad as grad
+    from .engine.gradients import value_and_grad as value_and_grad
+    from .engine.gradients import vjp as vjp
+    from .engine.microbatches import Microbatches as Microbatches
+    from .engine.padding import pad as pad
+    from .engine.pipeline import Pipeline as Pipeline
+    from .engine.profile.profiling import measure_costs as measure_costs
+    from .engine.profile.profiling import profile as profile
+    from .engine.reduction import weighted as weighted
     from .errors import *
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
-    from .generators.balancing import balance as balance
-    from .generators.packing import pack as pack
-    from .generators.solver.solve import Solved as Solved
-    from .generators.solver.solve import solve as solve
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
-    from .plans.weaving.segments import segment as segment
+    from .lowering.weaving.segments import segment as segment
+    from .products.search.balancing import balance as balance
+    from .products.search.packing import pack as pack
+    from .products.search.solve import Solved as Solved
+    from .products.search.solve import solve as solve
+    from .products.training.launch import launch as launch
+    from .products.training.loop import Loop as Loop
+    from .products.training.quorum import quorum as quorum
     from .programs.stage_programs import Programs as Programs
     from .programs.stored.folder import cache as cache
     from .programs.trace_cache import trace as trace
-    from .running.absent import elsewhere as elsewhere
-    from .running.building import pipeline as pipeline
-    from .running.debugging import debug as debug
-    from .running.derived.forward_mode import hvp as hvp
-    from .running.derived.forward_mode import jvp as jvp
-    from .running.derived.per_example import per_example as per_example
-    from .running.gradients import grad as grad
-    from .running.gradients import value_and_grad as value_and_grad
-    from .running.gradients import vjp as vjp
-    from .running.microbatches import Microbatches as Microbatches
-    from .running.padding import pad as pad
-    from .running.pipeline import Pipeline as Pipeline
-    from .running.profile.profiling import measure_costs as measure_costs
-    from .running.profile.profiling import profile as profile
-    from .running.reduction import weighted as weighted
     from .saving.load import load as load
     from .saving.receive import receive as receive
     from .saving.save import save as save
     from .saving.stream import stream as stream
     from .schedule import *
-    from .schedules.costs import Costs as Costs
-    from .schedules.timeline import Timeline as Timeline
     from .stage import Stage as Stage
     from .stage import block as block
     from .stage import remat as remat

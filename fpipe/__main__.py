@@ -3,7 +3,7 @@
 
 import sys
 
-from .command.cli import main
+from .products.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

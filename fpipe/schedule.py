@@ -16,16 +16,16 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+from .actions.action import Action, AnyAction, Fused, Row, Slice, joined, plain
+from .actions.check import Inspection, check_rows, inspect_rows
+from .actions.costs import Costs, as_costs
+from .actions.placement import Placement
+from .actions.product import product
+from .actions.simulation import simulate_rows
+from .actions.text import format_csv, format_rows, parse_csv, parse_rows
+from .actions.text_files import read_bytes, write_bytes
+from .actions.timeline import Timeline
 from .errors import ScheduleError
-from .schedules import pictures
-from .schedules.actions import Action, AnyAction, Fused, Row, Slice, joined, plain
-from .schedules.check import Inspection, check_rows, inspect_rows
-from .schedules.costs import Costs, as_costs
-from .schedules.files import read_bytes, write_bytes
-from .schedules.placement import Placement
-from .schedules.simulation import simulate_rows
-from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
-from .schedules.timeline import Timeline
 
 __all__ = ["Action", "Fused", "Placement", "Schedule", "Slice"]
 
@@ -342,9 +342,9 @@ class Schedule:
         """
         part = self.ranks / self.stages if self.stages else 1.0
         try:
-            return pictures.figure(self.simulate(Costs(part, part, part, saved=part)))
+            return product("pictures").figure(self.simulate(Costs(part, part, part, saved=part)))
         except ScheduleError as error:
-            return pictures.folded(repr(self), f"{error}\n\n{self}")
+            return product("pictures").folded(repr(self), f"{error}\n\n{self}")
 
     @cached_property
     def _inspection(self) -> Inspection:

@@ -34,9 +34,9 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
+from ..actions.costs import Costs
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.costs import Costs
 from .patterns import one_a_rank
 
 _ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less

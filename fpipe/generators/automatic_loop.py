@@ -31,16 +31,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
+from ..actions.costs import Costs
+from ..actions.placement import Placement
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.costs import Costs
-from ..schedules.placement import Placement
+from .bounds import lower_bound
+from .dispatch import dispatch
+from .fill import fill
 from .interleaved import by_groups
 from .one_f_one_b import one_forward_one_backward
-from .solver.bounds import lower_bound
-from .solver.dispatch import dispatch
-from .solver.fill import fill
-from .solver.problem import ALMOST, Orders, Problem, orders_of
+from .problem import ALMOST, Orders, Problem, orders_of
 
 #: Microbatches of a group, in multiples of p, and by how many forwards a rank's warm-up exceeds the
 #: next one's.

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..actions.action import Row
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.actions import Row
-from ..schedules.placement import Placement
 from .chimera import Leg, stream
 from .patterns import deal, evenly, in_pairs, keep
 

@@ -18,10 +18,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
+from ..actions.collector import uncollected
+from ..actions.text import parse_csv, parse_rows
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
-from ..schedules.collector import uncollected
-from ..schedules.text import parse_csv, parse_rows
 from .automatic import make_zb_1p, make_zb_2p
 from .automatic_loop import make_interleaved_zb_1p, make_interleaved_zb_2p
 from .bitpipe import make_bitpipe

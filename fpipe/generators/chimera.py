@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from ..actions.action import Action, Op, Row
 from ..schedule import Schedule
-from ..schedules.actions import Action, Op, Row
 from .patterns import deal, evenly, in_pairs, keep, tape
 
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit

@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from ..actions.action import Action, Row
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.actions import Action, Row
-from ..schedules.placement import Placement
 from .patterns import Tape, deal, fused, in_pairs, keep, oldest, queueing, tape
 
 

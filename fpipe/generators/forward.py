@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
+from ..actions.action import Action, plain
+from ..actions.costs import Costs
 from ..schedule import Schedule
-from ..schedules.actions import Action, plain
-from ..schedules.costs import Costs
 
 
 def forwards_alone(schedule: Schedule) -> Schedule:

@@ -19,8 +19,8 @@ B)/2w; it holds at most p activations, or as many as a unit has microbatches.
 
 from __future__ import annotations
 
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.placement import Placement
 from .chimera import Leg, stream, two_streams
 from .patterns import evenly, keep
 

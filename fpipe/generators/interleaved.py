@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ..actions.action import Op, Row
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.actions import Op, Row
-from ..schedules.placement import Placement
 from .one_f_one_b import one_forward_one_backward
 from .patterns import deal, evenly, tape
 

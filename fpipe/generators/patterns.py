@@ -17,10 +17,10 @@ from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import TypeAlias
 
+from ..actions.action import Action, AnyAction, Fused, Op, Row, Slice, joined
+from ..actions.placement import Placement
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.actions import Action, AnyAction, Fused, Op, Row, Slice, joined
-from ..schedules.placement import Placement
 
 Tape: TypeAlias = Iterator[AnyAction]
 

@@ -33,9 +33,9 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from ..actions.action import Action, Op
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.actions import Action, Op
-from ..schedules.placement import Placement
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W
 

@@ -17,13 +17,13 @@ The memory is a share of that of 1F1B, p microbatches.
 
 from __future__ import annotations
 
+from ..actions.costs import Costs
+from ..actions.placement import Placement
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.costs import Costs
-from ..schedules.placement import Placement
-from .solver.bounds import lower_bound
-from .solver.fill import fill
-from .solver.problem import Problem
+from .bounds import lower_bound
+from .fill import fill
+from .problem import Problem
 from .v_lines import line_orders
 from .zbv import make_zbv
 

@@ -15,8 +15,8 @@ drawn for at least 2p - 1 microbatches, and leaves out the last ones where there
 
 from __future__ import annotations
 
+from ..actions.placement import Placement
 from ..schedule import Schedule
-from ..schedules.placement import Placement
 from .patterns import deal, keep, tapes
 
 

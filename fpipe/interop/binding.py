@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import tree
+from ..engine.steps import add_each
 from ..errors import StageError
-from ..running.steps import add_each
 from ..stage import Stage, keyword_only
 from ._places import Place, places_of, tensors_of
 from ._pure import InMode, running, signature

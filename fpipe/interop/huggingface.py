@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from .. import tree
+from ..engine.building import pipeline
+from ..engine.gradients import value_and_grad
+from ..engine.pipeline import Pipeline
 from ..errors import StageError
-from ..generators.balancing import estimate, spread
-from ..running.building import pipeline
-from ..running.gradients import value_and_grad
-from ..running.pipeline import Pipeline
+from ..products.search.balancing import estimate, spread
 from ..saving.hub import fused
 from ..saving.receive import receive, stored
 from ..schedule import Schedule

@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from .. import tree
+from ..engine.pipeline import Pipeline
 from ..errors import StageError
-from ..running.pipeline import Pipeline
 from ..stage import Stage
 from ._layers import as_blocks
 from ._pieces import pieces

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..engine.building import pipeline as _pipeline
+from ..engine.pipeline import Pipeline
 from ..errors import BatchError, StageError, UnsupportedError
 from ..generators import schedule_from
-from ..running.building import pipeline as _pipeline
-from ..running.pipeline import Pipeline
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..collectives.group import Group
 from ..collectives.setup import MeshGroup
 from ..errors import CheckpointError
-from ..plans.sharding import Copies
+from ..lowering.sharding import Copies
 
 
 class Pipe(Protocol):

@@ -17,7 +17,7 @@ import optree
 
 from .. import tree
 from ..errors import CheckpointError
-from ..plans.sharding import Layout
+from ..lowering.sharding import Layout
 from ..stage import Stage
 from ._pipe import Pipe
 from .structure import Node, Special, build, describe, under

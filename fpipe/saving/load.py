@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..actions.progress import progress
 from ..errors import CheckpointError
-from ..schedules.progress import progress
 from ._pipe import Pipe, agree, everyone, folder_of, is_first, wait_for_writers
 from .collect import own
 from .files import checked, from_bytes, opened

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..actions.progress import progress
 from ..errors import CheckpointError
-from ..schedules.progress import progress
 from ._pipe import Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Holding, Place, collect, merged
 from .files import Entry, from_bytes, grouped, to_bytes, write

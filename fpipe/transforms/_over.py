@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..collectives.group import Group
 from ..errors import TransformError
-from ..plans.sharding import Copies
+from ..lowering.sharding import Copies
 from ..tree import NAMESPACE, Tree
 
 #: Devices that have float64; elsewhere boards are float32.

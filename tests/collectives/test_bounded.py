@@ -20,9 +20,9 @@ from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
 from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.meeting import meet
 from fpipe.collectives.rendezvous import Rendezvous
-from fpipe.command.launch import _context
-from fpipe.command.outcome import store as launcher_store
 from fpipe.errors import GroupError
+from fpipe.products.training.launch import _context
+from fpipe.products.training.outcome import store as launcher_store
 from sample import also
 
 PROCESSES = _context("forkserver", None)  # those of fpipe.launch, which have imported torch

@@ -16,8 +16,8 @@ from fpipe import launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
-from fpipe.command.doctor import command, probe, visit
 from fpipe.errors import GroupError
+from fpipe.products.command.doctor import command, probe, visit
 from fpipe.testing import CASES, conform
 from fpipe.tree import Spec
 

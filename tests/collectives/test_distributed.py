@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import fpipe
 import training_steps
 from carriers import OVER
-from fpipe.command.launch import _context
+from fpipe.products.training.launch import _context
 from fpipe.testing import run
 from sample import also
 from schedule_table import TABLE

@@ -19,8 +19,8 @@ from carriers import OVER
 from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.setup import adopt
-from fpipe.command import outcome
 from fpipe.errors import GroupError, LaunchError
+from fpipe.products.training import outcome
 from fpipe.tree import Spec
 
 RANKS, VICTIM, TIMEOUT = 4, 2, 2.0

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch.distributed.run import get_args_parser as torchrun
 
-from fpipe.command.cli import main
+from fpipe.products.command.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 #: files in examples/ that tests/whole/test_examples.py does not run -> the test that does

@@ -11,7 +11,7 @@ from typing import Any
 
 import collector
 import fpipe
-from fpipe.command.launch import _context
+from fpipe.products.training.launch import _context
 
 PROCESSES = _context("forkserver", None)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fpipe.command.launch import _context
+from fpipe.products.training.launch import _context
 
 PROCESSES = _context("forkserver", None)
 _NEWNET = 0x40000000  # CLONE_NEWNET

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe.schedules.actions import plain
+from fpipe.actions.action import plain
 from sample import also
 
 WIDTH = 3

@@ -14,7 +14,7 @@ import torch
 import fpipe
 from checkpoint_model import Layout, adam, pipeline, steps
 from common import same
-from fpipe.command.cli import main
+from fpipe.products.command.cli import main
 
 LAYOUT = Layout(8, "ZBV", 4)
 

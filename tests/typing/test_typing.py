@@ -16,8 +16,8 @@ from typing import Any, get_args
 import pytest
 
 import fpipe
+from fpipe.engine.signatures import Options
 from fpipe.generators import catalogue
-from fpipe.running.signatures import Options
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.schedules.actions import plain
+from fpipe.actions.action import plain
 from models import MODELS, SEED, Model, one, state_after
 from sample import covering
 from schedule_table import TABLE, Case, cases

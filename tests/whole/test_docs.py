@@ -26,7 +26,7 @@ SEVERAL = {"parallelism.md": 4, "pipelining.md": 2, "clients.md": 2}
 #: pages that run in one process, and are scripts for torchrun too -> processes
 SCRIPTS = {"training.md": 4, "huggingface.md": 2, "migrate.md": 4, "machines.md": 4}
 #: pages that another test runs -> that test
-ELSEWHERE = {"ray.md": "tests/command/test_ray.py"}
+ELSEWHERE = {"ray.md": "tests/products/training/test_ray.py"}
 #: topics that need a how-to page
 HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memory", "choose")
 BUILT_IN = {entry.name for entry in catalogue.TABLE}

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.command.cli import main
 from fpipe.generators import catalogue
-from fpipe.schedules import pictures
+from fpipe.products import pictures
+from fpipe.products.command.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parents[1] / "golden"

@@ -49,7 +49,7 @@ def test_wheel_has_every_file_of_the_package_and_nothing_else(wheel: zipfile.Zip
     }
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == source
-    assert {"fpipe/py.typed", "fpipe/schedules/pictures/viewer/page.html"} <= packed
+    assert {"fpipe/py.typed", "fpipe/products/pictures/viewer/page.html"} <= packed
 
 
 def test_metadata(wheel: zipfile.ZipFile):
@@ -134,7 +134,7 @@ BLOCKED = """
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     sys.meta_path.insert(0, Blocked())
     import fpipe
-    from fpipe.command.cli import main
+    from fpipe.products.command.cli import main
 """
 
 

@@ -17,8 +17,8 @@ import torch
 
 import attacker
 import fpipe
-from fpipe.command.cli import main as command
-from fpipe.schedules.pictures import output as pictures
+from fpipe.products.command.cli import main as command
+from fpipe.products.pictures import output as pictures
 
 SECRET = "the-data-of-the-job"
 
@@ -170,7 +170,7 @@ def test_out_may_be_a_stream_of_the_process(tmp_path: Path, target: str):
     file.write_text("before\n")
     link.symlink_to({"device": "/dev/null", "file": file}.get(target, "/dev/stdout"))
     code = (
-        "import sys; from fpipe.schedules.files import write_bytes; write_bytes(sys.argv[1], "
+        "import sys; from fpipe.actions.text_files import write_bytes; write_bytes(sys.argv[1], "
         "b'text')"
     )
     path = "/dev/stdout" if target == "redirected" else str(link)

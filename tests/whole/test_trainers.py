@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.command.training import Sizes, cross_entropy, gpt, one_process, sonnets
+from fpipe.products.demo import Sizes, cross_entropy, gpt, one_process, sonnets
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

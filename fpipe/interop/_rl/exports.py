@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ...running.pipeline import Pipeline
+from ...engine.pipeline import Pipeline
 from ...saving.stream import stream
 
 Named: TypeAlias = Iterable[tuple[str, Tensor]]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.pipeline import Pipeline
 from ...errors import CheckpointError, StageError
-from ...running.pipeline import Pipeline
 from ...saving.hub import fused
 from ...saving.receive import stored
 from ...stage import Engine, Stage

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import tree
+from ...engine.pipeline import Pipeline
 from ...errors import CheckpointError
-from ...running.pipeline import Pipeline
 from ...transforms import global_norm
 
 #: By stage, tensors by name; None for a stage of another process.

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ...engine.execute import WATCH, Executable
+from ...engine.steps import StepFn
 from ...errors import WeaveError
-from ...running.loop import WATCH, Executable
-from ...running.steps import StepFn
 from .orders import Action, ComputationType
 
 #: A function of an action and its context.

@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import tree
 from ...collectives.c10d import C10dGroup
+from ...engine.absent import elsewhere
+from ...engine.building import pipeline
+from ...engine.calls import refuse
+from ...engine.gradients import value_and_grad
+from ...engine.handshake import UNPREPARED
+from ...engine.microbatches import Microbatches
+from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, TraceError, UnsupportedError
-from ...running.absent import elsewhere
-from ...running.building import pipeline
-from ...running.calls import refuse
-from ...running.gradients import value_and_grad
-from ...running.handshake import UNPREPARED
-from ...running.microbatches import Microbatches
-from ...running.pipeline import Pipeline
 from ...schedule import Schedule
 from ...stage import Stage
 from .._pure import running

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
 
 from ... import tree
-from ...running.microbatches import Microbatches, split
+from ...engine.microbatches import Microbatches, split
 
 
 @dataclass(frozen=True)

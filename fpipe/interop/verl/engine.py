@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...collectives.setup import adopt
+from ...engine.building import pipeline
+from ...engine.gradients import value_and_grad
+from ...engine.microbatches import Microbatches
+from ...engine.pipeline import Pipeline
 from ...errors import ScheduleError, StageError, UnsupportedError
 from ...generators import make_schedule
-from ...running.building import pipeline
-from ...running.gradients import value_and_grad
-from ...running.microbatches import Microbatches
-from ...running.pipeline import Pipeline
 from ...stage import Stage
 from .._rl import checkpoints, exports, models
 from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no
+schedule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from math import inf, nan
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import ScheduleError
+from .action import AnyAction
+
+PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
+
+
+class Beside(NamedTuple):
+    """What a woven action is expected to take: its time, and what the link carries from its start
+    on.
+    """
+
+    time: float
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what)
+
+
+#: From an action, fused or plain, to its time, or None for the time that it would take otherwise.
+Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to
+    number).
+
+    A message between different ranks takes ``comm + boundary / bandwidth``. F adds ``saved`` bytes
+    to what its rank holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+
+    Where microbatches have slices, a slice has an equal share of the costs.
+
+    Args:
+        F, I, W: the times of these actions.
+        B: the time of B; by default I + W.
+        overlap: the time of a fused action, by the stage of its first part, or a function of an
+            action, as ``pipe.plan(...).costs`` has; by default the sum of its parts.
+        comm: the latency of a message. This and the next four may differ by boundary, one number
+            between each stage and the next.
+        boundary: the bytes of a message.
+        bandwidth: bytes per time.
+        send: how long a message keeps its sender's rank busy, after the action.
+        receive: how long it keeps its receiver's rank busy, before the action that needs it.
+        saved: the bytes that are held from F on.
+        kept: those that I leaves for W; by default all.
+        load: one number for each microbatch, or for each slice of every microbatch, which
+            multiplies the times of its actions: later slices of causal attention take longer.
+        size: such numbers, which multiply the bytes that a microbatch saves, keeps and sends.
+        unit: of times, for texts and pictures, such as ``"ms"``.
+
+    Raises:
+        ScheduleError: if a cost is not a number, or is negative.
+
+    >>> Costs(F=1, I=[1, 2], W=0.5)
+    Costs(F=1.0, I=(1.0, 2.0), W=0.5)
+    """
+
+    F: PerStage = 1.0
+    I: PerStage = 1.0  # noqa: E741
+    W: PerStage = 1.0
+    B: PerStage | None = None
+    overlap: PerStage | Predict | None = None
+    comm: PerStage = 0.0
+    boundary: PerStage = 0.0
+    bandwidth: PerStage = inf
+    send: PerStage = 0.0
+    receive: PerStage = 0.0
+    saved: PerStage = 1.0
+    kept: PerStage | None = None
+    load: float | Sequence[float] = 1.0
+    size: float | Sequence[float] = 1.0
+    unit: str = ""  #: of time, for people
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not isinstance(self.unit, str):
+            raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
+
+    def __repr__(self) -> str:
+        return self._shown(repr)
+
+    def __str__(self) -> str:
+        """As ``repr``, with four digits of each number.
+
+        >>> print(Costs(F=(1 / 3, 2), I=0.5, W=1e-5 / 3))
+        Costs(F=(0.3333, 2), I=0.5, W=3.333e-06)
+        """
+
+        def short(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"({', '.join(map(short, value))}{',' if len(value) == 1 else ''})"
+            return f"{value:.4g}" if isinstance(value, float) else repr(value)
+
+        return self._shown(short)
+
+    def _shown(self, text: Callable[[Any], str]) -> str:
+        """F, I, W and what differs from its default."""
+        shown = [
+            f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default
+        ]
+        return f"Costs({', '.join(f'{name}={text(getattr(self, name))}' for name in shown)})"
+
+    # ---- text ----
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """From ``name=number`` with commas between; ``name=1:2:1`` gives one number per stage.
+
+        Args:
+            text: names of the arguments of ``Costs``, and their values.
+
+        Returns:
+            The costs; what is not named has its default.
+
+        Raises:
+            ScheduleError: if a name or a number cannot be read.
+
+        >>> Costs.parse("F=1, B=2:3, comm=0.1")
+        Costs(F=1.0, I=1.0, W=1.0, B=(2.0, 3.0), comm=0.1)
+        """
+        values: dict[str, Any] = {}
+        for item in filter(None, map(str.strip, text.split(","))):
+            name, sign, value = (word.strip() for word in item.partition("="))
+            if not sign or name not in _NUMBERS or name in values:
+                why = (
+                    f"{name} occurs twice"
+                    if name in values
+                    else f"the names are {', '.join(_NUMBERS)}"
+                )
+                raise _refuse(f"{item[:60]!r} is not name=number: {why}")
+            try:
+                numbers = [float(number) for number in value.split(":")]
+            except ValueError:
+                raise _refuse(
+                    f"{name}={value[:60]} is not a number, nor numbers with ':' between"
+                ) from None
+            values[name] = numbers if ":" in value else numbers[0]
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """These costs as JSON, defaults left out.
+
+        Returns:
+            The text, which ``from_json`` and the command line read.
+
+        Raises:
+            ScheduleError: if ``overlap`` is a function, which has no text.
+
+        >>> Costs(F=2, I=[1, 3]).to_json()
+        '{"F": 2.0, "I": [1.0, 3.0]}'
+        """
+        if callable(self.overlap):
+            raise _refuse(
+                "costs whose overlap is a function cannot be written as JSON; give overlap as "
+                "numbers"
+            )
+        return json.dumps(
+            {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The costs.
+
+        Raises:
+            ScheduleError: if the text is not such JSON.
+
+        >>> Costs.from_json('{"F": 2, "I": [1, 3]}')
+        Costs(F=2.0, I=(1.0, 3.0), W=1.0)
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refuse(f"these costs are not JSON: {error}") from None
+        names = (*_NUMBERS, "unit")
+        if not isinstance(values, dict) or not set(values) <= set(names):
+            raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
+        return cls(**values)
+
+    # ---- by stage ----
+    def times(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
+
+        Args:
+            stages: how many stages there are.
+
+        Returns:
+            A mapping from op to one number for each stage.
+
+        Raises:
+            ScheduleError: if a cost is a sequence of another length.
+
+        >>> Costs(I=2).times(2)["B"]
+        (3.0, 3.0)
+        """
+        by_op = {name: self.spread(name, stages) for name in ("F", "I", "W")}
+        by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
+        for name in ("B", "overlap"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                by_op[name] = self.spread(name, stages)
+        return by_op
+
+    def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> what it adds to the bytes that its rank holds, for each stage.
+
+        Args:
+            stages: how many stages there are.
+
+        Returns:
+            A mapping from op to one number for each stage.
+
+        Raises:
+            ScheduleError: if a cost is a sequence of another length.
+
+        >>> Costs(saved=10, kept=4).memory(1)
+        {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}
+        """
+        saved = self.spread("saved", stages)
+        kept = saved if self.kept is None else self.spread("kept", stages)
+        inwards = tuple(k - s for k, s in zip(kept, saved, strict=True))
+        return {
+            "F": saved,
+            "I": inwards,
+            "W": tuple(-k for k in kept),
+            "B": tuple(-s for s in saved),
+        }
+
+    def links(self, stages: int) -> tuple[float, ...]:
+        """The time that a message takes over each boundary once it is sent, where its ends are on
+        different ranks.
+
+        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
+        (1.5, 2.5)
+        """
+        comm = self.spread("comm", stages - 1)
+        return tuple(c + t for c, t in zip(comm, self.transfers(stages), strict=True))
+
+    def transfers(self, stages: int) -> tuple[float, ...]:
+        """The part of ``links`` that grows with the size of a microbatch: bytes over bandwidth.
+
+        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).transfers(3)
+        (1.0, 2.0)
+        """
+        size, width = (self.spread(name, stages - 1) for name in ("boundary", "bandwidth"))
+        return tuple(s / w for s, w in zip(size, width, strict=True))
+
+    def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
+        """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
+
+        >>> Costs(load=[1, 3]).of_units("load", 4,
+        ...     slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
+        ((0.5, 0.5, 1.5, 1.5), (0.5, 1.5, 0.5, 1.5))
+        """
+        value = getattr(self, name)
+        if slices == 1 or not isinstance(value, tuple) or len(value) == count:
+            factors = self.spread(name, count)
+        else:
+            factors = tuple(
+                factor for factor in self.spread(name, count // slices) for _ in range(slices)
+            )
+        return factors if slices == 1 else tuple(factor / slices for factor in factors)
+
+    def spread(self, name: str, count: int) -> tuple[float, ...]:
+        """The cost ``name`` for each of ``count`` stages, boundaries between stages, or
+        microbatches.
+        """
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            things = _THINGS.get(name, "stages")
+            what = f"{name} has {len(value)} numbers, but there are {count} {things}"
+            raise _refuse(f"{what}; give one number, or {count}")
+        return value
+
+
+_NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
+_THINGS: dict[str, str] = dict.fromkeys(
+    ("comm", "boundary", "bandwidth", "send", "receive"), "boundaries between stages"
+)
+_THINGS |= dict.fromkeys(("load", "size"), "microbatches")
+_refuse = partial(ScheduleError, rule="costs")
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """One float or a tuple of them; None only where that is the default; a function for ``overlap``
+    as it is.
+    """
+    if name == "overlap" and callable(value):
+        return value
+    if value is None and name in ("B", "overlap", "kept"):
+        return None
+    if isinstance(value, Mapping):
+        try:
+            value = [value[stage] for stage in range(len(value))]
+        except KeyError:
+            raise _refuse(f"{name} must name every stage from 0 on, without gaps") from None
+    value = getattr(value, "tolist", lambda: value)()  # an array or a tensor
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(number(name, item) for item in value)
+    return number(name, value)
+
+
+def number(name: str, value: Any) -> float:
+    """``value`` as a float, or an error that names the cost."""
+    try:
+        result = nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        result = nan
+    valid = result > 0 if name == "bandwidth" else 0 <= result < inf
+    if not valid:
+        kind = "above 0" if name == "bandwidth" else "from 0 up"
+        raise _refuse(
+            f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per "
+            "stage"
+        )
+    return result
+
+
+def as_costs(costs: object) -> Costs:
+    """Costs as they are, the default where there are none, or ScheduleError for another value.
+
+    >>> as_costs(None).F, as_costs(Costs(F=2)).F
+    (1.0, 2.0)
+    """
+    if costs is None or isinstance(costs, Costs):
+        return costs or Costs()
+    raise _refuse(
+        f"costs={costs!r:.80}; give fpipe.Costs(F=..., I=..., W=...), with one number or one per "
+        "stage"
+    )

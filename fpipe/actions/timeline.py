@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Timeline``: when each action ran and what each rank held, as a plain frozen value.
+
+Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that
+millions of actions fit in memory; other figures are computed on first access. ``pictures`` draws
+this value.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, chain, count, repeat
+from math import fsum, inf
+from operator import sub
+from os import PathLike
+
+from ..errors import ScheduleError
+from .action import Action, AnyAction, Carried, Row, Span, Wait
+from .dependencies import RULE, Facts
+from .placement import Placement
+from .product import product
+
+#: op -> the change of the number of activations that its rank holds
+_ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """Start and end of every action, and the figures that follow from them.
+
+    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see
+    ``dependencies.Facts``) whose arrival ended the rank's wait before that action, or -1 where it
+    did not wait. ``memory[op]`` is what an action adds to what its rank holds, one number per
+    stage; ``boundary`` is the bytes of a message between a stage and the next. Both are multiplied
+    by ``sizes`` of the microbatch, if these differ.
+
+    >>> from fpipe.schedule import Schedule
+    >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
+    >>> t
+    Timeline(2 ranks, 8 actions, total 9, bubble 33.3%)
+    >>> t.peak, t.idle, t.waited_for(0, 2)
+    ((2, 1), (3.0, 0.0), Wait(rank=1, position=1, time=2.0))
+    >>> list(t)[2]
+    Span(rank=0, position=2, action=0B0, start=4.0, end=6.0)
+    """
+
+    rows: tuple[Row, ...]
+    starts: tuple[array[float], ...]
+    ends: tuple[array[float], ...]
+    placement: Placement
+    microbatches: int
+    causes: tuple[array[int], ...]
+    memory: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    boundary: Sequence[float] = ()
+    name: str = ""
+    unit: str = ""  # of time; "" for that of the cost model
+    carried: tuple[
+        tuple[Carried, ...], ...
+    ] = ()  # by rank: what its link carries, if that was predicted
+    sizes: Sequence[float] = ()  # by microbatch, where they are not equal
+
+    @classmethod
+    def measured(
+        cls,
+        spans: Iterable[tuple[int, AnyAction, float, float]],
+        *,
+        name: str = "",
+        unit: str = "s",
+    ) -> Timeline:
+        """From measured ``(rank, action, start, end)``.
+
+        Args:
+            spans: in any order, all by one clock.
+            name: of the timeline, in pictures.
+            unit: of times.
+
+        Returns:
+            A timeline that begins at the first start.
+
+        Raises:
+            ScheduleError: if there is no span, or a time is not finite.
+
+        >>> from fpipe.actions.action import Action
+        >>> t = Timeline.measured([(0, Action(0, "F", 0), 5.0, 6.5), (1, Action(1, "F", 0), 6.75,
+        ...     8.0)])
+        >>> t.start, t.total
+        (5.0, 3.0)
+        """
+        by_rank: dict[int, list[tuple[float, float, AnyAction]]] = {}
+        for rank, action, start, end in spans:
+            by_rank.setdefault(rank, []).append((start, end, action))
+        if not by_rank or min(by_rank) < 0:
+            raise ScheduleError(
+                "a timeline needs at least one span, and ranks counted from 0", rule="timeline"
+            )
+        lanes = [
+            sorted(by_rank.get(rank, ()), key=lambda lane: lane[:2])
+            for rank in range(max(by_rank) + 1)
+        ]
+        rows = tuple(tuple(action for _, _, action in lane) for lane in lanes)
+        starts = tuple(array("d", [start for start, _, _ in lane]) for lane in lanes)
+        ends = tuple(array("d", [end for _, end, _ in lane]) for lane in lanes)
+        microbatches = (
+            max(part.microbatch for row in rows for action in row for part in action.parts) + 1
+        )
+        placement = Placement.from_rows(rows)
+        causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
+        return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
+
+    @property
+    def slices(self) -> int:
+        """How many slices each microbatch has; ``microbatches`` counts all of them."""
+        return next(
+            (part.slices for row in self.rows for action in row for part in action.parts), 1
+        )
+
+    # ---- spans ----
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        name, unit = (self.name and f"{self.name}, ", self.unit and f" {self.unit}")
+        total = f"total {self.total:g}{unit}, bubble {self.bubble:.1%}"
+        return f"Timeline({name}{self.ranks} ranks, {len(self)} actions, {total})"
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows))
+
+    def __iter__(self) -> Iterator[Span]:
+        return chain.from_iterable(map(self.of_rank, range(self.ranks)))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every action with its start and end, rank by rank; to iterate over the timeline itself
+        takes less memory.
+        """
+        return tuple(self)
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, in order.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            A tuple of ``Span``.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.of_rank(1)[0]
+        Span(rank=1, position=0, action=1F0, start=1.0, end=2.0)
+        """
+        return tuple(
+            map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank])
+        )
+
+    def _at(self, rank: int, position: int) -> Span:
+        return Span(
+            rank,
+            position,
+            self.rows[rank][position],
+            self.starts[rank][position],
+            self.ends[rank][position],
+        )
+
+    # ---- time ----
+    @cached_property
+    def start(self) -> float:
+        """When the first action of all started."""
+        return min((starts[0] for starts in self.starts if starts), default=0.0)
+
+    @cached_property
+    def total(self) -> float:
+        """From the first start to the last end, over all ranks: the makespan."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0) - self.start
+
+    @cached_property
+    def windows(self) -> tuple[float, ...]:
+        """Per rank, from its first start to its last end."""
+        return tuple(
+            e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def span(self) -> float:
+        """The longest window of a rank: the time of a step without a barrier before the
+        optimizer.
+        """
+        return max(self.windows)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per rank, the time spent in actions."""
+        return tuple(fsum(map(sub, e, s)) for s, e in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per rank, the time within its window in which it waited."""
+        return tuple(window - busy for window, busy in zip(self.windows, self.busy, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """1 - work/span: the share of the longest window in which an average rank does nothing."""
+        return 1 - sum(self.busy) / (self.ranks * self.span) if self.span else 0.0
+
+    # ---- memory ----
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W
+        or B.
+        """
+        return tuple(max(accumulate(_changes(row), initial=0)) for row in self.rows)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most that is held at once by the costs' ``saved`` and ``kept``."""
+        return tuple(map(self._most, self.rows))
+
+    def _most(self, row: Row) -> float:
+        """The most that a rank with this row holds: ``curve`` without its points."""
+        plain = [action for action in row if isinstance(action, Action)]
+        if not self.sizes and len(plain) == len(
+            row
+        ):  # of each action the one change; the usual case
+            table = {
+                op: self.memory[op] if self.memory else (adds,) * self.placement.stages
+                for op, adds in _ACTIVATIONS.items()
+            }
+            return max(accumulate([table[op][stage] for stage, op, _ in plain], initial=0.0))
+        held = most = 0.0
+        for action in row:
+            added, freed = self._change(action)
+            held += added
+            most = max(most, held)
+            held += freed
+        return most
+
+    def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """What a rank holds over time: an action adds at its start and frees at its end.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Pairs of a time, and the amount that is held from then on.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.curve(1)
+        ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
+        """
+        held = 0.0
+        points: list[tuple[float, float]] = []
+        for action, start, end in zip(
+            self.rows[rank], self.starts[rank], self.ends[rank], strict=True
+        ):
+            for time, delta in zip((start, end), self._change(action), strict=True):
+                if delta:
+                    held += delta
+                    points.append((time, held))
+        return tuple(points)
+
+    def _change(self, action: AnyAction) -> tuple[float, float]:
+        """What an action adds at its start, and what it frees at its end, as a number below
+        zero.
+        """
+        deltas = [self._adds(*part) for part in action.parts]
+        return sum([d for d in deltas if d > 0]), sum([d for d in deltas if d < 0])
+
+    def _adds(self, stage: int, op: str, microbatch: int) -> float:
+        adds = self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
+        return adds * self.sizes[microbatch] if self.sizes else adds
+
+    # ---- messages ----
+    @property
+    def messages(self) -> int:
+        """How many messages pass between different ranks."""
+        return self._sent[0]
+
+    @property
+    def volume(self) -> float:
+        """How many bytes pass between different ranks, by the costs' ``boundary``."""
+        return self._sent[1]
+
+    @cached_property
+    def _sent(self) -> tuple[int, float]:
+        """Messages between different ranks, and their bytes. Boundary s is between stage s and
+        stage s + 1.
+        """
+        counts: Counter[tuple[int, str, int]] = Counter()
+        amounts: defaultdict[tuple[int, str, int], float] = defaultdict(float)
+        route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
+        for row in self.rows:
+            parts = [(stage, op, mb) for action in row for stage, op, mb in action.parts]
+            counts.update([(stage, op, route[mb]) for stage, op, mb in parts])
+            for stage, op, mb in parts if self.sizes else ():
+                amounts[stage, op, route[mb]] += self.sizes[mb]
+        crossed = {key: list(self._crossed(*key)) for key in counts}
+        messages = sum(count * len(crossed[key]) for key, count in counts.items())
+        if not self.boundary:
+            return messages, 0.0
+        size = amounts if self.sizes else counts
+        return messages, fsum(
+            size[key] * self.boundary[at] for key, places in crossed.items() for at in places
+        )
+
+    def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
+        """The boundaries between ranks that the messages of an action cross."""
+        ranks = self.placement.paths[path]
+        for by in {by for _, by in RULE[op][1] if by}:
+            if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
+                yield min(stage, stage + by)
+
+    # ---- causes ----
+    @cached_property
+    def _sources(self) -> dict[int, tuple[int, int]]:
+        causes = set().union(*self.causes)
+        facts = Facts(self.placement.stages, self.microbatches).provided(self.rows)
+        return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
+
+    def waited_for(self, rank: int, position: int) -> Wait | None:
+        """What a free rank waited for before this action; None if it did not wait.
+
+        Args:
+            rank: the rank.
+            position: of the action in its row.
+
+        Returns:
+            A ``Wait``: the rank and the position of the action that it waited for, and the time.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.waited_for(1, 0)
+        Wait(rank=0, position=0, time=1.0)
+        """
+        source = self._sources.get(self.causes[rank][position])
+        free = self.ends[rank][position - 1] if position else self.start
+        return Wait(*source, self.starts[rank][position] - free) if source else None
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of actions, each held back by the one before it, that ends last and so makes
+        the total.
+        """
+        last = [(-ends[-1], rank) for rank, ends in enumerate(self.ends) if ends]
+        if not last:
+            return ()
+        rank = min(last)[1]
+        position = len(self.rows[rank]) - 1
+        path: list[Span] = []
+        while position >= 0:
+            path.append(self._at(rank, position))
+            wait = self.waited_for(rank, position)
+            rank, position = (wait.rank, wait.position) if wait else (rank, position - 1)
+        return tuple(reversed(path))
+
+    # ---- pictures ----
+    def draw(self, width: int | None = None, color: bool | None = None) -> str:
+        """The timeline as text: a line for each rank.
+
+        Args:
+            width: in characters; by default that of the terminal.
+            color: whether to colour; by default where the output is a terminal.
+
+        Returns:
+            The text.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> "rank 1" in t.draw(width=60)
+        True
+        """
+        return product("pictures").draw(self, width=width, color=color)
+
+    def _repr_html_(self) -> str:
+        """The picture that a notebook shows."""
+        return product("pictures").figure(self)
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        memory: bool = True,
+        critical: bool = False,
+        messages: bool = False,
+        against: Timeline | None = None,
+        dark: bool | None = None,
+        width: float | None = None,
+    ) -> None:
+        """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace
+        for Perfetto).
+
+        Args:
+            path: The file; its suffix selects the format.
+            memory: Draw below each lane what its rank holds.
+            critical: Draw a line through the actions on which the total depends.
+            messages: Draw a line for every message between ranks.
+            against: Another timeline, drawn above this one, whose actions then have the colours of
+                how much earlier or later they end than there.
+            dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and
+                others are light.
+            width: The width in pixels. By default it follows from the number of actions.
+
+        Raises:
+            FpipeError: The suffix is not known, or Pillow is missing for ``.png``.
+
+        >>> import pathlib, tempfile
+        >>> from fpipe.generators import make_schedule
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "zbv.svg")
+        >>> make_schedule("ZBV", 4, 8).simulate().save(path, critical=True, width=390)
+        >>> path.read_text()[:4]
+        '<svg'
+        """
+        look = product("pictures").Look(
+            memory, critical, messages, against is not None, dark, width
+        )
+        product("pictures").save(self if against is None else [against, self], path, look)
+
+
+def _changes(row: Row) -> Iterator[int]:
+    """The changes of the number of activations, part by part; of a fused action those that add come
+    first.
+    """
+    for action in row:
+        if isinstance(action, Action):
+            yield _ACTIVATIONS[action.op]
+        else:
+            yield from sorted((_ACTIVATIONS[part.op] for part in action.parts), reverse=True)
+
+
+def _causes(
+    rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
+) -> tuple[array[int], ...]:
+    """What measured actions seem to have waited for: of the facts that they need the last to
+    arrive, if the rank was free before.
+    """
+    arrivals = {fact: ends[rank][position] for fact, rank, position in facts.provided(rows)}
+    table, microbatches = facts.table, facts.microbatches
+    result = []
+    for rank, row in enumerate(rows):
+        causes = array("q", [-1]) * len(row)
+        free = -inf
+        for position, action in enumerate(row):
+            needed = [
+                stage * microbatches + mb + by
+                for stage, op, mb in action.parts
+                for by in table[op][0]
+            ]
+            last = max(needed, key=lambda fact: arrivals.get(fact, -inf), default=-1)
+            if free < arrivals.get(last, -inf) <= starts[rank][position]:
+                causes[position] = last
+            free = ends[rank][position]
+        result.append(causes)
+    return tuple(result)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``schedule="auto"``: the schedule of a pipeline is chosen for its costs and its memory, once for
+each number of microbatches.
+
+Where costs are given, all placements are candidates, and the choice is that of rank 0 when the
+pipeline is built. Else the placement is the one that is best for equal stages, and the first call
+that needs gradients estimates the costs from the programs of all stages. Rank 0 searches, and the
+others get what it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+from ..actions.costs import Costs, as_costs
+from ..actions.product import product
+from ..collectives.group import Group
+from ..errors import ScheduleError, StageError
+from ..generators import Source, make_schedule
+from ..generators.memory_limit import Memory, in_bytes
+from ..lowering.weaving.estimates import RATES
+from ..schedule import Placement, Schedule
+from .handshake import alone
+
+#: op or figure -> stage -> its value
+Figures = Mapping[str, Mapping[int, float]]
+SECONDS = 2.0  #: of a search
+TRIES = 4  #: choices whose plans are checked against the memory
+T = TypeVar("T")
+
+
+class Plans(Protocol):
+    """What is read of the plans of a schedule."""
+
+    @property
+    def figures(self) -> Figures:
+        """What programs are expected to take."""
+        ...
+
+    @property
+    def peak(self) -> Mapping[int, int]:
+        """The most bytes that a rank holds."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """A schedule that is chosen: a function (ranks, microbatches) -> Schedule, as
+    ``fpipe.pipeline`` takes.
+
+    ``chosen`` is by number of microbatches: the schedule, and why. ``provisional`` is run where
+    there was no choice yet, as in calls without gradients.
+    """
+
+    group: Group
+    stages: int
+    memory: float | None
+    costs: Costs | None = None
+    chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        group: Group,
+        stages: int,
+        memory: Memory,
+        costs: Costs | None,
+        microbatches: int | None,
+    ) -> Auto:
+        """The choice that a pipeline begins with."""
+        if memory is not None and not isinstance(memory, (str, int, float)):
+            raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
+        auto = cls(group, stages, None if memory is None else in_bytes(memory), costs)
+        if costs is not None:
+            as_costs(costs)
+            auto.choose(2 * group.size if microbatches is None else microbatches, costs, None)
+        return auto
+
+    def __call__(self, ranks: int, microbatches: int) -> Schedule:
+        if microbatches in self.chosen:
+            return self.chosen[microbatches][0]
+        if (
+            self.chosen and self.costs is not None
+        ):  # another number of microbatches than the pipeline was built with
+            placement = next(iter(self.chosen.values()))[0].placement
+            return self.choose(microbatches, self.costs, placement)
+        return provisional(ranks, microbatches, self.stages)
+
+    def choose(
+        self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0
+    ) -> Schedule:
+        """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations.
+        Collective.
+        """
+        choose = product("search.choose").choose
+
+        answer: tuple[str, str] | str = ""
+        if 0 in self.group.here:
+            limit = None if self.memory is None else self.memory - used
+            try:
+                if limit is not None and limit <= 0:
+                    what = (
+                        f"memory={self.memory:g} does not hold parameters, gradients and "
+                        f"messages, {used:g} bytes"
+                    )
+                    raise ScheduleError(
+                        f"{what}; give more memory, more ranks or zero=", rule="memory"
+                    )
+                choice = choose(
+                    costs,
+                    self.group.size,
+                    microbatches,
+                    self.stages,
+                    limit,
+                    placement=placement,
+                    time_limit=SECONDS,
+                )
+                answer = (
+                    choice.best.schedule.name or choice.best.name,
+                    f"{choice.best.schedule}\n\n{choice}",
+                )
+            except ScheduleError as error:
+                answer = str(error)
+        first = (
+            answer if alone(self.group) else next(filter(None, self.group.gather_objects(answer)))
+        )
+        if isinstance(first, str):
+            raise ScheduleError(first, rule="memory")
+        name, text = first
+        rows, _, why = text.partition("\n\n")
+        return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
+
+    def estimated(
+        self, microbatches: int, plans_of: Callable[[Schedule], Plans], run: Schedule, devices: str
+    ) -> Schedule:
+        """Choose from what the programs of all stages are expected to take. Collective.
+
+        ``run`` is a schedule with the same placement, and ``plans_of`` returns the plans of one.
+        What plans hold beside activations depends on the schedule, so the plans of what is chosen
+        are checked. Where they exceed the memory, the choice is made again with as much less.
+        """
+        known: dict[str, dict[int, float]] = {}
+        plans = plans_of(run)
+        for part in self._gathered(_plain(plans.figures)):
+            for name, values in part.items():
+                known.setdefault(name, {}).update(values)
+        costs = costs_of(known, self.stages, RATES.get(devices, RATES["cuda"]).latency / 1000)
+        held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
+        used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
+        over = 0.0
+        for _ in range(TRIES):
+            used += over
+            schedule = self.choose(microbatches, costs, run.placement, used)
+            over = (
+                0.0
+                if self.memory is None
+                else max(self._peaks(plans_of(schedule)).values()) - self.memory
+            )
+            if over <= 0:
+                return schedule
+            del self.chosen[microbatches]
+        raise ScheduleError(
+            f"the plans of {TRIES} schedules that were chosen take more than "
+            f"memory={self.memory:g}, the last one by "
+            f"{over:,.0f} bytes; give more memory, more ranks or zero=",
+            rule="memory",
+        )
+
+    def _peaks(self, plans: Plans) -> dict[int, int]:
+        """The peaks of memory of all ranks."""
+        return {rank: peak for part in self._gathered(plans.peak) for rank, peak in part.items()}
+
+    def _gathered(self, here: T) -> list[T]:
+        return [here] if alone(self.group) else self.group.gather_objects(here)
+
+
+def chosen_by(
+    schedule: Source,
+    group: Group,
+    stages: int,
+    memory: Memory,
+    costs: Costs | None,
+    microbatches: int | None,
+) -> Source:
+    """``schedule`` as it is, or what chooses one where it is "auto"."""
+    if schedule == "auto":
+        return Auto.of(group, stages, memory, costs, microbatches)
+    if memory is not None or costs is not None:
+        raise StageError('memory= and costs= are for schedule="auto"; leave them out')
+    return schedule
+
+
+def _plain(figures: Figures) -> dict[str, dict[int, float]]:
+    return {
+        name: {int(stage): float(v) for stage, v in values.items()}
+        for name, values in figures.items()
+    }
+
+
+def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
+    """Costs in microseconds and bytes; the mean stands for stages that nobody knows."""
+    known = {name: values for name, values in figures.items() if values}
+    spread: dict[str, Any] = {
+        name: tuple(values.get(stage, fmean(values.values())) for stage in range(stages))
+        for name, values in known.items()
+    }
+    return Costs(**spread, comm=latency, unit="us")
+
+
+def provisional(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """The schedule by name that suits stages of equal cost: its placement is kept.
+
+    >>> provisional(2, 4, 4).name, provisional(2, 4, 2).name, provisional(2, 4, 6).name
+    ('ZBVZeroBubble', 'ZBH1', 'InterleavedZeroBubble')
+    """
+    if stages % ranks:
+        raise StageError(
+            f"{stages} stages cannot be placed evenly on {ranks} ranks; give a multiple, or a "
+            "Schedule"
+        )
+    name = {1: "ZBH1", 2: "ZBV"}.get(stages // ranks, "InterleavedZeroBubble")
+    return make_schedule(name, ranks, microbatches, stages)

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a pipeline: what ``fpipe.pipeline`` was called with, checked and frozen.
+
+A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no
+plan and no call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from numbers import Integral
+from os import PathLike
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from .. import tree
+from ..actions.text import counted
+from ..collectives.claim import Claim
+from ..collectives.group import Group
+from ..errors import StageError
+from ..generators import Source, is_path, schedule_from
+from ..generators.forward import forwards_alone
+from ..lowering.sharding import Copies
+from ..lowering.weaving.weave import Overlap
+from ..programs.losses import loss_sides
+from ..schedule import Placement, Schedule
+from ..stage import MISSING, Elsewhere, Stage, patterns
+from ..tree import Tree
+from .auto import Auto
+from .capture import check
+from .reduction import Reduction, Weighted
+
+Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
+Loss: TypeAlias = Callable[..., Any] | Stage
+
+#: Names that a call takes itself, so that no stage can have a side input of that name.
+RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Config:
+    """Everything that a pipeline is built from. ``schedule`` is a name, a Schedule, a CSV file or a
+    function.
+    """
+
+    functions: tuple[Stage, ...]
+    schedule: Source
+    group: Group
+    loss: Loss | None = None
+    microbatches: int | None = None
+    reduction: Reduction = "mean"
+    seed: int | None = None
+    frozen: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    outputs: Outputs = "zeros"
+    accumulate: torch.dtype | None = None
+    overlap: Overlap = field(default_factory=Overlap)
+    copies: Copies | None = None
+    sliced: int | None = None
+    capture: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
+            raise StageError(
+                f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more"
+            )
+        for index, stage in enumerate(self.functions):
+            _check_carry(f"stage {index} ({stage.label})", stage)
+        if isinstance(self.loss, Stage) and self.loss.carry:
+            raise StageError(
+                "the loss has carry=True, and only stages have carries; return what it needs "
+                "from a stage"
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise StageError(
+                f"loss={self.loss!r}; give a function loss(y, *targets) that returns a scalar, or "
+                "None"
+            )
+        if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
+            raise StageError(
+                f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)"
+            )
+        if self.outputs not in get_args(Outputs):
+            raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
+        if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
+            raise StageError(
+                f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32"
+            )
+        check_seed(self.seed)
+        for names in self.tied:
+            _check_frozen_alike(names, self.frozen)
+        if self.capture:
+            check(self.group, self.copies is not None)
+        for name in {name for names in self.sides for name in names} & RESERVED:
+            raise StageError(
+                f"{name!r} cannot be a side input, since a call has an argument of that name; "
+                "rename it"
+            )
+
+    def __repr__(self) -> str:
+        name = (
+            self.schedule
+            if isinstance(self.schedule, str)
+            else getattr(self.schedule, "name", "custom")
+        )
+        name = "auto" if isinstance(self.schedule, Auto) else name
+        return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
+
+    # ---- what follows from it ----
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.functions)
+
+    @cached_property
+    def stateful(self) -> bool:
+        """Whether a stage carries state."""
+        return any(stage.state for stage in self.functions)
+
+    @cached_property
+    def carries(self) -> bool:
+        """Whether a stage carries something from slice to slice."""
+        return any(stage.carry for stage in self.functions)
+
+    @cached_property
+    def slices(self) -> int:
+        """The number of slices of a microbatch: ``slices=``, or that of the schedule."""
+        if self.sliced is None and isinstance(self.schedule, str) and not is_path(self.schedule):
+            return 1
+        return self.sliced or self._some_schedule.slices
+
+    @cached_property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the side inputs of every stage, and of the loss at the end."""
+        return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
+
+    @cached_property
+    def schedule_for(self) -> Callable[[int], Schedule]:
+        """The checked schedule for a number of microbatches; each is generated once."""
+        made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
+        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
+
+    @cached_property
+    def forwards_for(self) -> Callable[[int], Schedule]:
+        """The schedule of forwards alone for a number of microbatches; one that the caller gave
+        keeps its order.
+        """
+        name = isinstance(self.schedule, str) and not is_path(self.schedule)
+
+        def made(number):
+            return (
+                forwards_alone(self.schedule_for(number))
+                if name
+                else self.schedule_for(number).only("F")
+            )
+
+        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which ranks hold which stages, whatever the number of microbatches."""
+        return self._some_schedule.placement
+
+    @property
+    def _some_schedule(self) -> Schedule:
+        return self.schedule_for(
+            2 * self.group.size if self.microbatches is None else self.microbatches
+        )
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The stages on the ranks of this process."""
+        ranks = set(self.group.here)
+        return tuple(
+            s for s in range(self.stages) if not ranks.isdisjoint(self.placement.ranks_of(s))
+        )
+
+    @cached_property
+    def local(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.group.here) == self.group.size
+
+    @cached_property
+    def claim(self) -> Claim:
+        """The groups that a call uses, for the length of the call."""
+        return Claim(self.group) if self.copies is None else Claim(self.group, self.copies.group)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first rank of this process."""
+        return self.group.device(self.group.here[0])
+
+    def rank_here(self, stage: int) -> int:
+        """The first rank of this process that holds a stage."""
+        return next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
+
+    def trained(self, stage: int, params: Tree) -> list[bool]:
+        """Which leaves of a stage's parameters no pattern of ``frozen`` names."""
+        if not self.frozen:
+            return [True] * len(tree.leaves(params))
+        return [not tree.matches(f"{stage}.{name}", self.frozen) for name in tree.names(params)]
+
+    def check_params(self, params: Sequence[Tree]) -> None:
+        """Raise StageError where params is not one entry per stage."""
+        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
+            got = (
+                f"{len(params)} entries"
+                if isinstance(params, (list, tuple))
+                else f"a {type(params).__name__}"
+            )
+            raise StageError(
+                f"params must be a list with one pytree for each of the {self.stages} stages, in "
+                f"stage order; got {got}"
+            )
+
+
+def check_seed(seed: object) -> None:
+    """Raise StageError for a seed that is no integer: the text of another value may differ between
+    ranks.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
+
+
+def _check_frozen_alike(names: Sequence[str], frozen: Sequence[str]) -> None:
+    """Raise StageError where some copies of a tied parameter are frozen and others are trained
+    apart from them.
+    """
+    some = [name for name in names if tree.matches(name, frozen)]
+    if some and len(some) < len(names):
+        others = ", ".join(name for name in names if name not in some)
+        raise StageError(
+            f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are one "
+            "parameter; freeze "
+            "all of its copies, or none"
+        )
+
+
+def _check_carry(what: str, stage: Stage) -> None:
+    """Raise StageError for a carry without a beginning, or a beginning without a carry."""
+    given = stage.initial_carry is not MISSING
+    if stage.carry and not given and not isinstance(stage.fn, Elsewhere):
+        raise StageError(
+            f"{what} has carry=True without initial_carry=; give what its first slice gets: "
+            "tensors, numbers, None, or "
+            "a function of x"
+        )
+    if given and not stage.carry:
+        raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
+    leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StageError(
+            f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
+            "get; make it a "
+            "parameter, and let the function begin with it where its carry is None"
+        )
+
+
+def _schedule_for(
+    source: Source, ranks: int, stages: int, slices: int | None, microbatches: int
+) -> Schedule:
+    """Read or generate the schedule, and check it against the pipeline."""
+    if not isinstance(source, (str, PathLike, Schedule)) and not callable(source):
+        raise StageError(
+            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
+            "microbatches)"
+        )
+    schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)
+    if slices not in (None, schedule.slices):
+        remedy = (
+            f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
+        )
+        raise StageError(
+            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a "
+            f"microbatch; give {remedy}, "
+            "or a name, which is made with as many"
+        )
+    if schedule.ranks != ranks:
+        raise StageError(
+            f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree"
+        )
+    if schedule.stages != stages:
+        raise StageError(
+            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many "
+            "stages as it runs, "
+            "or make_schedule(..., stages=)"
+        )
+    if schedule.microbatches != microbatches:
+        raise StageError(
+            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are "
+            "run; "
+            "say microbatches= as the schedule does, or give a name or a function"
+        )
+    return schedule.check()
+
+
+def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of tied leaves: those that the caller names, then those that the stages carry.
+
+    Groups with a common leaf are one group, since all their leaves are one parameter.
+    """
+    carried: dict[str, list[str]] = {}
+    for index, stage in enumerate(stages):
+        for leaf, group in stage.ties:
+            carried.setdefault(group, []).append(f"{index}.{leaf}")
+    groups: list[tuple[str, ...]] = []
+    for group in (
+        *_named_ties(tied, len(stages)),
+        *(each for each in carried.values() if len(each) > 1),
+    ):
+        common = [other for other in groups if not set(other).isdisjoint(group)]
+        joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
+        groups = [*(other for other in groups if other not in common), joined]
+    return tuple(groups)
+
+
+def _named_ties(tied: object, stages: int) -> Iterator[tuple[str, ...]]:
+    """The groups that ``tied=`` lists, checked."""
+    form = "give a list of groups of names, as in tied=[('0.wte', '7.wte')]"
+    if isinstance(tied, (str, Mapping)) or not isinstance(tied, Iterable):
+        raise StageError(f"tied={tied!r}; {form}")
+    for group in tied:
+        if isinstance(group, str):
+            raise StageError(
+                f"tied={tied!r} has the text {group!r} in place of a group of names; {form}"
+            )
+        names = patterns("tied", group)
+        if len(set(names)) < 2:
+            raise StageError(f"tied={names!r} names fewer than two leaves; {form}")
+        for name in names:
+            head = name.partition(".")[0]
+            if not head.isdecimal() or int(head) >= stages:
+                raise StageError(
+                    f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below "
+                    f"{stages}"
+                )
+        yield names
+
+
+def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
+    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves
+    of each stage.
+
+    >>> list(tied_leaves(("0.wte", "1"), [("norm", "wte"), ("",)]))
+    [(0, 1), (1, 0)]
+    """
+    for name in names:
+        head, _, rest = name.partition(".")
+        stage = int(head)
+        if rest not in paths[stage]:
+            raise StageError(
+                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has "
+                f"{', '.join(paths[stage])}"
+            )
+        yield stage, list(paths[stage]).index(rest)

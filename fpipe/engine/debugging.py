@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.debug``: look at every result of every program, and at what a run leaves behind.
+
+The program that computed a NaN is run once more, operation by operation, to name the operation.
+Knows programs, instructions and registers; it changes no result of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..devices import drawn
+from ..errors import ActionError, FpipeError
+from ..lowering.keys import Input, inputs
+from ..lowering.plan import Instruction, Plan
+from ..programs.operations import Operation, fill
+from ..programs.program import Program
+from .registers import Registers
+
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+_ON: ContextVar[bool] = ContextVar("debugging", default=False)
+
+
+class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
+    """Check every result for NaN and infinity, and every run for values that it did not free. Slow;
+    off by default.
+
+    ``with debug():`` for a while, or ``debug()`` from here on, in this thread. The error names the
+    first action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
+
+    Args:
+        on: False stops it.
+
+    Raises:
+        ActionError: in a call, if a result is NaN or infinite.
+
+    >>> from fpipe import grad, local, pipeline
+    >>> pipe = pipeline([lambda p, x: (x * p).log()] * 2, loss=lambda y: y.sum(), microbatches=1,
+    ...     group=local(2))
+    >>> with debug():
+    ...     grad(pipe)([torch.tensor(1.0), torch.tensor(-1.0)], torch.ones(1) * 2)
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.ActionError: 1F0 (the forward of <lambda> (float32[]; float32[1]), microbatch 0)
+    made NaN: ...
+    """
+
+    def __init__(self, on: bool = True):
+        self.before = _ON.get()
+        _ON.set(on)
+
+    def __enter__(self) -> debug:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _ON.set(self.before)
+
+
+def debugging() -> bool:
+    """Whether ``debug`` is on."""
+    return _ON.get()
+
+
+def check(
+    ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torch.Tensor | None
+) -> None:
+    """Raise ActionError where a program's results, or the gradients that it added to, hold NaN or
+    infinity.
+
+    ``box`` are the inputs of the program, ``random`` the state of the random stream before it. An
+    infinity that F saves or returns may be intended, as in a mask; in a loss or a gradient it is an
+    error.
+    """
+    program, action, owner = ins.program, ins.action, ins.owner
+    assert program is not None and action is not None and owner is not None
+    roles, values = inputs(owner), dict(zip(program.inputs, box, strict=True))
+    added = [name for name in values if name in roles and roles[name].role == "grad"]
+    for name, value in (
+        *zip(program.outputs, out, strict=True),
+        *((name, values[name]) for name in added),
+    ):
+        finite = program.name in "BIW" or (
+            program.name == "F" and isinstance(value, torch.Tensor) and value.dim() == 0
+        )
+        wrong = _wrong(value, infinity=finite)
+        if wrong:
+            given = [
+                _meaning(n, roles.get(n)) for n in values if n not in added and _wrong(values[n])
+            ]
+            raise ActionError(
+                f"{action._replace(op=program.name)} (the {_WORDS[program.name]} of "
+                f"{program.stage or 'the stage'}, "
+                f"microbatch {action.microbatch}) made {wrong}: "
+                f"{_origin(program, values, given, name, random)}"
+            )
+
+
+def _wrong(value: Any, infinity: bool = True) -> str:
+    """Which of "NaN" and "infinity" a value holds; empty for neither."""
+    if not tree.is_floating(value):
+        return ""
+    return (
+        "NaN"
+        if bool(value.isnan().any())
+        else "infinity"
+        if infinity and bool(value.isinf().any())
+        else ""
+    )
+
+
+# ---- which operation it was ----
+def _origin(
+    program: Program,
+    values: Mapping[str, Any],
+    given: Sequence[str],
+    name: str,
+    random: torch.Tensor | None,
+) -> str:
+    """Why a value is wrong: the inputs of the program, or its first operation with a wrong
+    result.
+    """
+    if given:
+        return f"it was handed {', '.join(given)} that held it or an infinity already"
+    if not program.operations:
+        return f"in its value {name!r}"
+
+    def again(box):
+        return _first_wrong(program, dict(zip(values, box, strict=True)))
+
+    found, _ = drawn(again, list(values.values()), torch.device("cpu"), random)
+    return (
+        found
+        or f"in its value {name!r}, and not again when the program was gone through a second time"
+    )
+
+
+def _first_wrong(program: Program, values: Mapping[str, Any]) -> str:
+    """The first operation of a program with a wrong result; empty if there is none."""
+    for index, (one, args, value) in enumerate(_values(program, values)):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        wrong = next(filter(None, map(_wrong, items)), "")
+        if wrong:
+            called = getattr(one.target, "overloadpacket", one.target)
+            what = getattr(called, "__name__", str(called))
+            ranges = ", ".join(map(_range, args)) or "nothing"
+            return (
+                f"first {wrong} in {what} (operation {index + 1} of "
+                f"{len(program.operations)}), given {ranges}"
+            )
+    return ""
+
+
+def _values(
+    program: Program, values: Mapping[str, Any]
+) -> Iterator[tuple[Operation, list[Any], Any]]:
+    """Run a program once more, and yield each operation with its inputs and its value."""
+    env = {**program.constants, **values}
+    with torch.no_grad():
+        for one in program.operations:
+            env[one.name] = one.target(*fill(one.args, env), **fill(one.kwargs, env))
+            yield one, [env[name] for name in one.inputs], env[one.name]
+
+
+def _range(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if not value.numel() or value.is_complex():
+        return shape
+    low, high = value.aminmax()
+    return f"{shape} from {low.item():.3g} to {high.item():.3g}"
+
+
+def _meaning(name: str, known: Input | None) -> str:
+    """A program's name for an input in words."""
+    if known is None:
+        return f"the saved value {name!r}"
+    words = {
+        "param": "parameter leaf",
+        "x": "input leaf",
+        "side": "side input leaf",
+        "state": "state leaf",
+    }
+    return f"{words.get(known.role, 'cotangent')} {known.leaf}"
+
+
+# ---- what is not freed ----
+def check_leaks(plan: Plan, r: Registers) -> None:
+    """Raise where, after a whole run, a slot holds neither a fed value nor a result, or a receive
+    was never awaited.
+    """
+    known = {*plan.feeds.values(), *plan.results.values()}
+    left = [slot for slot in range(plan.slots) if r.slots[slot] is not None and slot not in known]
+    receives = [*r.receives, *r.collectives, *r.streams]
+    if left or receives:
+        raise FpipeError(
+            f"rank {plan.rank} ran its plan and left slots {left} full and receives {receives} "
+            "open; this is a "
+            "mistake of fpipe and not yours: please report it with the schedule"
+        )

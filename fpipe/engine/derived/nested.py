@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it, or
+inside a stage or loss.
+
+No plan runs there: the value is computed by the stages' functions, one microbatch after another,
+and the gradient by torch.func, so that what is around it can differentiate it again. Knows calls;
+no plan and no register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ... import tree
+from ...actions.action import unit
+from ...devices import drawn
+from ...errors import ActionError, FpipeError, StageError
+from ...programs.carries import of_slice
+from ...programs.explain import where, write_error
+from ...programs.internals import versions
+from ...programs.losses import check_scalar, with_aux
+from ...programs.signature import check_aux, result_of, stage_that_runs
+from ...stage import as_stage
+from ...tree import Tree
+from ..arguments import Call
+from ..config import Config, Loss, tied_leaves
+from ..microbatches import Microbatches, Parts, joined
+from ..steps import numbered, seed_of
+from .variants import Chosen
+
+
+def forward(call: Call) -> Tree:
+    """The value of a call."""
+    if call.config.tied:
+        raise StageError(
+            "tied= is not defined where a pipeline is differentiated as a function, by a "
+            "torch.func transform or by a "
+            "stage around it: pass one tensor in all places and leave tied= out, or use "
+            "fpipe.value_and_grad there"
+        )
+    return _value(call, _wide(call), call.x)
+
+
+def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+    """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was
+    passed.
+    """
+    parts = list(x) if isinstance(x, Microbatches) else x
+    wide = _wide(call)
+    leaves = tree.leaves((wide, parts))
+    trained = [
+        0 in call.wanted and flag
+        for s, part in enumerate(wide)
+        for flag in call.config.trained(s, part)
+    ]
+    flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
+    live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
+    chosen = Chosen((wide, parts), live)
+
+    def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+        params, batch = chosen.around(tensors)
+        batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
+        slices = call.config.slices
+        out = _value(call, params, Parts(batch, call.number // slices, "x", slices=slices))
+        loss, aux = out if more else (out, None)
+        plain.append(Chosen(aux, tree.is_tensor))
+        return loss, plain[-1].leaves
+
+    more = call.has_aux or call.each is not None
+    plain: list[Chosen] = []  # the auxiliary values: torch.func takes tensors alone
+    where = tuple(range(len(chosen.leaves)))
+    grads, (loss, tensors) = torch.func.grad_and_value(value, where, has_aux=True)(*chosen.leaves)
+    out = (loss, plain[-1].around(tensors)) if more else loss
+    scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
+    dp, dx = chosen.around(scaled, None)
+    dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
+    dp = _tied(call.config, wide, dp) if call.config.tied and 0 in call.wanted else dp
+    return out, tuple((dp, dx)[n] for n in call.wanted)
+
+
+def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
+    """The value of a call with other parameters, in the dtype of accumulation, and another
+    batch.
+    """
+    config, run = call.config, _runner(call)
+    outputs: list[Tree] = []
+    losses: list[torch.Tensor] = []
+    auxes: list[Tree] = []
+    carried: dict[int, Tree] = {}
+    for m in range(call.number):
+        y, extra, first, last = x.tree(m), None, not m % config.slices, not (m + 1) % config.slices
+        for s, stage in enumerate(config.functions):
+            called = of_slice(stage, first=first, last=last) if stage.carry else stage
+            y = (y, carried[s]) if stage.carry and not first else y
+            y, more, *_ = result_of(called, run(called, s, m, [_like(wide[s], call.params[s])], y))
+            if stage.carry and not last:
+                y, carried[s] = y
+            check_aux(stage, more)
+            if more is not None:
+                extra = more if extra is None else extra + more
+        if config.loss is None:
+            with _explained(f"each= after microbatch {m}"):
+                outputs.append(y if call.each is None else call.each(m, y))
+            continue
+        returned = run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
+        loss, aux = _loss(call, config.loss, returned)
+        if call.each is not None:
+            with _explained(f"each= after microbatch {m}"):
+                aux = call.each(m, y, returned)
+        losses.append(loss if extra is None else loss + extra)
+        auxes.append(aux)
+    if config.loss is None:
+        return joined(outputs, x.slices, x.uniform) if call.each is None else outputs
+    weights = call.weights()
+    assert weights is not None
+    total = weights.sum(losses)
+    return (total, auxes) if call.has_aux or call.each is not None else total
+
+
+def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
+    """The scalar and the rest of what the loss returned for a microbatch."""
+    aux = with_aux(result)[1] if call.has_aux else None
+    first = next(filter(tree.is_tensor, tree.leaves(result)), None)
+    check_scalar(as_stage(loss).label, first)
+    assert first is not None
+    return first, aux
+
+
+# ---- options ----
+def _runner(call: Call) -> Callable[..., Any]:
+    """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not
+    defined here.
+    """
+    config, stage = call.config, stage_that_runs()
+    where = (
+        "torch.func transforms of a pipeline"
+        if stage is None
+        else f"a pipeline inside stage {stage}"
+    )
+    if not config.local:
+        raise StageError(f"{where} need a local group; use fpipe.grad across processes")
+    if config.copies is not None:
+        raise StageError(f"{where} with dp= are not defined; use fpipe.grad")
+    if config.stateful:
+        raise StageError(f"{where} with state are not defined; use fpipe.value_and_grad")
+    if stage is not None and call.seed is not None:
+        raise StageError(
+            f"seed= is not defined for {where}, whose draws are those of that stage; leave it out "
+            "there, and give it "
+            "to the pipeline around it"
+        )
+
+    def run(
+        fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
+    ) -> Any:
+        device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
+        start = (
+            None
+            if call.seed is None
+            else seed_of(call.seed, index, numbered(unit(mb, config.slices)), "F")
+        )
+        side = call.side_inputs(index, mb)
+        kept = tree.leaves((params, side))
+        before = versions(kept)
+        what = (
+            f"stage {as_stage(fn).label}"
+            if index < config.stages
+            else f"the loss {as_stage(fn).label}"
+        )
+        with _explained(f"{what} on microbatch {mb}"):
+            out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
+        if versions(kept) != before:
+            raise write_error("its parameters or side inputs")
+        return out
+
+    return run
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise an error of a function of the user as a run of a plan does."""
+    try:
+        yield
+    except FpipeError:
+        raise
+    except Exception as error:
+        raise ActionError(f"{what} raised {type(error).__name__}{where(error)}: {error}") from error
+
+
+def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Inputs that a function may write into; a tensor that occurs twice is one tensor again."""
+    clones = {
+        id(leaf): leaf.clone() for leaf in tree.leaves(inputs) if isinstance(leaf, torch.Tensor)
+    }
+    return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), inputs)
+
+
+def _wide(call: Call) -> Sequence[Tree]:
+    """The parameters in the dtype in which gradients are accumulated."""
+    dtype = call.config.accumulate
+    if dtype is None:
+        return call.params
+
+    def widened(leaf):
+        return (
+            leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
+        )
+
+    wide = [tree.tree_map(widened, part) for part in call.params]
+    return tuple(wide) if isinstance(call.params, tuple) else wide
+
+
+def _like(wide: Tree, params: Tree) -> Tree:
+    """Parameters in their own dtypes again, for one microbatch."""
+    leaves, spec = tree.flatten(params)
+    pairs = zip(tree.leaves(wide), leaves, strict=True)
+    return tree.unflatten(
+        spec, [w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w for w, leaf in pairs]
+    )
+
+
+def _tied(config: Config, params: Sequence[Tree], grads: Sequence[Tree]) -> Sequence[Tree]:
+    """The gradients of the parameters, those of tied leaves added up."""
+    flat = [
+        (spec.flatten_up_to(grad), spec)
+        for (_, spec), grad in zip(map(tree.flatten, params), grads, strict=True)
+    ]
+    for names in config.tied:
+        places = list(tied_leaves(names, [tree.names(p) for p in params]))
+        known: list[Any] = [
+            flat[stage][0][leaf] for stage, leaf in places if flat[stage][0][leaf] is not None
+        ]
+        for stage, leaf in places if known else ():
+            flat[stage][0][leaf] = reduce(torch.add, known)
+    summed = [tree.unflatten(spec, leaves) for leaves, spec in flat]
+    return tuple(summed) if isinstance(grads, tuple) else summed

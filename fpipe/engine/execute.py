@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter: one short loop over a plan, a generator that yields only where it may have to
+wait.
+
+``bind`` turns each instruction into a small function of the registers (``steps``), once;
+``execute`` runs them. ``drive`` runs one rank per process, or all ranks of a local group in turn,
+by the same code. Nothing here knows schedules or backends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeAlias
+
+from ..collectives.faults import watched
+from ..collectives.group import Group, Work
+from ..errors import ActionError, DeadlockError, FpipeError, StageError
+from ..lowering.plan import Instruction, Plan
+from ..lowering.weaving.segments import collective, collectives_of
+from ..programs.explain import where
+from .registers import Registers
+from .steps import Options, StepFn, nothing, step_of
+
+#: Steps with the numbers of their instructions.
+Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A plan whose instructions are ready to be called, on one rank of one group."""
+
+    plan: Plan
+    steps: tuple[StepFn, ...]
+    group: Group
+
+    @cached_property
+    def phases(self) -> tuple[Numbered, Numbered]:
+        """The steps before the split of the plan, and those after it, without those that do
+        nothing.
+        """
+        numbered = [(number, step) for number, step in enumerate(self.steps) if step is not nothing]
+        first = sum(number < self.plan.split for number, _ in numbered)
+        return tuple(numbered[:first]), tuple(numbered[first:])
+
+
+#: Part of autograd's message, which concerns stages with engine="eager".
+_CHANGED = "modified by an inplace operation"
+#: A profiler: from a bound plan, steps of it and the first one's number to steps that record when
+#: they ran.
+WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = (
+    ContextVar("WATCH", default=None)
+)
+
+
+def bind(plan: Plan, group: Group, options: Options) -> Executable:
+    """Make every instruction callable."""
+    groups = _communicators(plan)
+    steps = tuple(
+        step_of(_bounded(ins, groups), plan.rank, group, options) for ins in plan.instructions
+    )
+    return Executable(plan, steps, group)
+
+
+def _communicators(plan: Plan) -> dict[int, str]:
+    """By stage, the process group of the collectives in its programs."""
+    programs = [(ins.stage, ins.program) for ins in plan.instructions if ins.program is not None]
+    return {
+        stage: found.members for stage, program in programs for found in collectives_of(program)
+    }
+
+
+def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
+    """With a program whose waits for collectives end in time: those of a backend may not."""
+    program = ins.program
+    if program is None or ins.stage not in groups or not collective(program):
+        return ins
+    run, waiting = program.run, watched(groups[ins.stage])
+
+    def bounded(box: list[Any]) -> tuple[Any, ...]:
+        with waiting():
+            return run(box)
+
+    return replace(ins, program=replace(program, run=bounded))
+
+
+def execute(
+    bound: Executable, r: Registers, phase: int | None = None
+) -> Generator[Work, None, None]:
+    """Run the steps, all or those of one phase; yields each receive that it waits for."""
+    number, slots = 0, r.slots
+    watch = WATCH.get()
+    if watch is None:
+        steps: Iterable[tuple[int, StepFn]] = (
+            chain(*bound.phases) if phase is None else bound.phases[phase]
+        )
+    else:
+        start, stop = (
+            bound.plan.split if phase == 1 else 0,
+            bound.plan.split if phase == 0 else None,
+        )
+        steps = enumerate(watch(bound, bound.steps[start:stop], start), start)
+    try:
+        for number, step in steps:  # noqa: B007  (an error names the instruction)
+            pending = step(r)
+            if pending is not None:
+                work, writes = pending
+                yield work
+                for slot, tensor in zip(writes, work.wait(), strict=True):
+                    slots[slot] = tensor
+                tensor = work = pending = None  # they refer to received tensors
+    except Exception as error:
+        if isinstance(error, FpipeError) and (
+            isinstance(error, ActionError) or not isinstance(error, StageError)
+        ):
+            raise
+        raise _explain(error, bound.plan.instructions[number], bound.plan.rank) from error
+
+
+def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
+    """Run the ranks of this process, in turn, until all are done."""
+    if len(runs) == 1:
+        deque(
+            next(iter(runs.values())), maxlen=0
+        )  # the step that follows waits; yielded receives are not kept
+        return
+    waiting: dict[int, Work | None] = dict.fromkeys(runs)
+    while waiting:
+        moved = False
+        for rank in list(waiting):
+            work = waiting[rank]
+            if work is not None and not work.done():
+                continue
+            moved = True
+            waiting[rank] = work = None  # it refers to the tensors that it receives
+            try:
+                waiting[rank] = next(runs[rank])
+            except StopIteration:
+                del waiting[rank]
+        if not moved:
+            ranks = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
+            raise DeadlockError(
+                f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule "
+                "before it runs"
+            )
+
+
+def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
+    from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
+    what = (
+        ins.kind
+        if ins.action is None
+        else f"each= after {ins.action}"
+        if ins.kind == "EACH"
+        else str(ins.action)
+    )
+    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
+    kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
+    hint = (
+        "; a tensor that a backward needs was changed in place: change a copy"
+        if _CHANGED in str(error)
+        else ""
+    )
+    return ActionError(
+        f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip() + hint
+    )

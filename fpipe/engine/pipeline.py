@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Pipeline``: stages, a schedule and a loss as one function, which ``fpipe.pipeline`` (in
+``building``) returns.
+
+A frozen ``Config`` with a cache of plans. Calls are in ``calls``, derivatives in ``gradients``;
+plans are opaque here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+
+from .. import tree
+from ..actions.product import product
+from ..collectives.group import Group
+from ..errors import StageError
+from ..lowering.sharding import Shares
+from ..schedule import Schedule
+from ..tree import Tree
+from . import calls
+from .arguments import Call, Each
+from .auto import Auto
+from .config import Config
+from .derived import nested
+from .plan_cache import Cache
+from .plan_report import Plans
+from .request import Mode
+from .signatures import A, E, EachLoss, P
+
+Y = TypeVar("Y", covariant=True)
+R = TypeVar("R", covariant=True)
+
+
+class Pipeline(Generic[Y, R]):
+    """A function of ``(params, x, *targets)``, returned by ``fpipe.pipeline``, which is the only
+    way to create one.
+
+    A call runs forwards alone. ``fpipe.value_and_grad``, ``fpipe.grad`` and ``fpipe.vjp`` return
+    its derivatives. A pipeline is not changed by its methods. Its attributes:
+
+    * ``group``: the ranks that run it
+    * ``stages``: how many stages it has
+    * ``here``: the stages of this process, a tuple of numbers
+    * ``placement``: which rank holds which stage
+    * ``output_rank``: the rank of the last stage, which has the outputs
+
+    >>> from fpipe import local, pipeline
+    >>> pipe = pipeline([torch.mul, torch.add], "1F1B", microbatches=2, group=local(2))
+    >>> pipe([torch.tensor(2.0), torch.tensor(1.0)], torch.arange(4.0))
+    tensor([1., 3., 5., 7.])
+    >>> pipe.stages, pipe.here, pipe.output_rank
+    (2, (0, 1), 1)
+    """
+
+    def __init__(self, config: Config, cache: Cache | None = None):
+        shares = None if config.copies is None else Shares(config.copies)
+        self.config, self.cache = config, cache or Cache(shares)
+        self.group, self.copies, self.tied = config.group, config.copies, config.tied
+        self.placement, self.stages, self.here = config.placement, config.stages, config.here
+        self.output_rank = self.placement.rank_of(
+            self.stages - 1
+        )  # of the last stage, or its first replica
+
+    def __repr__(self) -> str:
+        return repr(self.config)
+
+    def _repr_html_(self) -> str:
+        return product("pictures.pipeline_page").shown(self.config, self.schedule)
+
+    # ---- questions ----
+    def schedule(self, microbatches: int) -> Schedule:
+        """The checked schedule for a number of microbatches.
+
+        Args:
+            microbatches: their number in a call.
+
+        Returns:
+            The schedule that such a call runs.
+
+        Raises:
+            ScheduleError: if the schedule has no form for this number, or breaks a rule.
+
+        >>> from fpipe import local, pipeline
+        >>> print(pipeline([torch.mul] * 2, "GPipe", group=local(2)).schedule(2))
+        [0F0, 0F1, 0B0, 0B1]
+        [1F0, 1F1, 1B0, 1B1]
+        """
+        return self.config.schedule_for(microbatches)
+
+    def under(self, schedule: Schedule) -> Pipeline[Y, R]:
+        """The same pipeline with another schedule that places the stages on the same ranks; this
+        one is unchanged.
+
+        Args:
+            schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the schedule places stages on other ranks.
+
+        >>> from fpipe import local, make_schedule, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, "GPipe", group=local(2))
+        >>> pipe.under(make_schedule("1F1B", 2, 4))
+        <fpipe pipeline: 2 stages, schedule 1F1B, fpipe.local(2) on cpu>
+        """
+        if repr(schedule.placement) != repr(self.placement):
+            raise StageError(
+                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
+                f"({self.placement}); "
+                "make a pipeline with it, and place the parameters anew"
+            )
+        return Pipeline(
+            replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
+        )
+
+    def train(self, training: bool = True) -> Pipeline[Y, R]:
+        """The same pipeline with its modules in training, whatever mode they were cut in; this one
+        is unchanged.
+
+        Stages that are functions have no modes. A norm whose running statistics are constants,
+        since it was cut in evaluation, cannot be trained.
+
+        Args:
+            training: whether modules are in training; False is ``eval()``.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import from_module, local, pipeline
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+        >>> stages, params = from_module(model, cuts=["1"])
+        >>> pipe = pipeline(stages, microbatches=1, group=local(2), seed=0)
+        >>> y, mean = pipe.train()(params, torch.ones(1, 2)), pipe.eval()(params, torch.ones(1, 2))
+        >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
+        True
+        """
+        return Pipeline(*self.cache.in_mode(self.config, training))
+
+    def eval(self) -> Pipeline[Y, R]:
+        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
+        :meth:`train`.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=1, group=local(2))
+        >>> pipe.eval()([torch.tensor(2.0)] * 2, torch.ones(1))
+        tensor([4.])
+        """
+        return self.train(False)
+
+    def call(
+        self,
+        mode: Mode,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
+        **options: Any,
+    ) -> Call:
+        """The checked arguments of a call that follows; where they are refused, the other ranks
+        learn it.
+        """
+        try:
+            call = Call.of(self.config, mode, params, x, targets, side, **options)
+        except Exception as error:
+            calls.refuse(self.config, error)
+            raise
+        auto = self.config.schedule
+        if isinstance(auto, Auto) and mode == "grad" and call.number not in auto.chosen:
+            self._choose(auto, call, params, x, targets, side)
+        return call
+
+    def _choose(
+        self,
+        auto: Auto,
+        call: Call,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
+    ) -> None:
+        """Choose the schedule for a number of microbatches, by plans of others with the same
+        placement.
+        """
+
+        def plans_of(schedule):
+            return self.under(schedule).plan(params, x, *targets, **side)
+
+        auto.estimated(call.number, plans_of, self.schedule(call.number), self.config.device.type)
+
+    @property
+    def why(self) -> str:
+        """What ``schedule="auto"`` chose and why; print it.
+
+        >>> from fpipe import local, pipeline
+        >>> print(pipeline([torch.mul] * 2, "auto", microbatches=2, group=local(2)).why)
+        the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1:
+        [1])
+        """
+        auto = self.config.schedule
+        if not isinstance(auto, Auto):
+            return f"{self.config!r}: the schedule was given"
+        if not auto.chosen:
+            return (
+                "the first call that computes gradients chooses; stages are on ranks as "
+                f"{self.placement}"
+            )
+        return "\n\n".join(
+            f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items())
+        )
+
+    @property
+    def parts(self) -> Group | None:
+        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
+        return self.copies.group if self.copies is not None and self.copies.cut else None
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
+        its copies too.
+
+        Every process must call it. Quantities of the whole model, such as a norm, are sums over
+        stages.
+
+        Args:
+            tensor: this process's part of the sum, of one shape on all processes.
+
+        Returns:
+            The sum, on every process.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
+        tensor([1.])
+        """
+        total = self.group.all_reduce(tensor)
+        return total if self.parts is None else self.parts.all_reduce(total)
+
+    def gather(self, obj: object) -> list[Any]:
+        """What every process of the pipeline passed, by rank. Every process must call it.
+
+        Args:
+            obj: numbers, text, plain tensors on the CPU, and containers of them.
+
+        Returns:
+            A list with one entry for each rank, the same on all.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).gather({"process": 0})
+        [{'process': 0}, {'process': 0}]
+        """
+        return self.group.gather_objects(obj)
+
+    # ---- parameters ----
+    def place(self, params: Sequence[P]) -> list[P]:
+        """The parameters of the stages of this process, on their rank's device; ``None`` for the
+        others.
+
+        Args:
+            params: one pytree for each stage, in stage order; the entries of other processes'
+                stages are not read.
+
+        Returns:
+            The same list, with None for stages of other processes. Tensors that are there already
+            are not copied.
+
+        Raises:
+            StageError: if ``params`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).place([torch.ones(1), torch.zeros(1)])
+        [tensor([1.]), tensor([0.])]
+        """
+        self.config.check_params(params)
+        out: list[Any] = [None] * self.stages
+        for stage in self.here:
+            device = self.group.device(self.config.rank_here(stage))
+
+            def move(leaf, device=device):
+                return (
+                    leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+                )
+
+            out[stage] = tree.tree_map(move, params[stage])
+        return out
+
+    def shard(self, params: Sequence[P]) -> list[P]:
+        """This process's part of whole parameters, placed. With ``zero=`` calls take such parts.
+
+        The trees keep their structure; a leaf becomes one axis with the elements of this copy,
+        perhaps none, and any elementwise operation can be applied to it. Without ``zero=`` it is
+        ``place``. The pipeline records the shapes of whole leaves here: where parts are read from a
+        checkpoint, call it with tensors on the device "meta".
+
+        Args:
+            params: whole parameters, one pytree for each stage, as for ``place``.
+
+        Returns:
+            A list of the same trees, with None for stages of other processes.
+
+        Raises:
+            StageError: if ``params`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).shard([torch.ones(2), torch.zeros(2)])
+        [tensor([1., 1.]), tensor([0., 0.])]
+        """
+        self.config.check_params(params)
+        shares = self.cache.shares
+        if shares is None or self.parts is None:
+            return self.place(params)
+        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
+        parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
+        return self.place(parts)
+
+    def unshard(self, parts: Sequence[P]) -> list[P]:
+        """The inverse of ``shard``, for a checkpoint: whole trees of the stages of this process.
+
+        Every process must call it.
+
+        Args:
+            parts: parameters as ``shard`` returns them, or any trees of that structure, such as the
+                moments of an optimizer.
+
+        Returns:
+            A list of whole trees, with None for stages of other processes.
+
+        Raises:
+            StageError: if ``parts`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, group=local(2))
+        >>> pipe.unshard(pipe.shard([torch.ones(2), torch.zeros(2)]))
+        [tensor([1., 1.]), tensor([0., 0.])]
+        """
+        self.config.check_params(parts)
+        shares = self.cache.shares if self.parts is not None else None
+        if shares is None:
+            return list(parts)
+        whole: list[Any] = [
+            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
+        ]
+        return whole
+
+    # ---- use ----
+    @overload
+    def __call__(
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        state: Sequence[Tree],
+        seed: int | None = None,
+        **side: Tree,
+    ) -> tuple[Any, list[Tree]]: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: None = None,
+        **side: Tree,
+    ) -> Y: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: Callable[[int, Y], E],
+        **side: Tree,
+    ) -> list[E] | None: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, R],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: EachLoss[Y, R, E],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[E] | None]: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, tuple[torch.Tensor, A]],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: Literal[True],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[A]]: ...
+    @overload
+    def __call__(
+        self: Pipeline[Y, torch.Tensor],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        **side: Tree,
+    ) -> torch.Tensor: ...
+    def __call__(
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: Each | None = None,
+        **side: Tree,
+    ) -> Tree:
+        """Forward only: the loss, or without one the outputs. No graph, nothing saved.
+
+        Args:
+            params: one pytree for each stage, None for stages of other processes; see ``place``.
+            x: the input of the first stage for the whole batch: a pytree of tensors with a batch
+                axis first, or ``fpipe.Microbatches``.
+            targets: further batch arguments, which the loss takes after the output.
+            seed: replaces the seed of the pipeline in this call.
+            has_aux: the loss returns ``(scalar, aux)``, and the call ``(loss, [aux, ...])``.
+            each: ``each(number, output)`` is called with a microbatch's output as soon as it is
+                computed, on the rank of the last stage. Its results are returned in place of the
+                outputs, as a list in microbatch order (None on other ranks, unless
+                ``outputs="everywhere"``), and the outputs are freed. With a loss it is called as
+                that of ``value_and_grad``, and ``(loss, results)`` is returned.
+            side: keyword-only arguments that stages or the loss name, split as the batch;
+                ``state=[...]`` for stages with state.
+
+        Returns:
+            The loss, on every rank; without one the outputs, on the rank of the last stage, and on
+            others what ``outputs=`` of the pipeline says. With state, a tuple that ends with the
+            new state.
+
+        Raises:
+            BatchError: if the batch cannot be split, or an argument does not fit the pipeline.
+            StageError: if a parameter does not fit its stage.
+            MismatchError: if ranks make different calls.
+            PeerError: if another rank failed.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
+        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
+        ...     y: y.sum().item())
+        [6.0, 30.0]
+        """
+        call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
+        return nested.forward(call) if calls.surrounded() else calls.forward(call, self.cache)
+
+    def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
+        """What each rank of this process will run for these arguments, and its peak memory. Nothing
+        runs.
+
+        Args:
+            params, x, targets, side: as for a call.
+
+        Returns:
+            A value that prints one line for each instruction: sends, receives, programs and frees.
+            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
+            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
+        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
+        >>> sorted(plan.peak)
+        [0, 1]
+        """
+        call = Call.of(
+            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
+        )
+        with self.config.claim:
+            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
+
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of a pipeline by signature: found, or prepared together with the other ranks.
+
+Knows calls and plans; not what is done with them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..collectives.group import Facts
+from ..errors import BatchError
+from ..lowering.sharding import Shares
+from ..programs.spent import Spent, measured
+from .arguments import Call, Offers
+from .capture import Graphs
+from .config import Config
+from .facts import facts, of_call, shared
+from .feed import Feeder
+from .handshake import agree, tag_of, together
+from .interfaces import tree_data, tree_from_data
+from .prediction import SEEN
+from .prepare import Prepared, Ready, prepare, ready
+from .request import Request
+from .results import ResultLayout
+
+#: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
+KEPT = 128
+#: The number of plans after which a pipeline warns, once, if the later ones took more than these
+#: seconds.
+HINT, DEAR = 16, 10.0
+#: The word of a call that has no plans yet, and the number that stands for None in other words.
+_NEW, _NONE = 1, -(2**60)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPlans:
+    """Everything about one signature that later calls use again."""
+
+    config: Config
+    prepared: Prepared
+    facts: Facts  # of the signature
+    number: int  # of the call for which they were prepared, among those of the group
+    misplaced: str | None  # set where a value is on a device that cannot be used
+    spent: Spent = field(default_factory=Spent)  # to prepare them
+
+    def announce(self, call: Call, pullback: int = -1) -> int:
+        """Announce a call that runs these plans, or the pullback of an earlier call; returns its
+        number.
+        """
+        if self.config.local:
+            return 0
+        seed, scale = call.seed, call.scale
+        # The hash of None is an address.
+        word = hash(
+            (
+                self.prepared.tag,
+                pullback,
+                _NONE if seed is None else seed,
+                _NONE if scale is None else scale,
+            )
+        )
+        return self.config.group.enter(word, self._described, (seed, scale, pullback))
+
+    def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
+        described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
+        return (
+            described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
+        )
+
+    @cached_property
+    def feeders(self) -> Mapping[int, Feeder]:
+        """Where fed values come from, by rank."""
+        group = self.config.group
+        return {
+            r: Feeder(plan, self.prepared, group.device(r))
+            for r, plan in self.prepared.plans.items()
+        }
+
+    @cached_property
+    def carried(self) -> Mapping[int, tuple[int, ...]]:
+        """The slots that are filled before the backwards and that these read, by rank."""
+        return {rank: plan.carried() for rank, plan in self.prepared.plans.items()}
+
+    @cached_property
+    def layout(self) -> ResultLayout:
+        """Where the results are."""
+        return ResultLayout(self.config, self.prepared)
+
+
+class Cache:
+    """What a pipeline keeps between calls: plans by signature, and the layouts of leaves that
+    copies share.
+    """
+
+    def __init__(self, shares: Shares | None = None, agreed: bool = False):
+        self.plans: dict[tuple[Any, ...], CachedPlans] = {}
+        self.shares, self.agreed = shares, agreed
+        self.graphs: Graphs = {}
+        self.modes: dict[
+            bool, tuple[Config, Cache]
+        ] = {}  # of the same pipeline in training and in evaluation
+
+    def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:
+        """The configuration with its stages in a mode, and the cache of that pipeline."""
+        if training not in self.modes:
+            cache = Cache(self.shares, self.agreed)
+            cache.modes = self.modes
+            functions = tuple(stage.in_mode(training) for stage in config.functions)
+            self.modes[training] = replace(config, functions=functions), cache
+        return self.modes[training]
+
+    def plans_for(self, call: Call) -> CachedPlans:
+        """The plans of a call, prepared for the first of its signature."""
+        key = call.signature()
+        cached = self._find(key)
+        return self._keep(call, key) if cached is None else cached
+
+    def announced(self, call: Call) -> tuple[CachedPlans, int]:
+        """The plans of a call that is about to run, and its number; it is announced to the other
+        ranks.
+        """
+        try:
+            key = call.signature()
+            cached = self._find(key)
+            misplaced = call.misplaced() if cached is None else cached.misplaced
+            if misplaced is not None:
+                raise BatchError(misplaced)
+        except Exception as error:
+            refused(call.config, error)
+            raise
+        if cached is not None:
+            return cached, cached.announce(call)
+        cached = self._keep(call, key)
+        return cached, cached.number
+
+    def _find(self, key: tuple[Any, ...]) -> CachedPlans | None:
+        try:
+            cached = self.plans.get(key)
+        except TypeError as error:
+            raise BatchError(
+                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass "
+                "tensors, numbers, strings "
+                'or None, or register its class (optree, namespace="fpipe")'
+            ) from error
+        if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
+            self.plans[key] = self.plans.pop(key)
+        return cached
+
+    def _keep(self, call: Call, key: tuple[Any, ...]) -> CachedPlans:
+        """Prepare the plans of a call, and warn of the time where many calls needed plans."""
+        with measured() as parts:
+            cached = self._prepared(call)
+        cached = self.plans[key] = replace(cached, spent=sum(parts, Spent()))
+        if len(self.plans) == HINT:
+            _hint([each.spent for each in self.plans.values()])
+        if len(self.plans) > KEPT:
+            del self.plans[next(iter(self.plans))]
+        return cached
+
+    def _prepared(self, call: Call) -> CachedPlans:
+        """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
+        config, number, guess = call.config, 0, None
+        self._agree(config)
+        try:
+            request = call.request(self.shares)
+            known = {} if config.local else facts(config, request)
+        except Exception as error:
+            refused(config, error)
+            raise
+        if not config.local:
+            described = of_call(known, call.seed, call.scale, "none yet")
+            number = config.group.enter(_NEW, dict, (described,))
+            schedule = request.schedule
+
+            def details(fact):
+                return str(schedule) if fact == "schedule" else ""
+
+            guess = self._ready(config, request)
+            answers = agree(
+                config.group, shared(described), details, (call.absent, guess and guess.word)
+            )
+            absent = [each for each, _ in answers]
+            if any(absent):
+                request = self._completed(call, absent)
+                known, guess = facts(config, request), self._ready(config, request)
+                answers = agree(config.group, shared(known), more=((), guess and guess.word))
+            if len({word for _, word in answers}) > 1:
+                guess = None
+        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of
+        # its own.
+        prepared = prepare(
+            config, request, tag_of({**shared(known), "number": str(number)}), guess, self._latest
+        )
+        return CachedPlans(config, prepared, known, number, call.misplaced())
+
+    def _ready(self, config: Config, request: Request) -> Ready | None:
+        """The stages traced for the sizes to expect after the latest calls; the ranks confirm or
+        discard it.
+        """
+        return ready(config, request, self._latest)
+
+    @property
+    def _latest(self) -> list[Prepared]:
+        return [each.prepared for each in list(self.plans.values())[-SEEN:]]
+
+    def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
+        """The request of a call some of whose arguments only other processes have: these describe
+        them.
+        """
+        names = [name for lacking in absent for name in lacking]
+        offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)
+        return call.completed(absent, offers).request(self.shares)
+
+    def _agree(self, config: Config) -> None:
+        """Before the first step of all, copies of the pipeline compare their configurations."""
+        if config.copies is not None and not self.agreed:
+            self.agreed = True
+            agree(
+                config.copies.group,
+                {
+                    "schedule": repr(config),
+                    "copies": config.copies.description,
+                    "tied parameters": str(config.tied),
+                    "the dtype of accumulation": str(config.accumulate),
+                    "the stages here": str(config.here),
+                },
+            )
+
+
+def _hint(spent: Sequence[Spent]) -> None:
+    """Warn of the price of many shapes, if it is one."""
+    total = sum(spent[1:], Spent())
+    if total.seconds > DEAR:
+        warnings.warn(
+            f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
+            "this took "
+            f"{total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer lengths; a "
+            "stage that is traced "
+            "for each length can name the axes that vary: fpipe.Stage(fn, dynamic=)",
+            stacklevel=2,
+        )
+
+
+def _as_data(offers: Offers) -> dict[str, list[Any]]:
+    return {name: list(map(tree_data, trees)) for name, trees in offers.items()}
+
+
+def _from_data(offers: Any) -> Offers:
+    return {name: tuple(map(tree_from_data, trees)) for name, trees in offers.items()}
+
+
+def refused(config: Config, error: Exception) -> None:
+    """Report to the other ranks that this one raised before it announced a call."""
+    with suppress(RuntimeError):  # of the group or the store: the next call raises it
+        config.group.refuse(error)
+    if config.copies is not None:
+        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one

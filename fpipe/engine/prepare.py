@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a call's signature to executable plans: trace the local stages, exchange interfaces, lower,
+bind.
+
+This is the cold path, run once for every new signature; the pipeline caches the result. It uses the
+group only to exchange the interfaces of stages between processes. Knows no values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from .. import tree
+from ..actions.collector import uncollected
+from ..collectives.data import encode
+from ..errors import FpipeError, MismatchError, StageError
+from ..lowering.builder import sum_of
+from ..lowering.collective_order import Before, lower_together
+from ..lowering.plan import LoweringInput, Plan
+from ..lowering.value_graph import Interface, spec_of
+from ..programs.spent import timed
+from ..programs.stage_programs import Programs
+from ..tree import AbstractTree, Aval, Spec
+from . import interfaces
+from .config import Config, tied_leaves
+from .debugging import check
+from .execute import Executable, bind
+from .handshake import together
+from .kinds import TracedKind, advanced, in_turn, loss_programs, ranks_here, recut, with_stage
+from .prediction import Seen, expected
+from .progress import shown_late
+from .request import Kind, Request
+from .steps import Options
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Executable plans for the ranks of this process, and what is known of every stage."""
+
+    request: Request
+    executables: Mapping[int, Executable]
+    inputs: Mapping[int, LoweringInput]
+    interfaces: tuple[tuple[Interface, ...], ...]  # by kind
+    loss: tuple[Programs | None, ...]  # by kind
+    tag: int = 0  # identifies what all ranks agreed on
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """The plans by rank."""
+        return {rank: executable.plan for rank, executable in self.executables.items()}
+
+    def output(self, mb: int) -> AbstractTree:
+        """What the last stage returns for a microbatch."""
+        return self.interfaces[self.request.kind_of[mb]][-1].y
+
+    def results(self, mb: int, values: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+        """What a function of the caller gets of a microbatch: the output and, with a loss, what
+        that returned.
+        """
+        output, loss = self.output(mb), self.loss[self.request.kind_of[mb]]
+        count = len(output.avals)
+        y, rest = output.fill(values[:count]), values[count:]
+        if loss is None:
+            return (y,)
+        if loss.extra is not None:
+            return y, tuple(rest)
+        return y, loss.outputs.y.fill(rest)
+
+
+def prepare(
+    config: Config,
+    request: Request,
+    tag: int,
+    ready: Ready | None = None,
+    before: Sequence[Prepared] = (),
+) -> Prepared:
+    """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on
+    before.
+
+    ``ready``: what all ranks traced for the same expected interfaces. ``before``: the plans of the
+    latest calls, which are reused for other sizes.
+    """
+    group, copies, schedule = config.group, config.copies, request.schedule
+    traced = ready.traced if ready else _traced(config, request)
+    inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
+    first = 0 if copies is None else copies.part * schedule.microbatches
+    options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
+    with timed("lowering"), uncollected():
+        executables = {
+            rank: bind(plan, group, replace(options, device=group.device(rank)))
+            for rank, plan in lower_together(inputs, _earlier(request, before)).items()
+        }
+    return Prepared(
+        request,
+        executables,
+        inputs,
+        tuple(kind.interfaces for kind in traced),
+        tuple(kind.loss for kind in traced),
+        tag,
+    )
+
+
+def lowering_inputs(
+    config: Config,
+    request: Request,
+    traced: Sequence[TracedKind],
+    ranks: Sequence[int],
+    *,
+    apart: bool,
+) -> dict[int, LoweringInput]:
+    """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
+    group, schedule = config.group, request.schedule
+    _check_patterns(config, traced[0].interfaces)
+    tied, specs = _ties(config, request, traced[0].interfaces)
+    return {
+        rank: LoweringInput(
+            schedule,
+            tuple(kind.on_rank(config, request, rank) for kind in traced),
+            request.kind_of,
+            training=request.mode != "forward",
+            tied=tied,
+            grad_specs=specs,
+            wide=config.accumulate,
+            wants_dx=request.wants_dx,
+            phased=request.mode == "vjp",
+            wired=apart and not group.at_once,
+            early_loss=apart and group.at_once and request.mode != "vjp",
+            strict=group.strict,
+            each=request.each,
+            overlap=config.overlap,
+            copies=config.copies,
+            layouts=request.layouts,
+        )
+        for rank in ranks
+    }
+
+
+def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
+    """The plans of the latest call with the same schedule and mode."""
+    alike = (
+        p
+        for p in reversed(before)
+        if (p.request.mode, p.request.kind_of) == (request.mode, request.kind_of)
+    )
+    found = next((p for p in alike if p.request.schedule == request.schedule), None)
+    return (
+        None
+        if found is None
+        else {rank: (plan, found.inputs[rank]) for rank, plan in found.plans.items()}
+    )
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The stages of this process, traced for the interfaces that are expected of all stages."""
+
+    traced: list[TracedKind]
+
+    @property
+    def word(self) -> str:
+        """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
+        data = [[interfaces.as_data(each) for each in kind.interfaces] for kind in self.traced]
+        return hashlib.sha256(encode(data)).hexdigest()
+
+
+def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready | None:
+    """The stages of this process, traced for the interfaces to expect after earlier calls;
+    ``None``: expect nothing.
+    """
+    seen = [
+        ((x, *targets), found)
+        for each in before
+        if each.request.mode == request.mode
+        for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
+    ]
+    if len(seen) < 2 or request.chain > 1:
+        return None
+    try:
+        with shown_late("tracing") as note:
+            return Ready([_expected(config, request, kind, seen, note) for kind in request.kinds])
+    except (FpipeError, _UnexpectedError):
+        return None  # the exchange of interfaces, which follows, raises what is a mistake
+
+
+class _UnexpectedError(Exception):
+    """A stage has another interface than the one that was expected."""
+
+
+def _expected(
+    config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
+) -> TracedKind:
+    """A kind of microbatch with the interfaces that are expected, and with the stages of this
+    process.
+    """
+    found = expected((kind[0], *kind[1]), seen)
+    if found is None:
+        raise _UnexpectedError
+    traced = TracedKind(kind, found, each=request.each)
+    for stage, interface in enumerate(found):
+        if ranks_here(config, request, stage):
+            note(f"stage {stage + 1} of {len(found)}")
+            unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
+            traced = with_stage(config, request, traced, None, stage, unused)
+    traced = replace(
+        traced, loss=loss_programs(config, request, traced) if config.loss is not None else None
+    )
+    lacking = request.mode != "forward" and traced.value_graph().lacking()
+    if traced.interfaces != found or lacking:
+        raise _UnexpectedError
+    return traced
+
+
+def _traced(config: Config, request: Request) -> list[TracedKind]:
+    """Trace the stages of this process, and show on a terminal which one if it takes long."""
+    with shown_late("tracing") as note:
+        return traced_in_turn(config, request, note)
+
+
+def traced_in_turn(
+    config: Config, request: Request, note: Callable[[str], None]
+) -> list[TracedKind]:
+    """Trace the stages of this process, stage by stage, until every process knows the interfaces of
+    all stages.
+    """
+    stages = request.schedule.stages
+    chain = request.chain
+    traced = [
+        TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
+        for number, kind in enumerate(request.kinds)
+    ]
+    while any(len(kind.interfaces) < stages for kind in traced):
+        known = [len(kind.interfaces) for kind in traced]
+
+        def advance(known: list[int] = known) -> list[dict[int, Interface]]:
+            nonlocal traced
+            traced = in_turn(
+                traced, lambda kind, before: advanced(config, request, kind, before, note)
+            )
+            return [
+                dict(enumerate(kind.interfaces[count:], count))
+                for kind, count in zip(traced, known, strict=True)
+            ]
+
+        reports = together(config.group, advance, _as_data, _from_data)
+        news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
+        if not any(news):
+            raise MismatchError(
+                f"no process reported what stage {min(known)} returns; every process must run the "
+                "same pipeline"
+            )
+        traced = [
+            replace(kind, interfaces=(*kind.interfaces[:count], *new.values()))
+            for kind, count, new in zip(traced, known, news, strict=True)
+        ]
+    if config.loss is not None:
+        note("the loss")
+
+        def with_loss(known: list[TracedKind] = traced) -> None:
+            nonlocal traced
+            traced = [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
+
+        together(config.group, with_loss, lambda _: None, lambda _: None)
+    return traced if request.mode == "forward" else _without_unused(config, request, traced)
+
+
+def _without_unused(config: Config, request: Request, traced: list[TracedKind]) -> list[TracedKind]:
+    """Trace again, from the last stage down, the stages of which an output has no cotangent.
+
+    Zeros would not do: in a backward, zero times infinity is NaN. Every process knows all
+    interfaces, so all agree on whether another round is needed.
+    """
+    first = config.carries  # what carries lack is known on their processes alone
+    while first or any(kind.value_graph().lacking() for kind in traced):
+        first = False
+
+        def cut(known: list[TracedKind] = traced) -> list[dict[int, Interface]]:
+            nonlocal traced
+            traced = recut(config, request, known)
+            pairs = [
+                zip(old.interfaces, new.interfaces, strict=True)
+                for old, new in zip(known, traced, strict=True)
+            ]
+            return [
+                {stage: new for stage, (old, new) in enumerate(each) if new is not old}
+                for each in pairs
+            ]
+
+        for report in together(config.group, cut, _as_data, _from_data):
+            traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
+    return traced
+
+
+def _as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Any]]:
+    return [{stage: interfaces.as_data(new) for stage, new in each.items()} for each in news]
+
+
+def _from_data(news: Any) -> list[dict[int, Interface]]:
+    return [{stage: interfaces.from_data(new) for stage, new in each.items()} for each in news]
+
+
+def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:
+    """A pattern that matches no leaf is a mistake: what it should freeze, for instance, would be
+    trained.
+    """
+    names = [
+        f"{stage}.{leaf}" for stage, interface in enumerate(interfaces) for leaf in interface.leaves
+    ]
+    for option, patterns in (
+        ("frozen", config.frozen),
+        ("own", config.copies.own if config.copies else ()),
+    ):
+        fault = tree.unmatched(patterns, names)
+        if fault:
+            raise StageError(f"{option}={fault}")
+
+
+Leaves: TypeAlias = tuple[tuple[int, int], ...]  # as (stage, index of the leaf)
+
+
+def _ties(
+    config: Config, request: Request, interfaces: Sequence[Interface]
+) -> tuple[tuple[Leaves, ...], dict[tuple[int, int], Spec]]:
+    """Tied leaves, and the specs of the gradients that are sent: those of tied leaves and of
+    replicated stages.
+    """
+    avals = {
+        (stage, index): leaf
+        for stage, params in enumerate(request.params)
+        if params is not None
+        for index, leaf in enumerate(params.leaves)
+        if isinstance(leaf, Aval)
+    }
+
+    def spec(leaf):
+        return spec_of(sum_of(leaf, config.accumulate))
+
+    ranks_of = request.schedule.placement.ranks_of
+    specs = {
+        key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1
+    }
+    paths = [interface.leaves for interface in interfaces]
+    groups = tuple(tuple(tied_leaves(names, paths)) for names in config.tied)
+    for group in groups:
+        known = {key: avals[key] for key in group if key in avals}
+        shapes: dict[str, str] = {}
+        for (stage, _), leaf in known.items():
+            shapes.setdefault(str(leaf), f"{leaf} in stage {stage}")
+        if len(shapes) > 1:
+            listed = ", ".join(shapes.values())
+            raise StageError(
+                f"tied parameters differ in shape or dtype: {listed}; tie copies of one"
+            )
+        for leaf in known.values():
+            specs |= dict.fromkeys(group, spec(leaf))
+    return groups, specs

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and
+what its parts cost.
+
+``measure_costs`` returns the ``Costs`` with which any schedule over the same stages can be
+simulated. Knows pipelines and recorded events; no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...actions.action import Action, Row
+from ...actions.costs import Costs
+from ...actions.product import product
+from ...actions.simulation import simulate_rows
+from ...actions.text_files import write_bytes
+from ...actions.timeline import Timeline
+from ...errors import FpipeError, StageError
+from ...programs.spent import Spent, measured
+from ...schedule import Schedule
+from ..gradients import value_and_grad
+from ..pipeline import Pipeline
+from .costing import costs, shares, timeline
+from .recording import Log, Run, gathered, recording
+
+
+class Profile:
+    """A step whose instructions are timed, returned by ``fpipe.profile``. Its figures are those of
+    all calls so far.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
+    ):
+        self.step, self.name, self.live = step, name, live
+        self._shown: Any = None  # where a notebook displays it
+        self.runs: list[tuple[Run, ...]] = []  # each by rank
+        self.prepared = Spent()  # what this process spent to prepare plans
+        self.in_turn = (
+            False  # whether the ranks of the last step ran in this process, one after the other
+        )
+        self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
+
+    # ---- recording ----
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the step, and gather the times of all ranks."""
+        if self.step is None:
+            raise FpipeError(
+                "this profile has no step to call; say fpipe.profile(step), or use it with `with`"
+            )
+        with self:
+            return self.step(*args, **kwargs)
+
+    def __enter__(self) -> Profile:
+        context = ExitStack()
+        self._open.append(
+            (context, context.enter_context(recording()), context.enter_context(measured()))
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        context, logs, parts = self._open.pop()
+        context.__exit__(kind, *error)
+        self.prepared = sum(parts, self.prepared)
+        if kind is None and logs:  # after an error other ranks may not call this
+            local: dict[int, list[Run]] = {}
+            for run in (log.run() for log in logs):
+                local.setdefault(run.rank, []).append(run)
+            group = logs[0].bound.group
+            self.runs += gathered(group, local)
+            self.in_turn = len(group.here) == group.size > 1
+            self.__dict__.pop("costs", None)
+            if self.live and 0 in local:
+                self._display()
+
+    # ---- shown ----
+    def _display(self) -> None:
+        """Show the last step: in a notebook in the place of the one before, elsewhere as a line on
+        standard error.
+        """
+        ipython: Any = sys.modules.get("IPython")
+        if ipython is None or ipython.get_ipython() is None:
+            print(f"step {len(self.runs)}: {self._headline}", file=sys.stderr)
+        elif self._shown is None:
+            self._shown = ipython.display.display(self, display_id=True)
+        else:
+            self._shown.update(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the last step over its simulation, and the figures, folded."""
+        if not self.runs:
+            return product("pictures").folded(
+                "a profile of no step yet", "call it as the step itself"
+            )
+        head = f"<p>step {len(self.runs)}: {self._headline}</p>"
+        return (
+            head
+            + product("pictures").figure([self.simulated, self.timeline])
+            + product("pictures").folded("figures", str(self))
+        )
+
+    @property
+    def _headline(self) -> str:
+        real, predicted = self.timeline.total, self.simulated.total
+        return (
+            f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
+            f"({predicted / real:.1%} of it)"
+        )
+
+    # ---- figures ----
+    @property
+    def timeline(self) -> Timeline:
+        """The last step, measured, in seconds; of several plans in one step the one that took
+        longest.
+        """
+        return timeline(self._last, name=self._called("measured"))
+
+    @property
+    def _last(self) -> tuple[Run, ...]:
+        if not self.runs:
+            raise FpipeError(
+                "nothing was profiled yet; call the profile, with a step that runs a pipeline"
+            )
+        return self.runs[-1]
+
+    def _called(self, what: str) -> str:
+        return f"{self.name}, {what}" if self.name else what
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of actions and messages in seconds: means over all calls."""
+        return costs([runs for runs in self.runs if _actions(runs) == _actions(self._last)])
+
+    @property
+    def simulated(self) -> Timeline:
+        """The same rows, simulated with ``costs``."""
+        return self.simulate(self.costs)
+
+    def simulate(self, price: Costs) -> Timeline:
+        """The same rows, simulated with other costs."""
+        real = self.timeline
+        return simulate_rows(
+            real.rows,
+            real.placement,
+            real.microbatches,
+            price,
+            name=self._called("simulated"),
+            slices=real.slices,
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a picture of both timelines; ``.json`` contains each instruction too, for
+        Perfetto.
+        """
+        product("pictures").save([self.simulated, self.timeline], path)
+        if Path(fspath(path)).suffix.lower() == ".json":
+            _add_instructions(Path(path), self._last)
+
+    def draw(self, width: int | None = None, color: bool | None = None) -> str:
+        """Both timelines as text."""
+        return product("pictures").draw([self.simulated, self.timeline], width=width, color=color)
+
+    def __repr__(self) -> str:
+        steps = len(self.runs)
+        done = (
+            f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}"
+            if steps
+            else "no step yet"
+        )
+        return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
+
+    def __str__(self) -> str:
+        parts = [shares(run) for run in self._last]
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        lines = [
+            self._headline,
+            "",
+            table(
+                self.costs,
+                {
+                    action.op
+                    for row in self.timeline.rows
+                    for action in row
+                    if isinstance(action, Action)
+                },
+            ),
+            "",
+            "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
+        ]
+        for rank, part in enumerate(parts):
+            lines.append(
+                f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names)
+            )
+        lines += (
+            ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
+        )
+        if self.in_turn:
+            lines += [
+                "",
+                "these ranks ran in turn, in one process: waiting and bubble are not those of "
+                "several processes",
+            ]
+        return "\n".join(lines)
+
+
+def profile(
+    step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
+) -> Profile:
+    """Time every instruction of a step of a pipeline, on all ranks. Without it there is no
+    overhead.
+
+    Call the step once before: the first call traces.
+
+    Args:
+        step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it
+            out for ``with profile() as found:``.
+        name: of the step, in pictures.
+        live: show the last step after every call: in a notebook as a picture in one place,
+            elsewhere as a line.
+
+    Returns:
+        A function with the arguments and the result of ``step``, or a context manager; every
+        process must use it. Its ``timeline`` is the step as it ran, ``simulated`` the simulation
+        with its ``costs``, and ``save(path)`` draws both.
+
+    Raises:
+        FpipeError: if its results are read before a step ran.
+
+    >>> from fpipe import local, pipeline
+    >>> import torch
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
+    >>> step = profile(value_and_grad(pipe))
+    >>> loss, grads = step([torch.ones(())] * 2, torch.ones(4))
+    >>> [str(action) for action in step.timeline.rows[0]]
+    ['0F0', '0F1', '0B0', '0B1']
+    >>> step.costs.unit
+    's'
+    """
+    return Profile(step, name=name, live=live)
+
+
+def _actions(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+    return [tuple((did.kind, did.action) for did in run.did) for run in runs]
+
+
+def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
+    """To a trace of timelines, every instruction of the measured one, as one more process."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    pid = len(trace["otherData"]["timelines"])
+    zero = min(did.start for run in runs for did in run.did)
+    events = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}
+    ]
+    directions = {"SEND": "to", "WAIT": "for", "RECV": "from"}
+    for run in runs:
+        who = {"pid": pid, "tid": run.rank}
+        events.append(
+            {"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}}
+        )
+        for did in run.did:
+            name = (
+                f"{did.kind} {directions[did.kind]} {did.peer}"
+                if did.kind in directions
+                else did.action or did.kind
+            )
+            args = {"kind": did.kind, "action": str(did.action or ""), "bytes": did.nbytes}
+            time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
+            events.append(
+                {"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args}
+            )
+    trace["traceEvents"] += events
+    write_bytes(path, json.dumps(trace, separators=(",", ":")).encode())
+
+
+# ---- costs ----
+def measure_costs(
+    pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any
+) -> Costs:
+    """The costs of each stage's F, I, W and B and of each boundary's messages; every process must
+    call it.
+
+    The costs include those of the runner. ``Costs.to_json`` writes them to a file.
+
+    Args:
+        pipe: a pipeline with a loss.
+        params, x, targets, side: as for a call of the pipeline.
+        steps: how many times it runs with whole backwards, and as often with split ones.
+
+    Returns:
+        ``Costs`` in seconds and bytes, the same on every process.
+
+    Raises:
+        StageError: if the pipeline has no loss.
+
+    >>> from fpipe import local, make_schedule, pipeline
+    >>> import torch
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
+    >>> found = measure_costs(pipe, [torch.ones(())] * 2, torch.ones(4), steps=1)
+    >>> make_schedule("ZBH1", 2, 8).simulate(found).unit
+    's'
+    """
+    measuring = Measuring(pipe, params, x, *targets, **side)
+    for _ in range(max(steps, 1)):
+        measuring.step()
+    return measuring.costs()
+
+
+class Measuring:
+    """``measure_costs`` one step at a time, so that other things can be measured in between."""
+
+    def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
+        if pipe.config.loss is None:
+            raise StageError(
+                "this pipeline has no loss, so no backward can be measured; say pipeline(..., "
+                "loss=)"
+            )
+        self.pipe, self._arguments, self._side = pipe, (params, x, *targets), side
+        self._call = pipe.call("grad", params, x, targets, side)
+        schedule = pipe.schedule(self._call.microbatches)
+        steps = [
+            value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))
+        ]
+        for step in steps * 2:  # the first call traces, the second allocates memory
+            step(*self._arguments, **side)
+        self._profiles = list(map(Profile, steps))
+
+    def step(self) -> None:
+        """Run once with whole backwards and once with split ones; every process must call it."""
+        for profiled in self._profiles:
+            profiled(*self._arguments, **self._side)
+
+    def costs(self) -> Costs:
+        """Means over the steps so far; every process must call it."""
+        inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
+        local = {
+            s: (sum(p.saved_bytes for p in slices), sum(p.kept_bytes for p in slices))
+            for job in inputs
+            for s, slices in job.of_a_microbatch().items()
+        }
+        held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
+        saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
+        return costs([runs for profiled in self._profiles for runs in profiled.runs], saved, kept)
+
+
+def whole(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in one piece, where its I stands.
+
+    >>> str(whole(Schedule.parse("[0F0, 0I0, 0W0]")))
+    '[0F0, 0B0]'
+    """
+    return _rewritten(schedule, {"I": "B", "W": ""})
+
+
+def split(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in two pieces.
+
+    >>> str(split(Schedule.parse("[0F0, 0B0]")))
+    '[0F0, 0I0, 0W0]'
+    """
+    return _rewritten(schedule, {"B": "IW"})
+
+
+def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
+    """The schedule with other ops for some; fused actions become single ones."""
+
+    def row(actions: Row) -> Row:
+        return tuple(
+            Action(stage, op, mb)  # type: ignore[arg-type]
+            for action in actions
+            for stage, old, mb in action.parts
+            for op in ops.get(old, old)
+        )
+
+    rows = tuple(map(row, schedule))
+    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
+
+
+def table(price: Costs, ran: Collection[str] = "FBIW") -> str:
+    """Measured costs as text: a line per stage, and one for messages. Only kinds that ``ran`` were
+    measured.
+    """
+    kinds = [name for name in "FBIW" if name in ran]
+    columns = {name: value for name in kinds if isinstance(value := getattr(price, name), tuple)}
+    lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
+    for stage, row in enumerate(zip(*columns.values(), strict=True)):
+        lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
+    crossing = [price.boundary, price.comm, price.send, price.receive]
+    rows = zip(*(column for column in crossing if isinstance(column, tuple)), strict=True)
+    sized = [row for row in rows if len(row) == len(crossing) and row[0]]
+    if sized:
+        size, way, send, receive = map(median, zip(*sized, strict=True))
+        lines.append(
+            f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way "
+            f"{1e6 * way:.0f} us, "
+            f"receiving {1e6 * receive:.0f} us"
+        )
+    return "\n".join(lines)

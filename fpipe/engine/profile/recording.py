@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When each instruction of a plan ran, on every rank, by one clock.
+
+``recording`` hooks into the loop for a while: it takes the time before and after each step and
+changes nothing else. ``gathered`` collects the events of all ranks. To set their clocks right, rank
+0 asks another rank for its time: that time lies between question and answer. Knows plans; the
+meaning of the times is left to ``costing``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from ...actions.action import Action, plain
+from ...collectives.group import Group, Pending
+from ...errors import FpipeError
+from ...lowering.plan import Instruction
+from ...tree import Spec
+from ..execute import WATCH, Executable
+from ..registers import Registers
+from ..steps import StepFn
+
+_BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")
+_QUESTIONS = 12
+_BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every device has
+
+
+class Event(NamedTuple):
+    """One instruction that ran, with its times.
+
+    ``number`` counts the messages of actions to or from ``peer``; it is -1 for other events.
+    ``beside`` is the other action of a program that runs two.
+    """
+
+    kind: str
+    action: Action | None
+    start: float
+    end: float
+    peer: int = -1
+    number: int = -1
+    nbytes: int = 0
+    beside: Action | None = None
+
+
+class Run(NamedTuple):
+    """The events of one rank over its whole plan, and the actions that it carried out, in order."""
+
+    rank: int
+    did: tuple[Event, ...]
+    actions: tuple[Action, ...] = ()
+
+
+class Clock(NamedTuple):
+    """``mark`` marks a time; ``seconds`` converts marks to times of this process's clock."""
+
+    mark: Callable[[], Any]
+    seconds: Callable[[list[Any]], list[float]]
+
+    @classmethod
+    def of(cls, device: torch.device) -> Clock:
+        """The clock of a device. Where it runs behind its host, a mark is an event in the stream of
+        its work.
+
+        >>> clock = Clock.of(torch.device("cpu"))
+        >>> first, second = clock.seconds([clock.mark(), clock.mark()])
+        >>> first <= second
+        True
+        """
+        if device.type in ("cpu", "meta"):
+            return cls(time.perf_counter, list)
+
+        def mark() -> torch.Event:
+            event = torch.Event(device, enable_timing=True)
+            event.record(torch.accelerator.current_stream(device))
+            return event
+
+        def seconds(marks: list[torch.Event]) -> list[float]:
+            torch.accelerator.synchronize(device)
+            return [when + zero.elapsed_time(each) / 1e3 for each in marks]
+
+        torch.accelerator.synchronize(device)
+        zero, when = mark(), time.perf_counter()
+        return cls(mark, seconds)
+
+
+class Log(NamedTuple):
+    """A run of a plan from instruction ``first`` on, while it is recorded: a mark before and after
+    each step.
+    """
+
+    bound: Executable
+    first: int
+    starts: list[Any]
+    ends: list[Any]
+    clock: Clock
+
+    def run(self) -> Run:
+        """What was recorded."""
+        plan = self.bound.plan
+        numbers = list(_numbers(plan.instructions))
+        events = []
+        marks = (self.starts[: len(self.ends)], self.ends)  # an error leaves a start without end
+        times = zip(*map(self.clock.seconds, marks), strict=True)
+        for index, (start, end) in enumerate(times, self.first):
+            ins = plan.instructions[index]
+            nbytes = sum(spec.bytes for spec in ins.specs) if ins.kind == "SEND" else 0
+            label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
+            beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
+            events.append(
+                Event(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside)
+            )
+        return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
+
+
+def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
+    """For messages of actions, the count of those before it to or from the same rank; -1 for
+    everything else.
+    """
+    sent: dict[int, Iterator[int]] = defaultdict(count)
+    for ins in instructions:
+        if ins.kind == "SEND" and ins.action is not None:
+            yield next(sent[ins.peer])
+        else:
+            yield ins.number if ins.kind == "WAIT" and ins.share is None else -1
+
+
+@contextmanager
+def recording() -> Iterator[list[Log]]:
+    """Record every run of the ranks of this process from here to the end of the block.
+
+    >>> from fpipe import grad, local, pipeline
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2,
+    ...     group=local(2))
+    >>> with recording() as logs:
+    ...     grads = grad(pipe)([torch.ones(())] * 2, torch.ones(2))
+    >>> [did.kind for did in logs[1].run().did][:4]
+    ['RECV', 'RECV', 'WAIT', 'F']
+    """
+    logs: list[Log] = []
+
+    def watch(bound: Executable, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
+        """The steps with a mark before and after each; a second phase continues the log of the
+        first.
+        """
+        resumed = (
+            log
+            for log in reversed(logs)
+            if log.bound is bound and log.first + len(log.ends) == first > 0
+        )
+        log = next(resumed, None)
+        if log is None:
+            log = Log(bound, first, [], [], Clock.of(bound.group.device(bound.plan.rank)))
+            logs.append(log)
+        return [_timed(step, log.starts.append, log.ends.append, log.clock.mark) for step in steps]
+
+    before = WATCH.set(watch)
+    try:
+        yield logs
+    finally:
+        WATCH.reset(before)
+
+
+def _timed(
+    step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None], mark: Callable[[], Any]
+) -> StepFn:
+    def timed(r: Registers) -> Any:
+        start(mark())
+        pending = step(r)
+        if pending is None:
+            return end(mark())
+        work, slots = pending
+
+        def finish() -> tuple[torch.Tensor, ...]:
+            tensors = work.wait()
+            end(mark())
+            return tensors
+
+        return Pending(finish, work.done), slots
+
+    return timed
+
+
+def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run, ...]]:
+    """The runs of all ranks in the order in which they ran, by the clock of rank 0; ``local`` are
+    those recorded here.
+
+    Every process of the group must call it, after the same number of runs.
+    """
+    reports = group.gather_objects((differences(group), local))
+    ahead: list[float] = reports[0][0]
+    by_rank: dict[int, Sequence[Run]] = {
+        rank: runs for _, part in reports for rank, runs in part.items()
+    }
+    if len({len(runs) for runs in by_rank.values()}) != 1 or len(by_rank) != group.size:
+        counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
+        raise FpipeError(
+            f"the ranks ran plans a different number of times while profiled ({counts}); profile "
+            "one step "
+            "that every rank runs"
+        )
+    rows = zip(*(by_rank[rank] for rank in range(group.size)), strict=True)
+    return [tuple(map(_shifted, runs, ahead)) for runs in rows]
+
+
+def _shifted(run: Run, by: float) -> Run:
+    return run._replace(
+        did=tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did)
+    )
+
+
+# ---- by how much clocks differ ----
+def differences(group: Group) -> list[float]:
+    """By how many seconds each rank's clock is ahead of rank 0's; every process must call it, rank
+    0 has the result.
+
+    A difference that is smaller than its uncertainty, as on one machine, is 0.
+    """
+    ahead, mine = [0.0] * group.size, group.here[0]
+    if len(group.here) == group.size:
+        return ahead
+    group.barrier()
+    for rank in range(1, group.size):
+        if mine == 0:
+            ahead[rank] = _ask(group, rank)
+        elif mine == rank:
+            for _ in range(_QUESTIONS):
+                _receive(group, 0, rank)
+                _send(group, rank, 0)
+    group.flush()
+    return ahead
+
+
+def _ask(group: Group, rank: int) -> float:
+    answers = []
+    for _ in range(_QUESTIONS):
+        before = _send(group, 0, rank)
+        theirs = _receive(group, rank, 0)
+        after = time.perf_counter()
+        answers.append((after - before, theirs - (before + after) / 2))
+    width, difference = min(answers)
+    return 0.0 if abs(difference) <= width / 2 else difference
+
+
+def _send(group: Group, src: int, dst: int) -> float:
+    """Send the time, and return it."""
+    now = time.perf_counter()
+    tensor = torch.tensor([now], dtype=torch.float64).view(torch.uint8).to(group.device(src))
+    group.send((tensor,), src, dst, _BYTES).wait()
+    return now
+
+
+def _receive(group: Group, src: int, dst: int) -> float:
+    (tensor,) = group.recv(_BYTES, src, dst).wait()
+    return tensor.cpu().view(torch.float64).item()

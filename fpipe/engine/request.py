@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Request``: what the plans of a call depend on, beside the configuration. Knows shapes, no
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ..lowering.sharding import Layout
+from ..schedule import Schedule
+from ..tree import AbstractTree
+
+Mode: TypeAlias = Literal["grad", "forward", "vjp"]
+#: A kind of microbatch: x, the targets, and the side inputs by stage with those of the loss at the
+#: end.
+Kind: TypeAlias = tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the plans of a call depend on, beside the configuration.
+
+    ``params[s]`` is ``None`` where stage s is on another process. Microbatch m is of kind
+    ``kinds[kind_of[m]]``.
+    """
+
+    mode: Mode
+    schedule: Schedule
+    params: tuple[AbstractTree | None, ...]
+    states: tuple[AbstractTree | None, ...]
+    kinds: tuple[Kind, ...]
+    kind_of: tuple[int, ...]
+    wants_dx: bool = False
+    layouts: Mapping[int, Layout] = field(
+        default_factory=dict
+    )  # by stage, where the pipeline has copies
+    each: bool = False  # outputs, and what the loss returns, go to a function of the caller
+    has_aux: bool = False
+    debug: bool = False  # results are checked for NaN
+    chain: int = 1  # of stages with carries: the slices of a microbatch, whose kinds are in a row

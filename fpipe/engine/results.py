@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from the registers after a run: the loss on every rank, gradients by stage, outputs,
+state.
+
+``ResultLayout`` is computed once for each signature, ``Results`` reads one run by it. Knows plans
+and registers; no schedule by name and no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import tree
+from ..actions.action import plain
+from ..errors import MismatchError
+from ..lowering.keys import Key, Value, grad, reduced_grad
+from ..lowering.plan import LoweringInput
+from ..lowering.value_graph import ValueGraph, spec_of
+from ..tree import Aval, Structure, Tree
+from .arguments import Call
+from .config import Config
+from .prepare import Prepared
+from .reduction import Weights
+from .registers import Registers
+from .scalars import added, packed, row_of, unpacked
+
+
+class GradPlace(NamedTuple):
+    """Where the gradient of a leaf is.
+
+    ``slot`` is -1 where nothing was added to it, and None where no gradient is wanted. ``local``:
+    the pipeline has copies, and the others have no part in it.
+    """
+
+    slot: int | None
+    local: bool
+
+
+class Scalars(NamedTuple):
+    """The losses and auxiliary losses that a rank computes: each (stage, microbatch), and its slot
+    if the rank is here.
+
+    The stage of a loss is one past the last.
+    """
+
+    rank: int
+    places: Sequence[tuple[int, int]]
+    dtypes: Sequence[torch.dtype]
+    slots: Sequence[int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ResultLayout:
+    """Where the results of prepared plans are, computed once for each signature."""
+
+    config: Config
+    prepared: Prepared
+
+    @cached_property
+    def scalars(self) -> list[Scalars]:
+        """The scalars of each rank that computes some; all but slots are known to every process."""
+        inputs, executables, out = self.prepared.inputs, self.prepared.executables, []
+        for rank in self._some.scalar_ranks():
+            found = inputs.get(rank, self._some).scalars(rank)
+            slots = (
+                [executables[rank].plan.results[s.key] for s in found]
+                if rank in executables
+                else None
+            )
+            out.append(
+                Scalars(
+                    rank, [(s.stage, s.mb) for s in found], [s.aval.dtype for s in found], slots
+                )
+            )
+        return out
+
+    @cached_property
+    def losses(self) -> tuple[int, list[int]] | None:
+        """The rank and slots of all losses by microbatch, where they are here and there are no
+        auxiliary ones.
+        """
+        (rank, places, _, slots), *others = self.scalars
+        if others or self.aux_stages or slots is None:
+            return None
+        at = {mb: slot for (_, mb), slot in zip(places, slots, strict=True)}
+        return rank, [at[mb] for mb in range(len(at))]
+
+    @cached_property
+    def aux_stages(self) -> list[int]:
+        """The stages with auxiliary losses."""
+        return sorted(
+            {stage for each in self.scalars for stage, _ in each.places} - {self.config.stages}
+        )
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the total of all losses of one rank."""
+        (scalars,) = self.scalars
+        return reduce(torch.promote_types, scalars.dtypes)
+
+    @cached_property
+    def tag(self) -> torch.Tensor:
+        """The tag of the plans as a tensor."""
+        return torch.tensor(self.prepared.tag, device=self.config.device)
+
+    @cached_property
+    def gradients(self) -> list[tuple[int, int, Structure, list[GradPlace]]]:
+        """By stage: the rank here that holds it, the structure of its parameters, and where their
+        gradients are.
+        """
+        out = []
+        for stage in self.config.here:
+            params, rank = self.prepared.request.params[stage], self.config.rank_here(stage)
+            assert params is not None
+            results, places = self.prepared.executables[rank].plan.results, []
+            for index in range(len(params.leaves)):
+                reduced = reduced_grad(stage, index)
+                slot = (
+                    results.get(reduced, results.get(grad(stage, index), -1))
+                    if index in params.wanted
+                    else None
+                )
+                places.append(
+                    GradPlace(slot, self.config.copies is not None and reduced not in results)
+                )
+            out.append((stage, rank, params.spec, places))
+        return out
+
+    @cached_property
+    def early_loss(self) -> bool:
+        """Whether the loss is sent during the plan of the rank that computes it; known to every
+        process.
+        """
+        return self._some.early_loss and len(self.scalars) == 1
+
+    @property
+    def _some(self) -> LoweringInput:
+        """What was lowered for a rank of this process: much of it is known of all ranks."""
+        return next(iter(self.prepared.inputs.values()))
+
+    def graph(self, mb: int) -> ValueGraph:
+        """How values of a microbatch pass between stages."""
+        return self._some.kind(mb).graph
+
+
+class Results:
+    """The results of a run, gathered on demand. Every process must ask for the same ones."""
+
+    def __init__(
+        self,
+        layout: ResultLayout,
+        regs: Mapping[int, Registers],
+        call: Call,
+        weights: Weights | None,
+        cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
+    ):
+        self.layout, self.regs, self.call, self.weights, self.cotangents = (
+            layout,
+            regs,
+            call,
+            weights,
+            cotangents,
+        )
+        self.config, self.prepared, self.request = (
+            layout.config,
+            layout.prepared,
+            layout.prepared.request,
+        )
+        self.group, self.path = self.config.group, self.request.schedule.placement.path
+        self.stages, self.number = self.config.stages, call.number
+        self.joins = call.number > 1 and (
+            call.x.uniform or call.x.slices > 1
+        )  # results are joined to a batch, and so copied
+
+    def leave_loss(self) -> None:
+        """Receive the loss where it is sent in any case, although the caller does not want it."""
+        if self.layout.early_loss:
+            self.pipeline_loss()
+
+    def _get(self, rank: int, keys: Iterable[Key]) -> list[torch.Tensor] | None:
+        """Results of a rank, on its process."""
+        if rank not in self.group.here:
+            return None
+        slots, results = self.regs[rank].slots, self.prepared.executables[rank].plan.results
+        return [slots[results[key]] for key in keys]
+
+    def _share(
+        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
+    ) -> Sequence[torch.Tensor]:
+        """A rank's values on every rank: None is passed where that rank is on another process."""
+        if not self.config.local:
+            return self.group.share(
+                None if values is None else tuple(values), tuple(map(spec_of, avals)), rank
+            )
+        assert values is not None
+        return values
+
+    # ---- memory ----
+    @cached_property
+    def _callers(self) -> set[int]:
+        """The memory of the caller's tensors, which results may be; parameters and captured tensors
+        are copied in F.
+        """
+        given = chain(self.call.batch_leaves, *self.cotangents)
+        return {tree.address(leaf) for leaf in given if tree.is_tensor(leaf)} - {0}
+
+    @cached_property
+    def _returned(self) -> set[int]:
+        """The memory of results that were read before."""
+        return set()
+
+    def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
+        """Results, copied where a write into one would change an argument or another result."""
+        returned, out = self._returned if returned is None else returned, []
+        for value in values:
+            at = tree.address(value) if tree.is_tensor(value) else 0
+            shared = at in self._callers or at in returned
+            out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
+            returned |= {at} - {0}
+        return out
+
+    # ---- the loss ----
+    def loss(self) -> torch.Tensor:
+        """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch
+        order.
+
+        With copies of the pipeline, that of all copies.
+        """
+        loss, copies = self.pipeline_loss(), self.config.copies
+        return loss if copies is None else copies.average(loss)
+
+    def pipeline_loss(self) -> torch.Tensor:
+        """The total of this copy of the pipeline, received where other ranks compute it."""
+        for r in self.regs.values():
+            if r.loss is not None:  # it was sent during the plan
+                return r.loss
+        layout, weights = self.layout, self.weights
+        if layout.losses is not None and weights is not None and weights.number is not None:
+            rank, places = layout.losses
+            slots = self.regs[rank].slots
+            total = added([slots[place] for place in places], weights.number)
+            return self._share_scalars([total], [layout.loss_dtype], rank)[0]
+        by_rank, scalars = layout.scalars, dict[tuple[int, int], torch.Tensor]()
+        for rank, places, dtypes, slots in by_rank:
+            values = None if slots is None else [self.regs[rank].slots[slot] for slot in slots]
+            if len(by_rank) == 1:  # this rank adds them up and sends the total
+                total = (
+                    None
+                    if values is None
+                    else [self._total(dict(zip(places, values, strict=True)))]
+                )
+                return self._share_scalars(total, [layout.loss_dtype], rank)[0]
+            scalars |= zip(places, self._share_scalars(values, dtypes, rank), strict=True)
+        return self._total(scalars)
+
+    def _total(self, scalars: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """The weighted sum of scalars by (stage, microbatch), the losses under one stage past the
+        last.
+        """
+        weights = self.weights
+        assert weights is not None
+        with_aux = self.layout.aux_stages
+        if weights.number is not None and not with_aux:
+            return added([scalars[self.stages, mb] for mb in range(self.number)], weights.number)
+        losses = []
+        for mb in range(self.number):
+            value = scalars[self.stages, mb]
+            extras = [scalars[s, mb].to(value.device) for s in with_aux if (s, mb) in scalars]
+            losses.append(value + reduce(torch.add, extras) if extras else value)
+        return weights.sum(losses)
+
+    def _share_scalars(
+        self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
+    ) -> Sequence[torch.Tensor]:
+        """A rank's scalars on every rank, as one row of bytes that begins with the tag of the
+        plan.
+        """
+        if self.config.local:
+            assert values is not None
+            return values
+        tag = self.layout.tag
+        kinds = (tag.dtype, *dtypes)
+        (row,) = self.group.share(
+            None if values is None else (packed([tag, *values]),), row_of(kinds), rank
+        )
+        if values is not None:
+            return values
+        their_tag, *scalars = unpacked(row, kinds)
+        if (
+            int(their_tag) != self.prepared.tag
+        ):  # shapes may agree by chance: then the loss is that of another step
+            raise MismatchError(
+                f"rank {rank} ran another step than rank {self.group.here[0]} (other shapes, "
+                "schedule or number of "
+                "microbatches); make the same calls in the same order on every rank"
+            )
+        return [value.to(tag.device) for value in scalars]
+
+    def aux(self) -> list[Tree]:
+        """The loss's second values, in microbatch order, on every rank."""
+        return list(map(self._aux, range(self.number)))
+
+    def _aux(self, mb: int) -> Tree:
+        loss, rank = self.prepared.loss[self.request.kind_of[mb]], self.path(mb)[-1]
+        assert loss is not None
+        source = self.layout.graph(
+            mb
+        ).source  # a leaf may be an input that the loss returned as it was
+        values = self._get(
+            rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None)
+        )
+        return loss.outputs.y.fill(
+            self.apart(self._share(values, loss.outputs.y.avals.values(), rank))
+        )[1]
+
+    # ---- outputs ----
+    def outputs(self) -> list[Tree] | None:
+        """The last stage's outputs by microbatch, as ``outputs=`` says; all of them on each rank
+        with a replica.
+        """
+        here, shared = self._place_of(self.stages - 1)
+        everywhere = self.config.outputs == "everywhere"
+        if not here and not shared and self.config.outputs == "last":
+            return None
+        rows = [
+            self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)
+        ]
+        return None if not here and self.config.outputs == "last" else rows
+
+    def _place_of(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is here, and whether its replicas on several processes have a part of its
+        results each.
+        """
+        replicated = len(self.config.placement.ranks_of(stage)) > 1 and not self.config.local
+        return stage in self.config.here, replicated
+
+    def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
+        y, rank = self.prepared.output(mb), self.path(mb)[-1]
+        values: Sequence[torch.Tensor] | None = self._get(
+            rank, ((source, mb) for source in self.layout.graph(mb).outputs())
+        )
+        if shared:
+            values = self._share(values, y.avals.values(), rank)
+        if values is None or not wanted:
+            values = [
+                torch.zeros(a.shape, dtype=a.dtype, device=self.config.device)
+                for a in y.avals.values()
+            ]
+        return y.fill(values if self.joins else self.apart(values))
+
+    # ---- gradients ----
+    def param_grads(self) -> Sequence[Tree]:
+        """One pytree per stage of this process: a tensor for every leaf that is differentiated,
+        else None.
+        """
+        out: list[Tree] = [None] * self.stages
+        for stage, rank, spec, places in self.layout.gradients:
+            slots, leaves = self.regs[rank].slots, []
+            for index, (slot, local) in enumerate(places):
+                if slot is None:
+                    leaves.append(None)
+                elif slot < 0:
+                    value = self.call.leaves[stage][0][index]
+                    leaves.append(
+                        torch.zeros_like(
+                            value, dtype=tree.sum_dtype(value.dtype, self.config.accumulate)
+                        )
+                    )
+                else:
+                    leaves.append(self._of_all(slots[slot]) if local else slots[slot])
+            out[stage] = tree.unflatten(spec, leaves)
+        return tuple(out) if isinstance(self.call.params, tuple) else out
+
+    def _of_all(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient in which other copies of the pipeline have no part, as one of the loss of all
+        copies.
+        """
+        return grad if self.config.copies is None else self.config.copies.divided(grad)
+
+    def input_grads(self) -> list[Tree] | None:
+        """The gradient of x by microbatch, on the ranks of the first stage; None elsewhere."""
+        here, shared = self._place_of(0)
+        if not here and not shared:
+            return None
+        out = []
+        for mb in range(self.number):
+            rank = self.path(mb)[0]
+            x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
+            leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
+            for index in x.wanted:
+                source = graph.cotangent(-1, index)
+                grads: Sequence[torch.Tensor] | None = (
+                    None if source is None else self._get(rank, [(source, mb)])
+                )
+                if shared and source is not None:
+                    grads = self._share(grads, [x.avals[index]], rank)
+                if here:
+                    dx = self._of_all(
+                        grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index])
+                    )
+                    leaves[index] = dx if self.joins else self.apart([dx])[0]
+            out.append(tree.unflatten(x.spec, leaves))
+        return out if here else None
+
+    # ---- state ----
+    def states(self) -> list[Tree]:
+        """The state of each stage after its last microbatch; None for stages without one or on
+        other processes.
+
+        Each replica of a stage carries a state; that of the first replica is sent to the others.
+        """
+        ranks_of = self.config.placement.ranks_of
+        return [
+            self._state(stage, ranks_of(stage)) if function.state else None
+            for stage, function in enumerate(self.config.functions)
+        ]
+
+    def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
+        rank, (here, replicated) = ranks[0], self._place_of(stage)
+        if not here and not replicated:
+            return None
+        last = [
+            a.microbatch
+            for a in plain(self.request.schedule[rank])
+            if a.stage == stage and a.op == "F"
+        ][-1:]
+        kind = self.request.kind_of[last[0]] if last else 0
+        state = self.prepared.interfaces[kind][stage].state
+        values: Sequence[torch.Tensor] | None = None
+        if rank in self.group.here:
+            names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state if last else ()
+            values = (
+                self._get(rank, [(Value(stage, n), last[0]) for n in names])
+                or self.call.state_leaves[stage][0]
+            )
+        assert state is not None
+        if replicated:
+            values = self._share(values, state.avals.values(), rank)
+        assert values is not None
+        return state.fill(self.apart(values)) if here else None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a
+shorter one.
+
+Six are computed, and the largest counts; each names its reason:
+
+* *work*: a rank is busy for its own work. Until its first backward can be there it has only
+  forwards to run, and only as many as fit in memory; after its last forward it has only the
+  backwards of what it holds. What is left of both times is idle (the *head* and the *tail*).
+* *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank,
+  that one works and waits, and the last microbatch comes back. Only the Ws that the later rank
+  still holds then can come after that.
+* *path*: from a rank's first forward to its last backward a microbatch passes all later stages and
+  comes back.
+* *memory*: what a rank holds lies there from its forward to its backward; that much area must fit
+  under the limit.
+* *linear program*: precedence, work and memory together (``relaxation.py``), of few actions and
+  with OR-tools.
+* *search*: what the exact solver proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+from ..actions.costs import Costs
+from .problem import ALMOST, Problem
+
+
+class Bound(float):
+    """A lower bound on a span: a number with its ``reason``.
+
+    >>> Bound(3, "rank 0 works that long")
+    Bound(3, 'rank 0 works that long')
+    """
+
+    reason: str
+
+    def __new__(cls, span: float, reason: str = "") -> Bound:
+        self = super().__new__(cls, span)
+        self.reason = reason
+        return self
+
+    def __reduce__(self) -> tuple[type[Bound], tuple[float, str]]:
+        return Bound, (float(self), self.reason)
+
+    def __repr__(self) -> str:
+        return f"Bound({float(self):g}, {self.reason!r})"
+
+
+def lower_bound(problem: Problem, costs: Costs) -> Bound:
+    """The largest of the bounds that need no search.
+
+    >>> lower_bound(Problem.of(Costs(), (0, 1), 2, 4, (9.0, 9.0)), Costs())
+    Bound(12, 'rank 0: its work')
+    """
+    return max(_bounds(problem, _Least.of(problem, costs)))
+
+
+class _Least(NamedTuple):
+    """Times of actions, by stage, so that no schedule has less to do, whether backwards are split
+    or fused or not.
+    """
+
+    F: tuple[float, ...]
+    W: tuple[float, ...]
+    both: list[float]  #: I and W, or B
+    every: list[float]  #: F, I and W
+    forward: list[float]  #: until the next stage can go on
+    inward: list[float]
+
+    @classmethod
+    def of(cls, p: Problem, costs: Costs) -> _Least:
+        """From the costs; what messages take of a rank's time is left out."""
+        times = costs.times(p.stages)
+        both = [min(i + w, b) for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
+        every = [f + b for f, b in zip(times["F"], both, strict=True)]
+        forward, inward = list(times["F"]), list(map(min, times["I"], times["B"]))
+        if callable(costs.overlap):
+            every = list(map(max, times["F"], both))
+        elif "overlap" in times:
+            for stages in p.of_rank:
+                fused = min(times["overlap"][s] for s in stages)
+                for s in stages:
+                    every[s], forward[s], inward[s] = (
+                        min(every[s], fused),
+                        min(forward[s], fused),
+                        min(inward[s], fused),
+                    )
+        return cls(times["F"], times["W"], both, every, forward, inward)
+
+
+def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
+    ends = [_Ends.of(p, least, rank) for rank in range(p.ranks)]
+    for rank, stages in enumerate(p.of_rank):
+        here = f"rank {rank}: "
+        yield Bound(ends[rank].work, here + "its work")
+        yield Bound(
+            _path(p, least, stages),
+            here + "the way of a microbatch through all later stages and back",
+        )
+        if (waits := ends[rank].waits) > 0:
+            yield Bound(
+                ends[rank].work + waits,
+                here + "its work, and its waits before its first and after its last forwards",
+            )
+        first, last = stages[0], min(p.load) * (least.both[stages[0]] - least.inward[stages[0]])
+        for other, there in enumerate(p.of_rank):
+            if first < there[0]:
+                yield Bound(
+                    _way(p, least, first, there[0]) + ends[other].until + last,
+                    here
+                    + f"the way to rank {other}, the work and the waits there, and the way back",
+                )
+        if 0 < p.limit[rank] < inf:
+            area = sum(_area(p, least, s) for s in stages)
+            yield Bound(
+                area / p.limit[rank], here + "how much it holds for how long, within its memory"
+            )
+
+
+def _path(p: Problem, least: _Least, stages: tuple[int, ...]) -> float:
+    first = stages[0]
+    passes = sum(least.forward[first:]) + sum(least.inward[first + 1 :]) + least.both[first]
+    return passes * max(p.load) + 2 * sum(p.link[first:])
+
+
+def _way(p: Problem, least: _Least, first: int, there: int) -> float:
+    """How long a microbatch takes from one stage to a later one, and back."""
+    passes = sum(least.forward[first:there]) + sum(least.inward[first:there])
+    return passes * min(p.load) + 2 * sum(p.link[first:there])
+
+
+class _Ends(NamedTuple):
+    """How long a rank works, waits, and is not done with the backwards of its first stage, at
+    least.
+    """
+
+    work: float
+    waits: float  #: before its first backward and after its last forward
+    until: float  #: from its first forward to the end of the last backward of its first stage
+
+    @classmethod
+    def of(cls, p: Problem, least: _Least, rank: int) -> _Ends:
+        """Of this rank."""
+        stages, short, long = p.of_rank[rank], min(p.load), max(p.load)
+        first, last = stages[0], stages[-1]
+        work = sum(p.load) * sum(least.every[s] for s in stages)
+        room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
+
+        def most(items):
+            return long * _knapsack(items, p.microbatches, room)
+
+        there = sum(least.forward[first:]) * short + sum(p.link[first:])
+        beyond = sum(least.inward[last + 1 :]) * short + sum(p.link[last:])
+        head = max(0.0, there + beyond - most([(least.F[s], p.saved[s]) for s in stages]))
+        # the last forward is one of the last stage; until its gradient has come back to the first
+        # stage, there is only the work of what is held
+        back = sum(least.forward[last + 1 :]) * short + sum(p.link[last:]) + beyond
+        back += sum(least.inward[first + 1 : last + 1]) * short + sum(p.link[first:last])
+        later = [(least.W[s], p.kept[s]) for s in stages]
+        held = most([(least.both[s], p.saved[s]) for s in stages] + later)
+        tail = max(0.0, back - max(0.0, held - least.both[first] * short))
+        # where not all fit in memory, a backward comes before the last forward
+        apart = sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST
+        until = (work - held) + (head if apart else 0.0) + back + least.inward[first] * short
+        waits = head + tail if apart else max(head, tail)
+        return cls(work, waits, max(until, work - most(later) + head))
+
+
+def _area(p: Problem, least: _Least, s: int) -> float:
+    """How much a stage's microbatches hold from F to I, times how long at least."""
+    passes, links = sum(least.forward[s:]) + sum(least.inward[s:]), 2 * sum(p.link[s:])
+    return p.saved[s] * sum(
+        size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True)
+    )
+
+
+def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float:
+    """The most time of items (time, bytes), each at most ``most`` times and in parts too, that fit
+    in ``room``.
+    """
+    sizes = {size for _, size in items}
+    if len(sizes) == 1 and (size := sizes.pop()) > 0 and room < inf:
+        room = room * ALMOST // size * size  # no parts
+    total = 0.0
+    for time, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else inf):
+        count = most if size <= 0 else min(most, room / size)
+        total, room = total + count * time, room - count * max(size, 0.0)
+    return total

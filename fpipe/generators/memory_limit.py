@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of memory, as numbers or text such as ``"60GB"``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import TypeAlias
+
+from ..errors import ScheduleError
+
+Memory: TypeAlias = float | str | Sequence[float | str] | None
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def in_bytes(memory: float | str) -> float:
+    """A number, or text with a unit: kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024.
+
+    >>> in_bytes("60GB"), in_bytes("1.5 GiB"), in_bytes(7)
+    (60000000000.0, 1610612736.0, 7.0)
+    """
+    if isinstance(memory, str):
+        match = re.fullmatch(
+            r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?\s*", memory, re.IGNORECASE
+        )
+        try:
+            number = float(match[1]) if match else -1.0
+        except ValueError:
+            number = -1.0
+        unit, binary = ((match[2] or "").lower(), match[3]) if match else ("", "")
+        value = number * (1024 if binary else 1000) ** _UNITS[unit]
+    else:
+        value = (
+            float(memory)
+            if isinstance(memory, (int, float)) and not isinstance(memory, bool)
+            else -1.0
+        )
+    if not value > 0:
+        raise ScheduleError(
+            f"memory={memory!r} is no limit; give a number above 0, or text such as '60GB'",
+            rule="memory",
+        )
+    return value
+
+
+def limits(memory: Memory, ranks: int) -> tuple[float, ...]:
+    """One limit for each rank.
+
+    >>> limits(None, 2), limits(["1kB", 5], 2)
+    ((inf, inf), (1000.0, 5.0))
+    """
+    if memory is None:
+        return (inf,) * ranks
+    if isinstance(memory, (str, int, float)):
+        return (in_bytes(memory),) * ranks
+    values = tuple(map(in_bytes, memory))
+    if len(values) != ranks:
+        raise ScheduleError(
+            f"memory has {len(values)} limits, but there are {ranks} ranks; give one, or {ranks}",
+            rule="memory",
+        )
+    return values

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Problem``: what a search needs to know, as plain numbers; and how a solution of it becomes a
+``Schedule``.
+
+Microbatches run in ascending order on every stage; their true numbers are in ``numbers``. A pass is
+an F or an I: the F of stage s is pass s, and its I is pass ``stages + s``. Where ``whole``,
+backwards are not split: I stands for B, and W takes no time and is left out at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+from ..actions.action import Action, Op
+from ..actions.costs import Costs
+from ..actions.placement import Placement
+from ..schedule import Schedule
+
+#: By rank, the (pass, microbatch) that it runs.
+Orders: TypeAlias = list[list[tuple[int, int]]]
+#: By rank, the (op, stage, microbatch) that it runs; op is 0 for F, 1 for I, 2 for W.
+Rows: TypeAlias = list[list[tuple[int, int, int]]]
+_OPS: tuple[Op, Op, Op] = ("F", "I", "W")
+
+_SMALL = 3000  #: forwards of a problem for which everything is tried
+ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The costs of stages on ranks. ``F``, ``I``, ``W``, ``saved`` and ``kept`` are by stage,
+    ``link`` by boundary.
+
+    ``load`` and ``size`` multiply times and bytes of a microbatch; ``limit`` is what each rank may
+    hold.
+    """
+
+    path: tuple[int, ...]
+    ranks: int
+    F: tuple[float, ...]
+    I: tuple[float, ...]  # noqa: E741
+    W: tuple[float, ...]
+    saved: tuple[float, ...]
+    kept: tuple[float, ...]
+    link: tuple[float, ...]
+    limit: tuple[float, ...]
+    load: tuple[float, ...]
+    size: tuple[float, ...]
+    numbers: tuple[int, ...]
+    whole: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        costs: Costs,
+        path: Sequence[int],
+        ranks: int,
+        microbatches: int,
+        limit: Sequence[float],
+        whole: bool = False,
+    ) -> Problem:
+        """From costs; the time that a message takes of its sender and receiver is added to their
+        actions.
+
+        >>> Problem.of(Costs(comm=0.5), (0, 1), 2, 4, (2.0, 2.0)).link
+        (0.5,)
+        """
+        stages = len(path)
+        times, memory = costs.times(stages), costs.memory(stages)
+        apart = [path[s] != path[s + 1] for s in range(stages - 1)]
+        send, receive = (costs.spread(way, stages - 1) for way in ("send", "receive"))
+        forward = [
+            (send[s] if s < stages - 1 and apart[s] else 0.0)
+            + (receive[s - 1] if s and apart[s - 1] else 0.0)
+            for s in range(stages)
+        ]
+        backward = [
+            (receive[s] if s < stages - 1 and apart[s] else 0.0)
+            + (send[s - 1] if s and apart[s - 1] else 0.0)
+            for s in range(stages)
+        ]
+        inward = times["B" if whole else "I"]
+        return cls(
+            tuple(path),
+            ranks,
+            tuple(t + b for t, b in zip(times["F"], forward, strict=True)),
+            tuple(t + b for t, b in zip(inward, backward, strict=True)),
+            (0.0,) * stages if whole else times["W"],
+            memory["F"],
+            (0.0,) * stages if whole else tuple(-w for w in memory["W"]),
+            tuple(
+                link if cut else 0.0 for link, cut in zip(costs.links(stages), apart, strict=True)
+            ),
+            tuple(limit),
+            costs.spread("load", microbatches),
+            costs.spread("size", microbatches),
+            tuple(range(microbatches)),
+            whole,
+        )
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.path)
+
+    @property
+    def small(self) -> bool:
+        """Whether all named schedules are starts, orders are annealed, and many settings are
+        tried.
+        """
+        return self.stages * self.microbatches <= _SMALL
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return len(self.load)
+
+    @cached_property
+    def of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return tuple(
+            tuple(s for s, at in enumerate(self.path) if at == rank) for rank in range(self.ranks)
+        )
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """What each rank has to do, in time."""
+        times = [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
+        return tuple(sum(self.load) * sum(times[s] for s in stages) for stages in self.of_rank)
+
+    @cached_property
+    def adds(self) -> tuple[tuple[float, ...], ...]:
+        """What an action adds to the memory of its rank, by op and stage, for a microbatch of size
+        1.
+        """
+        after_i = tuple(kept - saved for saved, kept in zip(self.saved, self.kept, strict=True))
+        return self.saved, after_i, tuple(-kept for kept in self.kept)
+
+    @property
+    def actions(self) -> int:
+        """How many actions there are."""
+        return 3 * self.stages * self.microbatches
+
+    def time(self, op: int, stage: int, microbatch: int) -> float:
+        """How long an action takes."""
+        return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]
+
+    def needed(
+        self, op: int, stage: int, microbatch: int
+    ) -> list[tuple[tuple[int, int, int], float]]:
+        """The action that an action needs, and how long its message takes; none for the F of the
+        first stage.
+        """
+        if op == 0:
+            return [((0, stage - 1, microbatch), self.link[stage - 1])] if stage else []
+        if op == 1 and stage < self.stages - 1:
+            return [((1, stage + 1, microbatch), self.link[stage])]
+        return [((op - 1, stage, microbatch), 0.0)]
+
+    @property
+    def even(self) -> bool:
+        """Whether all microbatches cost the same."""
+        return len(set(self.load)) == len(set(self.size)) == 1
+
+    def taking(self, order: Sequence[int]) -> Problem:
+        """The same problem with the microbatches in another order, or only some of them."""
+
+        def pick(values):
+            return tuple(values[k] for k in order)
+
+        return replace(self, load=pick(self.load), size=pick(self.size), numbers=pick(self.numbers))
+
+    @property
+    def lacks(self) -> str | None:
+        """Which rank cannot hold its stages of the largest microbatch, as text; None where all
+        can.
+        """
+        for rank, stages in enumerate(self.of_rank):
+            needed = max(self.size) * sum(max(self.saved[s], self.kept[s]) for s in stages)
+            if needed > self.limit[rank] * ALMOST:
+                return (
+                    f"rank {rank} holds {needed:g} for one microbatch, more than its limit of "
+                    f"{self.limit[rank]:g}"
+                )
+        return None
+
+    def schedule(self, rows: Rows, name: str = "") -> Schedule:
+        """Rows as a Schedule, with the true numbers of microbatches."""
+        numbers = self.numbers
+        if self.whole:
+            ops: Sequence[Op] = ("F", "B")
+            made = (
+                tuple([Action(s, ops[op], numbers[k]) for op, s, k in row if op < 2])
+                for row in rows
+            )
+        else:
+            made = (tuple([Action(s, _OPS[op], numbers[k]) for op, s, k in row]) for row in rows)
+        return Schedule(tuple(made), Placement((self.path,), self.ranks), self.microbatches, name)
+
+
+def most_held(problem: Problem) -> int:
+    """How many forwards of one stage fit in a rank's memory, at most; all, where there is no limit.
+
+    >>> most_held(Problem.of(Costs(), (0, 1), 2, 9, (3.0, 2.0)))
+    3
+    """
+    most, p = problem.microbatches, problem
+    rooms = [
+        p.limit[rank] * ALMOST / (p.saved[s] * min(p.size))
+        for rank, held in enumerate(p.of_rank)
+        for s in held
+        if p.saved[s] * min(p.size) > 0
+    ]
+    return int(min(most, max(rooms, default=most)))
+
+
+def orders_of(schedule: Schedule) -> Orders:
+    """The passes of a schedule's rows; those of fused actions in order, and B as I.
+
+    >>> orders_of(Schedule.parse("[0F0, 0I0, 0W0]"))
+    [[(0, 0), (1, 0)]]
+    """
+    stages = schedule.stages
+    return [
+        [
+            (part.stage + (0 if part.op == "F" else stages), part.microbatch)
+            for action in row
+            for part in action.parts
+            if part.op != "W"
+        ]
+        for row in schedule.rows
+    ]
+
+
+def passes_of(rows: Rows, stages: int) -> Orders:
+    """The passes of rows, without W.
+
+    >>> passes_of([[(0, 0, 0), (1, 0, 0), (2, 0, 0)]], stages=1)
+    [[(0, 0), (1, 0)]]
+    """
+    return [[(s + stages * op, k) for op, s, k in row if op < 2] for row in rows]

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Builder``: the steps of one rank while they are emitted; the one object of lowering that
+changes.
+
+It emits actions: what their programs read is received, the programs run, values are sent as soon as
+they are computed, gradients are added. One path serves plain and fused actions: an action is a list
+of pieces, programs or segments of them, in the order in which they run. Knows keys and steps; no
+tensors, backends or names of schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..actions.action import Action
+from ..programs.program import Program
+from ..programs.stage_programs import Programs
+from ..tree import Aval, contiguous, sum_dtype
+from .gathering import parameter_key, steps_of_copies
+from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs
+from .messages import Messages
+from .plan import LoweringInput, ProgramSet
+from .step import Step
+from .weaving.weave import Weave
+
+
+class _Reads(NamedTuple):
+    """What a program reads: the same for all microbatches of a kind, but for the number of the
+    microbatch.
+    """
+
+    program: Program
+    keys: tuple[
+        tuple[Key, int | None], ...
+    ]  # each with how far its microbatch is; None: it belongs to all
+    needs: tuple[int, ...]  # places of values of other stages
+
+
+#: A program, or a segment of one, that an action runs: which part of the action, that part, the
+#: programs that it belongs to, the stage (one past the part's for the loss) and the program.
+Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
+
+
+class _Leaving(NamedTuple):
+    """Values that leave a rank together: after which fact of which stage, what must be computed
+    first, and to whom.
+    """
+
+    stage: int
+    fact: str
+    computed: tuple[Source, ...]
+    peers: frozenset[int]
+
+
+class Builder:
+    """The steps of one rank, and what is known of its values so far."""
+
+    def __init__(self, job: LoweringInput, rank: int):
+        self.job, self.rank = job, rank
+        self.here: set[Key] = set()
+        self.state: dict[int, list[Key]] = {}
+        self.added: set[Key] = set()
+        self.out: list[Step] = []
+        self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
+        self._reads: dict[tuple[int, int, int], _Reads] = {}
+        self._adding: dict[tuple[int, str, int], dict[int, str]] = {}
+        self.weaves: dict[str, Weave] = {}  # by action
+        self.known_weaves: dict[Hashable, Weave] = {}
+        self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
+        self.messages = Messages(job, rank, self.out, self.here)
+        self.of_copies: Iterator[Sequence[Step]] = (
+            repeat(()) if job.copies is None else steps_of_copies(job, job.copies, rank, self.added)
+        )
+
+    # ---- names ----
+    def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
+        """The key of a value that a stage's programs call ``name``."""
+        role, leaf = inputs(programs).get(name, ("computed", 0))
+        if role == "param":
+            return parameter_key(self.job, stage, leaf)
+        if role == "grad":
+            return grad(stage, leaf)
+        if role == "state":
+            before = self.state.setdefault(
+                stage, [(State(stage, i), None) for i in range(programs.counts[3])]
+            )
+            return before[leaf]
+        graph = self.job.kind(mb).graph
+        if role in ("x", "cotangent") and stage < self.job.stages:
+            interface = graph.interfaces[stage]
+            beyond = leaf - len(interface.dxs if role == "x" else interface.ys)
+            if beyond >= 0:
+                return self._carried(role, stage, mb, beyond)
+        return (graph.source(programs, stage, name), mb)
+
+    def _carried(self, role: Role, stage: int, mb: int, leaf: int) -> Key:
+        """The key of a leaf of a slice's carry, which the slice before computes, or of its
+        gradient, by the next.
+        """
+        other = mb + (-1 if role == "x" else 1)
+        kind = self.job.kind(other)
+        programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
+        names, count = (
+            (programs.ys, len(interface.ys)) if role == "x" else (programs.dxs, len(interface.dxs))
+        )
+        name = names[count + leaf]
+        assert name is not None, (
+            "no program reads a carry that is no tensor, nor a gradient that is not there"
+        )
+        return self.key(programs, stage, other, name)
+
+    # ---- actions ----
+    def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
+        """What a part of an action runs, in order: the loss's program after F of the last stage, or
+        before its B.
+        """
+        stage, op, mb = part
+        kind = self.job.kind(mb)
+        own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
+        if loss is not None and op in "BI":
+            yield loss, loss.b, stage + 1
+        yield (
+            own,
+            own.f if op == "F" else own.i if op == "I" else self.with_adds(own, op, stage),
+            stage,
+        )
+        if loss is not None and op == "F":
+            yield loss, loss.f, stage + 1
+
+    def act(self, part: Action) -> None:
+        """Emit an action whose programs run one after the other."""
+        self.emit(
+            (part,), [(0, part, own, stage, program) for own, program, stage in self.programs(part)]
+        )
+
+    def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
+        """Emit the pieces of an action's parts in this order, what is sent after each, and the end
+        of each part.
+        """
+        sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
+        last = {line: place for place, (line, *_) in enumerate(pieces, 1)}
+        if (
+            sends and not sends[0][1].computed and parts[0].op != "F"
+        ):  # cotangents that the caller passes are there
+            sends = self._send(sends)
+        for place, (line, part, own, stage, program) in enumerate(pieces, 1):
+            self.run(part, own, program, stage)
+            if sends:
+                sends = self._send(sends, place == len(pieces))
+            if place == last[line]:
+                self.end(part)
+        if sends:
+            self._send(sends, True)
+        for line, part in enumerate(parts):
+            if line not in last:
+                self.end(part)
+
+    def _leaving(self, part: Action) -> Sequence[_Leaving]:
+        stage, op, mb = part
+        if op == "W":
+            return ()
+        memo = (stage, op, self.job.kind_of[mb], self.job.schedule.placement.path_index(mb))
+        known = self._leaves.get(memo)
+        if known is None:
+            fact = "F" if op == "F" else "I"
+            stages = (stage,) if op == "F" or stage < self.job.stages - 1 else (stage + 1, stage)
+            leaving = []
+            for of in stages:
+                peers = self.messages.outgoing(of, fact, mb)
+                sources = [out.source for _, outs in peers for out in outs]
+                computed = tuple(
+                    s for s in sources if not isinstance(s, (BatchLeaf, OutputCotangent))
+                )
+                leaving += (
+                    [_Leaving(of, fact, computed, frozenset(rank for rank, _ in peers))]
+                    if peers
+                    else []
+                )
+            known = self._leaves[memo] = leaving
+        return known
+
+    def _send(
+        self, sends: list[tuple[Action, _Leaving]], every: bool = False
+    ) -> list[tuple[Action, _Leaving]]:
+        """Send what is computed, or everything; returns the rest. Sends to one rank keep their
+        order.
+        """
+        rest: list[tuple[Action, _Leaving]] = []
+        blocked: set[int] = set()
+        for part, leaving in sends:
+            mb = part.microbatch
+            there = every or all((source, mb) in self.here for source in leaving.computed)
+            if there and blocked.isdisjoint(leaving.peers):
+                self.messages.send(part, leaving.stage, leaving.fact)
+            else:
+                rest.append((part, leaving))
+                blocked |= leaving.peers
+        return rest
+
+    def end(self, action: Action) -> None:
+        """What follows an action's programs: the next state, results received for the caller,
+        gradients added.
+        """
+        stage, op, mb = action
+        kinds = self.job.kind(mb)
+        own = kinds.programs[stage]
+        if op == "F":
+            if own.new_state:
+                self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
+            if stage == self.job.stages - 1 and (kinds.loss is None or self.job.each):
+                outputs = outputs_of(kinds, mb)
+                for key in outputs:
+                    self.messages.fetch(key)
+                if self.job.each:
+                    self.out.append(Step("EACH", action, (*outputs, *self.loss_values(kinds, mb))))
+        elif op != "W" and stage == 0 and self.job.wants_dx:
+            for key in input_gradients_of(kinds, mb):
+                self.messages.fetch(key)
+        if op in "BW":
+            self._add(action, own, op)
+
+    def loss_values(self, kinds: ProgramSet, mb: int) -> list[Key]:
+        """The keys of what the loss, if there is one, returned for a microbatch."""
+        loss, top = kinds.loss, self.job.stages
+        names = () if loss is None else (*loss.ys, loss.extra)
+        return [
+            self.key(loss, top, mb, name) for name in names if loss is not None and name is not None
+        ]
+
+    def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
+        """The keys that a program reads; emits the waits that they need."""
+        mb = action.microbatch
+        _, keys, needs = self._pattern(own, program, stage, mb)
+        reads = tuple([key if by is None else (key[0], mb + by) for key, by in keys])
+        for place in needs:
+            self.messages.fetch(reads[place])
+        return reads
+
+    def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
+        """The reads of a program for a kind of microbatch: cached, unless the stage has state,
+        whose keys change.
+        """
+        memo = (id(program), stage, self.job.kind_of[mb])
+        found = self._reads.get(memo)
+        if found is None or own.counts[3]:
+            keys = [self.key(own, stage, mb, name) for name in program.inputs]
+            needs = tuple(
+                place
+                for place, (source, _) in enumerate(keys)
+                if isinstance(source, BatchLeaf)
+                or (isinstance(source, Value) and source.stage != stage)
+            )
+            apart = ((key, None if key[1] is None else key[1] - mb) for key in keys)
+            found = self._reads[memo] = _Reads(program, tuple(apart), needs)
+        return found
+
+    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
+        """Run a program on what it reads."""
+        mb = action.microbatch
+        reads = self.have(action, own, program, stage)
+        if program.traced or program.outputs or own.eager:
+            writes = self.writes(program, stage, mb)
+            self.here.update(writes)
+            self.out.append(Step(program.name, action, reads, writes, program, own, stage=stage))  # type: ignore[arg-type]
+
+    def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
+        """The keys of what a program computes."""
+        values = self._values.get((id(program), stage))
+        if values is None:
+            values = self._values[id(program), stage] = tuple(
+                Value(stage, name) for name in program.outputs
+            )
+        return tuple([(value, mb) for value in values])
+
+    def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
+        """The program that adds into gradients itself, once all of them exist; until then the one
+        that returns them.
+        """
+        memo, plain = (id(own), letter, stage), own.b if letter == "B" else own.w
+        if memo not in self._adding:
+            computed = own.added_by(letter)
+            if not all(grad(stage, leaf) in self.added for leaf in computed):
+                return plain
+            self._adding[memo] = computed
+        return own.adding(letter) if self._adding[memo] else plain
+
+    def _add(self, action: Action, own: Programs, op: str) -> None:
+        """Add the gradients that the action's program returned."""
+        stage, mb = action.stage, action.microbatch
+        into, values, how, sums = [], [], [], []
+        done = self._adding.get((id(own), op, stage), {})
+        for index, name in enumerate(own.dps):
+            if name is None or index in done:
+                continue
+            target = grad(stage, index)
+            into.append(target)
+            values.append(self.key(own, stage, mb, name))
+            sums += [sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
+            self.messages.fetch(values[-1])
+            if target in self.added:
+                how.append("add")
+            else:
+                how.append("take" if name in own.fresh and self.job.wide is None else "copy")
+            self.added.add(target)
+        if into:
+            avals = tuple(sums) if len(sums) == len(into) else ()
+            self.out.append(
+                Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how))
+            )
+
+
+def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
+    """The keys of a microbatch's outputs."""
+    return tuple([(source, mb) for source in kind.graph.outputs()])
+
+
+def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
+    """The keys of a microbatch's gradients of x that are not zero."""
+    return tuple([(source, mb) for source in kind.graph.input_gradients()])
+
+
+def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
+    """What gradients of an aval are added up in."""
+    return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, wide))

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused actions: their parts become lines of segments, and a weave determines in which order these
+run.
+
+A plain action that starts collectives is a weave of one line: segments that do not depend on a
+collective run while it is under way. Values that cross between segments are in slots like all
+others, so they are freed and counted alike. Knows steps and keys; no tensors and no backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...actions.action import Action, AnyAction
+from ...errors import WeaveError
+from ...programs.graphs import Held
+from ...programs.program import Program
+from ...programs.stage_programs import Programs
+from ..builder import Builder, Piece
+from ..keys import CALLERS, inputs
+from ..step import Step
+from .estimates import LINKS
+from .search import weave
+from .segments import Segment, collectives_of, segments_of, whole
+from .weave import Task, Transfer, Weave, by_hand
+
+
+@dataclass(eq=False)
+class Part:
+    """One side of a fused action, for the user's function.
+
+    Call it to run it, or run ``program`` (or, one by one, ``segments``) on ``inputs`` by other
+    means.
+    """
+
+    action: Action
+    program: Program
+    inputs: list[Any]
+    segments: tuple[Segment, ...]
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Run the program; this empties ``inputs``."""
+        return self.program(self.inputs)
+
+
+def starts_collectives(builder: Builder, action: AnyAction) -> bool:
+    """Whether any of an action's programs starts a collective."""
+    return any(
+        not programs.compiled and bool(collectives_of(program))
+        for part in action.parts
+        for programs, program, _ in builder.programs(part)
+    )
+
+
+def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Piece] | None:
+    """The pieces of an action in the order of its weave; None: it is not woven.
+
+    With a function of the user's, the list is empty: the function runs the action.
+    """
+    overlap, carries = builder.job.overlap, starts_collectives(builder, action)
+    reason = _reason(builder, action, position, carries)
+    if reason:
+        if len(action.parts) > 1:
+            in_turn = Weave(("F", "B"), (), (), (), (), reason=reason)
+            builder.weaves[str(action)] = builder.known_weaves.setdefault(reason, in_turn)
+        return None
+    if overlap.how == "function":
+        return []
+    lines = tuple(map(str, action.parts))
+    segments = list(_segments(builder, action, not carries and overlap.how == "weave"))
+    weave = _weave(builder, lines, segments)
+    if len(lines) == 1 and weave.total >= weave.one_after_another:
+        return None  # no transfer overlaps with compute
+    builder.weaves[str(action)] = weave
+    return [segments[number][0] for number in weave.order]
+
+
+def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tuple[Piece, Segment]]:
+    """The segments of an action's parts, each part in its program order."""
+    for line, part in enumerate(action.parts):
+        for programs, program, stage in builder.programs(part):
+            if program.traced or program.outputs or programs.eager:
+                cut = (
+                    segments_of(programs, program, coarse)
+                    if stage == part.stage
+                    else (whole(program),)
+                )
+                for segment in cut:
+                    yield (line, part, programs, stage, segment.program), segment
+
+
+def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -> str:
+    """Why a fused action is not woven; "" where it is."""
+    job, how = builder.job, builder.job.overlap.how
+    refused = job.overlap.refused.get((builder.rank, position))
+    if refused:
+        return refused
+    if job.strict:
+        return "this backend takes messages in one order only"
+    for ops in ("F", "BW"):
+        stages = [part.stage for part in action.parts if part.op in ops]
+        if len(set(stages)) < len(stages):
+            return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
+    if how == "function" and len(action.parts) != 2:
+        return f"a function takes two parts, here are {len(action.parts)}"
+    if how == "weave" and any(
+        run.compiled for part in action.parts for run, _, _ in builder.programs(part)
+    ):
+        return "compiled programs run whole"
+    if how == "weave" and not job.wired and not carries:
+        return "nothing is sent while it runs"
+    return ""
+
+
+def _weave(
+    builder: Builder, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]
+) -> Weave:
+    """The weave of some segments; one for all actions that have the same."""
+    key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
+    weaves, overlap = builder.known_weaves, builder.job.overlap
+    if key not in weaves:
+        tasks, sizes = _tasks(builder, segments)
+        by_data = overlap.how == "data"
+        weaves[key] = (
+            by_hand(lines, tasks, overlap.entries, sizes)
+            if by_data
+            else weave(lines, tasks, sizes=sizes)
+        )
+    return weaves[key]
+
+
+def _tasks(
+    builder: Builder, segments: Sequence[tuple[Piece, Segment]]
+) -> tuple[list[Task], dict[Hashable, tuple[Hashable, int]]]:
+    """The segments as tasks of the search, and the storage and bytes of the values that cross
+    between them.
+    """
+    tasks: list[Task] = []
+    sizes: dict[Hashable, tuple[Hashable, int]] = {}
+    links = [
+        LINKS[c.members] for _, segment in segments for c in segment.starts if c.members in LINKS
+    ]
+    pace = max((link.pace for link in links), default=1.0)
+    for piece, segment in segments:
+        line, action, programs, stage, program = piece
+        roles, key = inputs(programs), partial(_key, builder, piece)
+        for name in (*program.inputs, *program.outputs):
+            held = programs.memory.get(name)
+            if held is not None and not (
+                held.given and roles.get(held.root, ("", 0))[0] in CALLERS
+            ):
+                # a received value has the name that it has where it is computed
+                sizes[key(name)] = (
+                    key(held.root) if held.given else (line, stage, held.root),
+                    held.nbytes,
+                )
+        tasks.append(
+            Task(
+                line,
+                "loss" if stage != action.stage else segment.name,
+                int(pace * segment.nanoseconds),
+                tuple(map(key, program.inputs)),
+                tuple(map(key, program.outputs)),
+                tuple(
+                    Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts
+                ),
+                tuple(map(key, segment.waits)),
+                segment.loose,
+            )
+        )
+    return tasks, sizes
+
+
+def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
+    """The key of a value without its microbatch, which is that of the line: alike for all actions
+    of one weave.
+    """
+    line, action, programs, stage, _ = piece
+    source, mb = builder.key(programs, stage, action.microbatch, name)
+    return (line, source) if mb == action.microbatch else (source, mb)
+
+
+# ---- a function of the user's ----
+def act_jointly(builder: Builder, action: AnyAction) -> None:
+    """One step for the programs of both stages; the loss's programs run before and after it."""
+    runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
+    mains = [run for run in runs if run[3] == run[0].stage]
+    function = builder.job.overlap.function
+    assert function is not None
+    for run in runs:
+        if run not in mains and run[0].op != "F":
+            builder.run(*run)
+    reads = tuple(key for run in mains for key in builder.have(*run))
+    writes = tuple(
+        key
+        for part, _, program, stage in mains
+        for key in builder.writes(program, stage, part.microbatch)
+    )
+    owner = replace(
+        mains[0][1],
+        traced_memory=dict(_memory([programs for _, programs, _, _ in mains])),
+        numbers=None,
+    )
+    builder.here.update(writes)
+    joined = _joined([run[:3] for run in mains], function)
+    first = action.parts[0]
+    builder.out.append(Step("F", first, reads, writes, joined, owner, stage=first.stage))
+    for run in runs:
+        if run not in mains and run[0].op == "F":
+            builder.run(*run)
+    builder.emit(action.parts, ())
+
+
+def _joined(
+    mains: Sequence[tuple[Action, Programs, Program]], function: Callable[..., Any]
+) -> Program:
+    """The programs of both stages as one program, which calls the user's function."""
+    programs = [program for _, _, program in mains]
+
+    def run(box: list[Any]) -> tuple[Any, ...]:
+        parts = []
+        for action, owner, program in mains:
+            inputs, box[: len(program.inputs)] = box[: len(program.inputs)], []
+            parts.append(Part(action, program, inputs, segments_of(owner, program)))
+        outs = function(*parts)
+        got = (
+            [len(out) if isinstance(out, (tuple, list)) else None for out in outs]
+            if isinstance(outs, tuple)
+            else []
+        )
+        if got != [len(program.outputs) for program in programs]:
+            raise WeaveError(
+                f"the overlap function returned {got or type(outs).__name__}; return a tuple of "
+                "both parts' results, "
+                f"of {' and '.join(str(len(program.outputs)) for program in programs)} values, as "
+                "calling a part does"
+            )
+        return tuple(value for out in outs for value in out)
+
+    inputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs)
+    outputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs)
+    return Program(
+        "F",
+        "",
+        run,
+        inputs,
+        outputs,
+        random=any(p.random for p in programs),
+        label=f"with {mains[1][0]}",
+    )
+
+
+def _memory(owners: Sequence[Programs]) -> Iterator[tuple[str, Held]]:
+    for k, programs in enumerate(owners):
+        for name, held in programs.memory.items():
+            yield f"{k}.{name}", Held(f"{k}.{held.root}", held.nbytes, held.given)

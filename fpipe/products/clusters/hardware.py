@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of GPUs: what their data sheets say, and which share of it large programs reach. Knows no
+model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from ...errors import PlanError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU and the machines that have it.
+
+    Args:
+        name: of the kind.
+        memory: bytes of its memory.
+        flops: dense 16-bit operations a second, by the data sheet.
+        bandwidth: bytes a second of its memory.
+        link: bytes a second to the other GPUs of its machine, in one direction.
+        network: bytes a second to GPUs of other machines, in one direction.
+        node: how many GPUs a machine has.
+        matmul: the share of ``flops`` that large matrix products reach.
+
+    >>> find_gpu("h100").memory // GIB
+    80
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    node: int = 8
+    matmul: float = 0.75
+
+
+#: Data sheets of the SXM modules. ``matmul`` is by published timings, and lower where power limits
+#: the clock.
+TABLE = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100", 80 * GIB, 312e12, 2.0e12, 300e9, 25e9, matmul=0.75),
+        Gpu("h100", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, matmul=0.65),
+        Gpu("h200", 140 * GIB, 989e12, 4.8e12, 450e9, 50e9, matmul=0.65),
+        Gpu("b200", 179 * GIB, 2250e12, 7.7e12, 900e9, 50e9, matmul=0.65),
+    )
+}
+#: The shares of other figures that are reached: of attention that keeps no scores, of memory and of
+#: links.
+ATTENTION, MEMORY, LINK, NETWORK = 0.45, 0.8, 0.75, 0.8
+#: The share of the memory that tensors can have; the rest is for the context, for buffers of
+#: collectives and for gaps.
+USABLE = 0.94
+LATENCY = 10e-6  #: seconds of a message or a collective, beside its bytes
+KERNEL = 4e-6  #: seconds of a kernel, beside its work
+
+
+def find_gpu(
+    name: str, memory: float | None = None, flops: float | None = None, link: float | None = None
+) -> Gpu:
+    """A kind of GPU by name, in any case, with other figures where they are given.
+
+    Args:
+        name: a name of the table.
+        memory: bytes, in place of the table's.
+        flops: operations a second, in place of the table's.
+        link: bytes a second within a machine, in place of the table's.
+
+    Returns:
+        The kind.
+
+    Raises:
+        PlanError: if the table has no such name.
+
+    >>> find_gpu("A100", memory=40e9).memory
+    40000000000.0
+    """
+    if name.lower() not in TABLE:
+        near = get_close_matches(name.lower(), TABLE, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else "give the nearest one, with --memory, --flops and --link"
+        )
+        raise PlanError(f"gpu {name!r} is not in the table, which has {', '.join(TABLE)}; {hint}")
+    given = {"memory": memory, "flops": flops, "link": link}
+    return replace(
+        TABLE[name.lower()], **{key: value for key, value in given.items() if value is not None}
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Job`` and ``Layout``: what is trained on which GPUs, and how it is distributed. Values; they
+predict nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from ...errors import PlanError
+from ...generators import make_schedule
+from ...schedule import Schedule
+from ..search.balancing import spread
+from .hardware import Gpu
+from .model import Model
+
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+Attention: TypeAlias = Literal["flash", "scores"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element: of parameters and activations, of gradients, and of what the optimizer
+    keeps.
+
+    By default bfloat16 parameters, float32 sums of gradients, and for Adam a float32 copy and two
+    moments.
+    """
+
+    parameters: int = 2
+    gradients: int = 4
+    optimizer: int = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what.
+
+    Args:
+        model: its sizes.
+        gpus: how many there are.
+        gpu: their kind.
+        batch: sequences of a global batch.
+        sequence: tokens of a sequence.
+        attention: ``"flash"`` for attention that keeps no scores and skips those of later tokens,
+            ``"scores"`` for attention as matrix products.
+        precision: bytes of elements.
+    """
+
+    model: Model
+    gpus: int
+    gpu: Gpu
+    batch: int
+    sequence: int
+    attention: Attention = "flash"
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a global batch."""
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is distributed.
+
+    Args:
+        tp: tensor-parallel ranks, within a machine.
+        pp: ranks of a pipeline.
+        dp: copies of the pipeline.
+        zero: what copies share, as ``fpipe.pipeline(zero=)``.
+        schedule: a name of the catalogue.
+        per_rank: stages of a rank.
+        microbatch: sequences of a microbatch.
+        recompute: what a backward computes again: nothing, what is cheap, or whole layers.
+        sequence_parallel: whether tensor-parallel ranks split the sequence between their matrix
+            products.
+        layers: of each stage; by default even by cost, with the head counted.
+
+    >>> Layout(tp=8, pp=16, dp=8, schedule="Interleaved1F1B", per_rank=4)
+    Layout(tp=8, pp=16, dp=8, zero=1, Interleaved1F1B, per_rank=4, microbatch=1, recompute=none)
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    schedule: str = "1F1B"
+    per_rank: int = 1
+    microbatch: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    layers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        sizes = (
+            f"tp={self.tp}, pp={self.pp}, dp={self.dp}, zero={self.zero}, {self.schedule}, "
+            f"per_rank={self.per_rank}"
+        )
+        return f"Layout({sizes}, microbatch={self.microbatch}, recompute={self.recompute})"
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.per_rank
+
+    @property
+    def split(self) -> int:
+        """Into how many parts the sequence is split between matrix products."""
+        return self.tp if self.sequence_parallel else 1
+
+    def microbatches(self, job: Job) -> int:
+        """Microbatches of a copy of the pipeline in a step."""
+        return job.batch // (self.dp * self.microbatch)
+
+    def check(self, job: Job) -> Layout:
+        """This layout; raises PlanError where it does not fit the job."""
+        model = job.model
+        rules = [
+            (self.tp * self.pp * self.dp == job.gpus, f"tp x pp x dp must be the {job.gpus} GPUs"),
+            (
+                job.batch % (self.dp * self.microbatch) == 0,
+                f"dp x microbatch must divide {job.batch} sequences",
+            ),
+            (divides(model, self.tp), "tp must divide heads, key-value heads and the feed-forward"),
+            (self.tp <= job.gpu.node, f"tp must be within a machine of {job.gpu.node} GPUs"),
+            (
+                self.stages <= model.layers + 2,
+                f"{model.layers} layers, embedding and head must fill all stages",
+            ),
+            (
+                not self.layers
+                or (len(self.layers), sum(self.layers)) == (self.stages, model.layers),
+                f"layers must be {self.stages} numbers with the sum {model.layers}",
+            ),
+        ]
+        for valid, rule in rules:
+            if not valid:
+                raise PlanError(f"{self}: {rule}; choose other sizes")
+        return self
+
+    def counts(self, model: Model) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.layers or even_layers(model, self.stages)
+
+    def schedule_for(self, microbatches: int) -> Schedule:
+        """The schedule for a number of microbatches; ScheduleError where it has no such form."""
+        return _schedule(self.schedule, self.pp, microbatches, self.stages)
+
+
+def divides(model: Model, tp: int) -> bool:
+    """Whether tensor-parallel ranks can split the layers of a model."""
+    return not any(
+        size % tp for size in (model.heads, model.kv_heads, model.feed_forward, model.hidden)
+    )
+
+
+@lru_cache(maxsize=4096)
+def even_layers(model: Model, stages: int) -> tuple[int, ...]:
+    """The layers of each stage, even by cost: the head counts as its matrix, the embedding as
+    nothing.
+
+    >>> even_layers(Model("m", "llama", 8, 6, 2, 64, 16), 4)
+    (1, 2, 2, 1)
+    """
+    head = model.vocabulary * model.hidden / model.active_matrices
+    starts = spread([0.0, *[1.0] * model.layers, head], stages)
+    ends = [*starts[1:], model.layers + 2]
+
+    def item(place):
+        return min(max(place - 1, 0), model.layers)
+
+    return tuple(item(end) - item(start) for start, end in zip(starts, ends, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _schedule(name: str, ranks: int, microbatches: int, stages: int) -> Schedule:
+    return make_schedule(name, ranks, microbatches, stages)

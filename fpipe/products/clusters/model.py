@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a decoder, read from the config.json of a model of Hugging Face. Knows no hardware
+and no layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from ...actions.text_files import read_bytes
+from ...errors import PlanError
+
+MOST = 4 << 20  #: bytes of a config.json
+#: kinds with a gated feed-forward, rotary positions and RMS norms
+GATED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma",
+    "granite",
+    "olmo2",
+    "phi3",
+)
+PLAIN = (
+    "gpt2",
+)  #: kinds with learned positions, layer norms, biases and a feed-forward of two matrices
+_BIASED = ("qwen2", "qwen2_moe")  # in the projections of queries, keys and values
+_NORMED = ("qwen3", "qwen3_moe")  # queries and keys
+#: the size -> its names in a config.json
+_FIELDS = {
+    "hidden": ("hidden_size", "n_embd"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads",),
+    "feed_forward": ("intermediate_size", "n_inner"),
+    "experts": ("num_local_experts", "num_experts"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder whose layers are alike.
+
+    Args:
+        name: for people.
+        kind: ``model_type`` of its config.json.
+        hidden: the width of a token between layers.
+        layers: how many there are.
+        heads: of attention, for queries.
+        vocabulary: the number of tokens.
+        feed_forward: the width inside a feed-forward, of each expert where there are experts.
+        kv_heads: heads of keys and values.
+        head_dim: the width of a head.
+        gated: whether a feed-forward has three matrices, not two.
+        experts: how many feed-forwards a layer has to choose from; 0: one, which is always used.
+        active: how many of them a token uses.
+        shared: the width of a feed-forward beside the experts, which every token uses.
+        tied: whether the head is the embedding's matrix.
+        positions: learned positions; 0: none.
+        dropout: whether residuals are dropped out.
+
+    >>> model = Model("tiny", "llama", hidden=8, layers=2, heads=2, vocabulary=16, feed_forward=32)
+    >>> model.head_dim, model.parameters
+    (4, 2344)
+    """
+
+    name: str
+    kind: str
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    feed_forward: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = True
+    experts: int = 0
+    active: int = 1
+    shared: int = 0
+    tied: bool = False
+    positions: int = 0
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocabulary", "feed_forward", "active"):
+            self._check(name, 1)
+        for name in ("kv_heads", "head_dim", "experts", "shared", "positions"):
+            self._check(name, 0)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or max(self.hidden // self.heads, 1))
+
+    def _check(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise PlanError(
+                f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; "
+                "correct it"
+            )
+
+    # ---- parameters ----
+    @property
+    def queries(self) -> int:
+        """The width of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The width of all keys, and of all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def inner(self) -> int:
+        """The width inside the feed-forwards that a token uses."""
+        return (self.active if self.experts else 1) * self.feed_forward + self.shared
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of the matrices of attention in a layer."""
+        return self.hidden * (2 * self.queries + 2 * self.keys)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices in a layer."""
+        experts = max(self.experts, 1) * self.matrices * self.hidden * self.feed_forward
+        shared = self.hidden * (self.matrices * self.shared + (1 if self.shared else 0))
+        return self.attention_parameters + experts + shared + self.hidden * self.experts
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of a layer."""
+        biases = 0
+        if self.kind in PLAIN:
+            biases = (
+                self.queries
+                + 2 * self.keys
+                + self.hidden
+                + self.feed_forward
+                + self.hidden
+                + 4 * self.hidden
+            )
+        elif self.kind in _BIASED:
+            biases = self.queries + 2 * self.keys + 2 * self.hidden
+        else:
+            biases = 2 * self.hidden + (2 * self.head_dim if self.kind in _NORMED else 0)
+        return self.layer_matrices + biases
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the first stage beside its layers."""
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the last stage beside its layers; a tied head is a copy of the embedding
+        there.
+        """
+        return self.vocabulary * self.hidden + self._last_norm
+
+    @property
+    def _last_norm(self) -> int:
+        return self.hidden * (2 if self.kind in PLAIN else 1)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied matrix once."""
+        head = self._last_norm if self.tied else self.head_parameters
+        return self.layers * self.layer_parameters + self.embedding_parameters + head
+
+    @property
+    def active_matrices(self) -> int:
+        """Elements of the matrices of a layer that multiply a token."""
+        idle = max(self.experts - self.active, 0) * self.matrices * self.hidden * self.feed_forward
+        return self.layer_matrices - (idle if self.experts else 0)
+
+
+def read_model(path: str | PathLike[str]) -> Model:
+    """The sizes in a config.json.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        PlanError: if the file is no config of a known kind, or lacks a size.
+        OSError: if it cannot be read.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "config.json")
+    >>> sizes = '"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257'
+    >>> _ = path.write_text('{"model_type": "gpt2", ' + sizes + "}")
+    >>> read_model(path).parameters
+    124439808
+    """
+    try:
+        config = json.loads(read_bytes(path, MOST))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: {error}; give the config.json of a model") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"{path} holds no JSON object; give the config.json of a model")
+    inner = config.get("text_config")
+    return model_of(inner if isinstance(inner, dict) else config, str(path))
+
+
+def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
+    """The sizes in the content of a config.json; ``where`` it is from.
+
+    >>> model_of({"model_type": "llama"})
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.PlanError: the config lacks 'hidden_size'; add it
+    """
+    kind = config.get("model_type")
+    if kind not in (*GATED, *PLAIN):
+        known = ", ".join((*PLAIN, *GATED))
+        raise PlanError(
+            f"{where}: model_type is {kind!r}, and known are {known}; give the nearest of them"
+        )
+    for name in ("mlp_only_layers", "first_k_dense_replace"):
+        if config.get(name):
+            raise PlanError(
+                f"{where}: {name} is {config[name]!r}, and all layers must be alike; leave it out"
+            )
+    if config.get("decoder_sparse_step", 1) != 1:
+        step = config["decoder_sparse_step"]
+        raise PlanError(
+            f"{where}: decoder_sparse_step is {step!r}, and all layers must be alike; set it to 1"
+        )
+    hidden = _size(config, "hidden", where)
+    experts = _size(config, "experts", where, 0)
+    plain = kind in PLAIN
+    width = _size(config, "feed_forward", where, 4 * hidden if plain else None)
+    return Model(
+        name=f"{kind} {hidden}x{_size(config, 'layers', where)}",
+        kind=kind,
+        hidden=hidden,
+        layers=_size(config, "layers", where),
+        heads=_size(config, "heads", where),
+        vocabulary=_size(config, "vocabulary", where),
+        feed_forward=config.get("moe_intermediate_size", width) if experts else width,
+        kv_heads=_size(config, "kv_heads", where, 0),
+        head_dim=config.get("head_dim") or 0,
+        gated=not plain,
+        experts=experts,
+        active=config.get("num_experts_per_tok", 1) if experts else 1,
+        shared=config.get("shared_expert_intermediate_size", 0) if experts else 0,
+        tied=bool(config.get("tie_word_embeddings", plain)),
+        positions=config.get("n_positions", 1024) if plain else 0,
+        dropout=bool(config.get("resid_pdrop", 0.1)) if plain else False,
+    )
+
+
+def _size(config: Mapping[str, Any], size: str, where: str, default: int | None = None) -> int:
+    """A size by any of its names."""
+    names = _FIELDS[size]
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if value is None:
+        wanted = names[1] if config.get("model_type") in PLAIN and len(names) > 1 else names[0]
+        raise PlanError(f"{where} lacks {wanted!r}; add it")
+    return value

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe check``, ``fpipe names`` and ``fpipe compare``: facts about schedules as text. Never
+imports torch.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...actions.costs import Costs
+from ...actions.progress import progress
+from ...actions.text_files import write_bytes
+from ...errors import ScheduleError
+from ...generators import about_schedule
+from ...generators.memory_limit import in_bytes
+from ..search import comparison, frontier
+from ..search.comparison import Entry
+from ..search.solve import solve as solve_schedule
+from .options import (
+    INVALID,
+    Count,
+    Pattern,
+    as_usage_error,
+    bounded,
+    check_suffix,
+    costs_option,
+    counts,
+    json_option,
+    matching,
+    parse_costs,
+    print_json,
+    read_file,
+    report_error,
+    slices_option,
+    usage_error,
+)
+from .options import check as check_schedule
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
+@click.option("-p", "--ranks", metavar="N", type=Count(), help="Ranks that the schedule must have.")
+@click.option("--forward-only", is_flag=True, help="Check a schedule of forward passes alone.")
+@json_option
+def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json: bool) -> int:
+    """Check schedules in CSV files, or as text with brackets.
+
+    Each error names rank, position, rule and remedy; the exit status is then 1.
+
+    \b
+    fpipe check plan.csv && echo good
+    """
+    results = [_checked(file, ranks, forward_only) for file in files]
+    if as_json:
+        print_json(results)
+    for found in () if as_json else results:
+        if found["good"]:
+            counted = ", ".join(f"{found[name]} {name}" for name in _COUNTS if name in found)
+            click.echo(f"{found['file']}: good: {counted}")
+        else:
+            report_error(f"{found['file']}: {found['error']}", INVALID)
+    return 0 if all(found["good"] for found in results) else INVALID
+
+
+_COUNTS = ("ranks", "stages", "microbatches", "slices", "actions")
+
+
+def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
+    """What was found in a file: its counts, or the error and its place."""
+    try:
+        schedule = read_file(Path(file))
+        if ranks is not None and schedule.ranks != ranks:
+            raise ScheduleError(
+                f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks"
+            )
+        check_schedule(schedule, training=not forward_only)
+    except ScheduleError as error:
+        place = {"rank": error.rank, "position": error.position, "rule": error.rule}
+        return {"file": file, "good": False, "error": str(error), **place}
+    counted = {
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+    }
+    counted |= {"slices": schedule.slices} if schedule.slices > 1 else {}
+    return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
+
+
+@click.command()
+@click.argument("patterns", nargs=-1, metavar="[PATTERN...]", type=Pattern())
+@json_option
+def names(patterns: tuple[str, ...], as_json: bool) -> None:
+    """List the schedules that have a name, all or those that match a PATTERN.
+
+    \b
+    fpipe names "ZB*"
+    """
+    known = {name: about_schedule(name).replace("``", "") for name in matching(patterns)}
+    if as_json:
+        print_json([{"name": name, "about": about} for name, about in known.items()])
+        return
+    width = max(map(len, known))
+    for name, about in known.items():
+        click.echo(f"{name:<{width}}  {about}".rstrip())
+
+
+@click.command()
+@counts
+@slices_option
+@costs_option
+@click.option(
+    "--memory",
+    metavar="LIMIT",
+    help="What a rank may hold, such as 60GB; adds schedules of the solver.",
+)
+@click.option(
+    "--seconds",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    type=Pattern(),
+    help="Only these schedules, such as 'ZB*'.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(tuple(comparison.SORTED_BY)),
+    default="bubble",
+    show_default=True,
+    help="The column to sort by, the least first.",
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Draw bubble against memory: .svg.",
+)
+@json_option
+def compare(
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    slices: int,
+    costs: str,
+    memory: str | None,
+    seconds: float,
+    only: tuple[str, ...],
+    sort: str,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Compare all schedules: bubble, time, memory, messages.
+
+    Costs are those of a rank's whole share of the model: each stage of a schedule with two stages
+    per rank costs half. The bubble is 1 - work / span, where span is the longest time from the
+    first start to the last end of one rank; total is the time from the first start to the last end
+    of all ranks. Memory is counted in activations of a whole share for one microbatch, and weights
+    in copies of a share. A message carries the activations of one microbatch, or their gradient,
+    from one rank to another. A star marks the best of each column. With --slices, schedules over
+    slices of sequences are among them.
+
+    \b
+    fpipe compare --ranks 8 --microbatches 24
+    fpipe compare -p 8 -m 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6
+    fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B --sort memory
+    fpipe compare -p 8 -m 24 --memory 6 --out frontier.svg
+    """
+    p, m = bounded(ranks, microbatches)
+    price = parse_costs(costs)
+    if out is not None:
+        check_suffix(out, [".svg"], "--out")
+    with as_usage_error():
+        limit = inf if memory is None else in_bytes(memory)
+        chosen_names = matching(only)
+        with progress("comparing schedules") as track:
+            entries, unsupported = comparison.compare(
+                p, m, stages=stages, costs=price, names=chosen_names, track=track, slices=slices
+            )
+        entries = [*entries, *_solved(p, m, price, memory, seconds)]
+    if not entries:
+        raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
+    entries.sort(key=comparison.SORTED_BY[sort])
+    chosen = frontier.take(entries, limit)
+    if out is not None:
+        write_bytes(out, frontier.svg(entries).encode())
+    if as_json:
+        taken = None if chosen is None else chosen.name
+        print_json(
+            {
+                "schedules": [e._asdict() for e in entries],
+                "take": taken,
+                "not for these counts": unsupported,
+            }
+        )
+        return
+    click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
+    _show(entries, unsupported, chosen, memory)
+
+
+def _solved(
+    ranks: int, microbatches: int, costs: Costs, memory: str | None, seconds: float
+) -> list[Entry]:
+    """The solver's schedules, where there is a limit of memory or time for them."""
+    if seconds <= 0 and memory is None:
+        return []
+    with progress(f"solving for {ranks} ranks") as track:
+        return frontier.solved_entries(ranks, microbatches, costs, memory, seconds or 5.0, track)
+
+
+def _show(
+    entries: list[Entry], unsupported: list[str], chosen: Entry | None, memory: str | None
+) -> None:
+    for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
+        click.echo(line)
+    if unsupported:
+        click.echo("\nnot for these counts:\n" + "\n".join(f"  {line}" for line in unsupported))
+    click.echo("\n" + frontier.text(entries))
+    if chosen is None:
+        click.echo(f"\nno schedule holds at most {memory}; give more memory or more ranks")
+    else:
+        click.echo(
+            f"\ntake {chosen.name}: bubble {chosen.bubble:.2%}, span {chosen.span:.6g}, holds "
+            f"{chosen.memory:.6g}"
+        )
+
+
+@click.command("solve")
+@counts
+@costs_option
+@click.option(
+    "--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB.  [default: no limit]"
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False),
+    default="any",
+    show_default=True,
+    help="Which stages share a rank.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 86400),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time of the search.",
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the schedule as .csv.",
+)
+def solve(
+    ranks: int | None,
+    microbatches: int | None,
+    stages: int | None,
+    costs: str,
+    memory: str | None,
+    placement: str,
+    seconds: float,
+    out: str | None,
+) -> None:
+    """Search for the best schedule for costs and memory, and write it to a file.
+
+    Costs are those of a stage. The bound is a span that no schedule can be shorter than; the gap is
+    the distance to it. Ctrl-C ends the search, and what was found is written.
+
+    \b
+    fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
+    fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
+    """
+    p, m = bounded(ranks, microbatches)
+    if out is not None:
+        check_suffix(out, [".csv"], "--out")
+    kind: Any = {"v": "V"}.get(placement, placement)
+    with as_usage_error():
+        found = solve_schedule(
+            parse_costs(costs), p, m, kind, stages=stages, memory=memory, time_limit=seconds
+        )
+    found.check()
+    t = found.timeline
+    counts_of = f"{found.ranks} ranks, {found.stages} stages, {found.microbatches} microbatches"
+    click.echo(f"{found.name}: {counts_of}\n{found.placement!r}")
+    click.echo(
+        f"span {t.span:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
+    )
+    click.echo(
+        f"no schedule is shorter than {float(found.bound):.6g} ({found.bound.reason}): gap "
+        f"{found.gap:.2%}"
+    )
+    if out is not None:
+        found.to_csv(out)
+        click.echo(f"wrote {out}; try: fpipe draw {out} --per stage --costs {costs or 'F=1'}")

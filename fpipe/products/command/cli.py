@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``fpipe``: loads the commands of ``COMMANDS`` by name, and turns exceptions into one
+message.
+
+Exit status: 0 success, 1 a schedule is not valid, 2 a usage error or a failure of the command, 130
+interrupted. Errors are one message on standard error, never a traceback (``FPIPE_TRACEBACK=1``
+shows that of an internal error). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+import click
+
+from ... import __version__
+from ...errors import FpipeError, ScheduleError
+from ...generators import schedule_names
+from .options import INVALID, report_error
+
+#: name -> (module:command, its line in `fpipe --help`); a module is loaded when its command runs
+COMMANDS = {
+    "draw": ("fpipe.products.command.drawing:draw", "Draw a schedule by name, or one from a file."),
+    "check": (
+        "fpipe.products.command.checking:check",
+        "Check schedules in CSV files, or as text with brackets.",
+    ),
+    "names": ("fpipe.products.command.checking:names", "List the schedules that have a name."),
+    "compare": (
+        "fpipe.products.command.checking:compare",
+        "Compare all schedules: bubble, time, memory, messages.",
+    ),
+    "solve": (
+        "fpipe.products.command.checking:solve",
+        "Search for the best schedule for costs and memory.",
+    ),
+    "view": (
+        "fpipe.products.command.drawing:view",
+        "Explore timelines in a browser: zoom, search, hover.",
+    ),
+    "plan": (
+        "fpipe.products.command.cluster_plan:plan",
+        "Plan a large run: layouts by predicted time and memory.",
+    ),
+    "rehearse": (
+        "fpipe.products.command.rehearse:rehearse",
+        "Make the plans of ranks of a planned run, without GPUs.",
+    ),
+    "train": (
+        "fpipe.products.command.train:train",
+        "Train a small GPT on several processes, and check its gradients.",
+    ),
+    "copies": (
+        "fpipe.products.command.copies:copies",
+        "Run a script as several copies, of which any may be lost.",
+    ),
+    "profile": (
+        "fpipe.products.command.profile:profile",
+        "Measure the costs of stages and messages, and write them to a file.",
+    ),
+    "checkpoint": (
+        "fpipe.products.command.checkpoint:checkpoint",
+        "Show, verify or convert checkpoints.",
+    ),
+    "doctor": (
+        "fpipe.products.command.doctor:command",
+        "Probe this machine's backend, and list the remedies for its faults.",
+    ),
+}
+
+#: (shell, the line that switches completion on)
+COMPLETION = [
+    ("bash", 'eval "$(_FPIPE_COMPLETE=bash_source fpipe)"    in ~/.bashrc'),
+    ("zsh", 'eval "$(_FPIPE_COMPLETE=zsh_source fpipe)"     in ~/.zshrc'),
+    ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in ~/.config/fish/config.fish"),
+]
+
+USAGE, INTERNAL, INTERRUPTED, PIPE = 2, 70, 130, 141
+
+
+class _Commands(click.Group):
+    """The commands of ``COMMANDS``; suggests the nearest names for an unknown one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"the commands are {', '.join(COMMANDS)}"
+        )
+        if not near and any(
+            name.lower() == schedule.lower() for schedule in (*schedule_names(), "ZBV")
+        ):
+            hint = f"to draw the schedule: fpipe draw {name}"
+        raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        with formatter.section("Completion of commands, options and names of schedules"):
+            formatter.write_dl(COMPLETION)
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, message="fpipe %(version)s")
+@click.pass_context
+def fpipe(ctx: click.Context) -> None:
+    """Pipeline schedules as data: draw them, check them, compare them.
+
+    \b
+    fpipe draw ZBV --ranks 4 --microbatches 8      a schedule in the terminal
+    fpipe compare --ranks 8 --microbatches 24      all schedules, with bubbles and memory
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; ``args`` defaults to the arguments of the
+    process.
+
+    >>> main(["check", "no-such-file.csv"])
+    2
+    """
+    try:
+        status = fpipe.main(
+            args=None if args is None else list(args), prog_name="fpipe", standalone_mode=False
+        )
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "fpipe"
+        return report_error(
+            f"{_nearest_option(error).format_message()}  (see {where} --help)", USAGE
+        )
+    except click.ClickException as error:
+        return report_error(error.format_message(), USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return report_error("interrupted", INTERRUPTED)
+    except FpipeError as error:
+        return report_error(str(error), INVALID if isinstance(error, ScheduleError) else USAGE)
+    except (
+        BrokenPipeError
+    ):  # the reader, say `head`, closed the pipe: nothing more may be flushed to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE
+    except OSError as error:
+        return report_error(
+            f"{error.filename or 'input or output'}: {error.strerror or error}", USAGE
+        )
+    except Exception as error:
+        if missing := _missing_package(error):
+            return report_error(
+                f"this command needs {missing}, which is not installed: pip install {missing}",
+                USAGE,
+            )
+        if os.environ.get("FPIPE_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        return report_error(
+            f"this is a bug in fpipe: {what}; FPIPE_TRACEBACK=1 shows the traceback", INTERNAL
+        )
+
+
+def _nearest_option(error: click.UsageError) -> click.UsageError:
+    """An unknown option's error with the nearest option alone; click names three, in alphabetical
+    order.
+    """
+    if not isinstance(error, click.NoSuchOption):
+        return error
+    near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+    return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+
+
+def _missing_package(error: Exception) -> str:
+    """The package that could not be imported, if it is not fpipe's own."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if name == "fpipe" else name

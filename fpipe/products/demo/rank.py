@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of ``fpipe train``: a training loop as a user would write it, with reports over a
+connection.
+
+Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and
+no file.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import tree
+from ...actions.timeline import Timeline
+from ...collectives.setup import init
+from ...engine.building import pipeline
+from ...engine.gradients import value_and_grad
+from ...engine.profile.profiling import profile
+from ...schedule import Schedule
+from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
+from .gpt import Sizes, cross_entropy, gpt
+from .text import Text, sonnets
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Model, schedule and training."""
+
+    schedule: Schedule
+    steps: int = 200
+    rows: int = 2  #: per microbatch
+    length: int = 64
+    width: int = 64
+    layers: int = 8
+    rate: float = 4e-3
+    seed: int = 0
+    pictures: int = 12  #: steps that are measured action by action
+
+    def model(self) -> tuple[Text, Any, Any]:
+        """The text, and the model's functions and parameters, the same in every process."""
+        text = sonnets()
+        sizes = Sizes(len(text.letters), self.length, self.width, layers=self.layers)
+        return text, *gpt(sizes, self.schedule.stages, self.seed)
+
+    def batch(self, text: Text, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of a step."""
+        return text.batch(step, self.rows * self.schedule.microbatches, self.length, self.seed)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate: a short warm-up, then a linear decay to a tenth."""
+        progress = step / max(self.steps, 1)
+        return self.rate * min((step + 1) / 10, 1.0) * (1 - 0.9 * progress)
+
+    def measured(self, step: int) -> bool:
+        """Whether this step is measured. The first two are not: they trace programs and allocate
+        memory.
+        """
+        every = max(self.steps // self.pictures, 1)
+        return step == self.steps - 1 or (step >= 2 and (step - 2) % every == 0)
+
+
+class Ready(NamedTuple):
+    """The ranks are connected, and each has computed the initial parameters."""
+
+    parameters: int
+
+
+class Step(NamedTuple):
+    """A step is finished."""
+
+    number: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class Measured(NamedTuple):
+    """A step was measured."""
+
+    number: int
+    timeline: Timeline
+
+
+class LastStep(NamedTuple):
+    """The last step: losses by rank; by stage, parameters before, gradients, parameters after; and
+    its timelines.
+    """
+
+    losses: list[float]
+    before: list[Any]
+    grads: list[Any]
+    after: list[Any]
+    measured: Timeline
+    simulated: Timeline  #: with the mean costs of all measured steps
+
+
+def work(settings: Settings, wire: Connection | None) -> LastStep:
+    """Train on this rank; called by ``launch`` in each process."""
+    torch.set_num_threads(1)
+    group = init(pp=settings.schedule.ranks)
+    text, functions, params = settings.model()
+    report = wire.send if wire is not None and 0 in group.here else lambda _: None
+    report(Ready(sum(leaf.numel() for leaf in tree.leaves(params))))
+    pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
+    params = pipe.place(params)
+    unprofiled = value_and_grad(pipe)
+    profiled = profile(unprofiled)
+    rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
+    state = rules.init(params)
+    for number in range(settings.steps):
+        x, following = settings.batch(text, number)
+        before, start = params, time.perf_counter()
+        measured = settings.measured(number)
+        loss, grads = (profiled if measured else unprofiled)(params, x, following)
+        updates, state = rules.update(grads, state, params)
+        params = apply_updates(params, updates)
+        report(Step(number, float(loss), x.numel(), time.perf_counter() - start))
+        if measured:
+            report(Measured(number, profiled.timeline))
+        if number == settings.steps - 1:
+            return LastStep(
+                [float(loss)], before, grads, params, profiled.timeline, profiled.simulated
+            )
+    raise AssertionError("Settings.steps is 1 or more")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws timelines as text, writes them as files and reads them again.
+
+What is drawn is typed by :class:`~fpipe.products.pictures.scene.Drawable`, a protocol, so that
+this package is below the timelines and knows neither schedules nor simulation. Each format has one
+module, imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from os import PathLike, fspath
+from pathlib import Path
+
+from ...actions.text_files import write_bytes
+from ...errors import FpipeError
+from . import terminal
+from .difference import against
+from .scene import Drawable, Scene, scenes
+from .shapes import Look
+from .trace import read
+
+#: suffix -> (module that paints it, description); a module's ``paint`` takes scenes and returns
+#: text or bytes
+FORMATS: dict[str, tuple[str, str]] = {
+    ".svg": ("svg", "a drawing"),
+    ".png": ("png", "an image"),
+    ".pdf": ("pdf", "a page for papers and slides"),
+    ".html": ("html", "a page to zoom, search and hover over, in one file"),
+    ".json": ("trace", "a trace for Perfetto and Chrome, which fpipe view reads too"),
+    ".txt": ("terminal", "plain text, 160 columns wide"),
+}
+
+
+def draw(
+    timeline: Drawable | Sequence[Drawable],
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    difference: bool = False,
+) -> str:
+    """A timeline, or several one over the other, as text for a terminal.
+
+    ``width`` defaults to that of the terminal, and ``color`` to whether standard output is a
+    terminal with colours (``NO_COLOR`` turns it off, ``FORCE_COLOR`` on). Without colour the text
+    is plain ASCII.
+
+    >>> from fpipe.schedule import Schedule
+    >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
+    >>> print(draw(t, width=60, color=False))
+    schedule: 2 ranks, 2 microbatches
+           0         2         4         6         8
+    rank 0 0F0- 0F1- ..........0B0------ .....0B1------
+    rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
+    <BLANKLINE>
+    total 9, span 9, bubble 33.3%, peak 2 (by rank 2 1)
+    Idle 33.3% of all ranks' time: warm-up 16.7%, tail 16.7%.
+    Times in units of the costs: the stage of a rank takes F 1,
+      B 2. Memory in microbatches: F adds 1.
+    F forward  B backward
+    <BLANKLINE>
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns
+    bits = _colour_bits() if color is None else 24 if color else 0
+    return terminal.paint(
+        compared(timeline, Look(difference=difference)), None, max(width, 16), bits
+    )
+
+
+def save(
+    timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], look: Look | None = None
+) -> None:
+    """Write a picture of ``timeline``, or of several, to ``path``; its suffix selects the format
+    (see ``FORMATS``).
+
+    ``look`` says what is shown beside the actions, for which paper and how wide.
+
+    >>> save([], "picture.gif")
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .pdf,
+    .html, .json or .txt
+    """
+    suffix = Path(fspath(path)).suffix.lower()
+    if suffix not in FORMATS:
+        *most, last = FORMATS
+        raise FpipeError(
+            f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
+        )
+    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(
+        compared(timeline, look), look
+    )
+    try:
+        write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
+        raise FpipeError(
+            f"cannot write {fspath(path)!r}: {why}; give a path that can be written"
+        ) from error
+
+
+def compared(timeline: Drawable | Sequence[Drawable], look: Look | None) -> tuple[Scene, ...]:
+    """The scenes of timelines; of a difference all but the first are compared with that."""
+    first, *others = scenes(timeline)
+    return first, *(
+        against(first, other) if look and look.difference else other for other in others
+    )
+
+
+def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Drawable, ...]:
+    """The timelines that :func:`save` wrote as ``.json``, from one file or several, to be drawn
+    again.
+    """
+    files = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
+    return tuple(timeline for path in files for timeline in read(Path(path)))
+
+
+def _colour_bits() -> int:
+    """The bits of colour that standard output shows: 0, 8 or 24."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return 0
+    try:
+        "▏▌▐".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeError, LookupError):
+        return 0
+    if not (os.environ.get("FORCE_COLOR") or sys.stdout.isatty()):
+        return 0
+    return 24 if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else 8

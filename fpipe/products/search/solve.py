@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.solve``: a schedule for given costs and memory, with a lower bound that says how far it
+is from the best.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from numbers import Real
+from typing import Literal, TypeAlias
+
+from ...actions.costs import Costs, as_costs
+from ...actions.placement import Placement
+from ...actions.progress import progress as progress_line
+from ...actions.timeline import Timeline
+from ...errors import ScheduleError
+from ...generators.bounds import Bound, lower_bound
+from ...generators.memory_limit import Memory, limits
+from ...generators.problem import ALMOST, Problem
+from ...schedule import Schedule
+from .layers import best_cut, layers_work
+from .search import Search
+
+Kind: TypeAlias = Literal["one", "loop", "V", "any"]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Solved(Schedule):
+    """The result of ``fpipe.solve``: a Schedule, its costs, and a lower bound on the span of any
+    other one.
+
+    It equals a Schedule with the same rows, and is read and written as one.
+
+    >>> s = solve(Costs(), ranks=2, microbatches=4)
+    >>> s == Schedule.parse(str(s)), s.timeline.span, s.gap
+    (True, 24.0, 0.0)
+    """
+
+    costs: Costs = field(default_factory=Costs)
+    bound: Bound = field(default_factory=lambda: Bound(0.0, "none was computed"))
+    cuts: tuple[int, ...] = ()  #: with ``layers=``, the layers that begin stages 1, 2, ...
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (self.rows, self.placement, self.microbatches) == (
+            other.rows,
+            other.placement,
+            other.microbatches,
+        )
+
+    __hash__ = Schedule.__hash__
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule in the simulator, with its costs."""
+        return self.simulate(self.costs)
+
+    @property
+    def gap(self) -> float:
+        """By how much its span exceeds the bound, as a share of the bound: 0 where it is known to
+        be the best.
+        """
+        span = self.timeline.span
+        if span <= self.bound * ALMOST:
+            return 0.0
+        return span / self.bound - 1 if self.bound > 0 else inf
+
+
+def solve(
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | Placement = "any",
+    *,
+    stages: int | None = None,
+    memory: Memory = None,
+    time_limit: float = 10.0,
+    progress: bool = True,
+    seed: int = 0,
+    layers: Costs | None = None,
+) -> Solved:
+    """Search for the schedule of the least span for these costs within this memory.
+
+    Args:
+        costs: of actions by stage, of microbatches, and of messages. One number stands for all
+            stages.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        placement: "one" puts neighbouring stages on a rank, "loop" every ``ranks``-th, "V" goes
+            down the ranks and up again, "any" tries all of these; or a Placement with one rank for
+            each stage.
+        stages: in all; by default as many as the costs have numbers for, else one a rank with
+            "one", and two.
+        memory: what a rank may hold in the bytes of ``costs.saved``: a number, "60GB", or one of
+            them for each rank.
+        time_limit: seconds. The search ends earlier where the schedule is known to be the best.
+        progress: whether a terminal shows the span and the bound of a search that takes longer than
+            a second.
+        seed: of the search; its result depends on the speed of the machine too.
+        layers: costs of each layer, which the search moves between stages: ``cuts`` of the result
+            begin stages. Of ``costs`` only those of messages and microbatches count then.
+
+    Returns:
+        A Schedule with ``bound``, a number with a ``reason``, and ``gap``; after Ctrl-C the best
+        that was found.
+
+    Raises:
+        ScheduleError: where counts and costs do not fit, or a rank cannot hold its stages of one
+        microbatch.
+
+    >>> s = solve(Costs(), ranks=2, microbatches=6, placement="one", memory=3)
+    >>> s.timeline.span, s.bound, s.gap
+    (18.0, Bound(18, 'rank 0: its work'), 0.0)
+    """
+    each = partial(
+        _solve,
+        ranks=ranks,
+        microbatches=microbatches,
+        placement=placement,
+        memory=memory,
+        progress=progress,
+        seed=seed,
+    )
+    costs = as_costs(costs)
+    if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
+        raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
+    if layers is None:
+        return each(costs, stages=stages, time_limit=time_limit)
+    count = stages or _fewest(placement, ranks)
+
+    def run(costs, seconds):
+        return each(costs, stages=count, time_limit=seconds)
+
+    starts, solved = best_cut(costs, layers, count, run, time_limit)
+    work = layers_work(layers) * sum(costs.spread("load", microbatches)) / ranks
+    return replace(solved, bound=Bound(work, "all layers, on all ranks evenly"), cuts=starts[1:])
+
+
+def _solve(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | Placement,
+    stages: int | None,
+    memory: Memory,
+    time_limit: float,
+    progress: bool,
+    seed: int,
+) -> Solved:
+    count = _stages(costs, ranks, microbatches, placement, stages)
+    limit = limits(memory, ranks)
+    problems = [
+        Problem.of(costs, path, ranks, microbatches, limit)
+        for path in _paths(placement, ranks, count)
+    ]
+    return _searched(problems, Search(costs, time_limit, seed), progress)
+
+
+def _fewest(placement: Kind | Placement, ranks: int) -> int:
+    return (
+        placement.stages
+        if isinstance(placement, Placement)
+        else ranks
+        if placement == "one"
+        else 2 * ranks
+    )
+
+
+def _searched(problems: list[Problem], search: Search, progress: bool) -> Solved:
+    fitting = [problem for problem in problems if problem.lacks is None]
+    if not fitting:
+        raise ScheduleError(
+            f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches",
+            rule="memory",
+        )
+    with progress_line(search.note) if progress else nullcontext():
+        search.run(fitting, [lower_bound(problem, search.costs) for problem in fitting])
+    s = search.schedule
+    assert s is not None, "one microbatch after another fits"
+    return Solved(s.rows, s.placement, s.microbatches, s.name, search.costs, search.bound)
+
+
+def _stages(
+    costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None
+) -> int:
+    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
+    if isinstance(placement, Placement):
+        if placement.ranks != ranks:
+            raise ScheduleError(
+                f"the placement is for {placement.ranks} ranks, not {ranks}; make both agree",
+                rule="ranks",
+            )
+        return placement.stages
+    counts = {
+        len(v)
+        for name in ("F", "I", "W", "B", "saved", "kept")
+        if isinstance(v := getattr(costs, name), tuple)
+    }
+    count = stages or next(iter(counts), ranks if placement == "one" else 2 * ranks)
+    if count % ranks:
+        what = f"{count} stages cannot be placed evenly on {ranks} ranks"
+        raise ScheduleError(
+            f"{what}; give costs of a multiple of {ranks} stages, or a Placement", rule="stages"
+        )
+    return count
+
+
+def _paths(placement: Kind | Placement, ranks: int, stages: int) -> list[tuple[int, ...]]:
+    per_rank = stages // ranks
+    if isinstance(placement, Placement):
+        if len(placement.paths) > 1:
+            raise ScheduleError(
+                "solve places every stage once, without replicas; give another placement",
+                rule="placement",
+            )
+        return list(placement.paths)
+    paths: dict[str, tuple[int, ...]] = {
+        "one": tuple(stage // per_rank for stage in range(stages)),
+        "loop": Placement.loop(ranks, per_rank).paths[0],
+        "V": Placement.v(ranks, per_rank).paths[0],
+    }
+    chosen = list(paths) if placement == "any" else [str(placement)]
+    if chosen[0] not in paths:
+        remedy = "give 'one', 'loop', 'V', 'any' or a Placement"
+        raise ScheduleError(f"placement={placement!r}; {remedy}", rule="placement")
+    return list(dict.fromkeys(paths[name] for name in chosen))

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.launch``: one function on several processes of this machine or of a Ray cluster.
+
+Sets the environment variables of torchrun, returns the results by rank, raises the first failure
+with that rank's traceback, and ends the other ranks. Knows nothing of the function.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import secrets
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar, overload
+
+from ...devices.allocator import keep_freed
+from ...errors import LaunchError
+from .outcome import GRACE, Report, call, collect, environment, results, store
+from .ray import launch as on_ray
+from .supervisor import Supervisor
+
+_LOOPBACK = "127.0.0.1"
+#: Imported once, before the processes are forked: what a first step imports takes each process
+#: seconds. Fake tensors import the last one.
+_PRELOADED = (
+    "fpipe.collectives.setup",
+    "fpipe.engine.building",
+    "fpipe.engine.gradients",
+    "torch._dynamo",
+)
+#: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted
+#: stays.
+_KILLED = 10.0
+_LOOK = (
+    60.0  #: seconds between two looks at the launcher, whose end a process learns at once otherwise
+)
+
+
+T = TypeVar("T")
+
+
+@overload
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    ranks: int,
+    timeout: float | None = None,
+    start: str | None = None,
+    env: dict[str, str] | None = None,
+    on: str = "processes",
+    copies: None = None,
+) -> list[T]: ...
+@overload
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    ranks: int,
+    timeout: float | None = None,
+    start: str | None = None,
+    env: dict[str, str] | None = None,
+    copies: int,
+    restarts: int = 3,
+) -> list[list[T] | None]: ...
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    timeout: float | None = None,
+    start: str | None = None,
+    env: dict[str, str] | None = None,
+    on: str = "processes",
+    copies: int | None = None,
+    restarts: int = 3,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
+
+    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their
+    next step, unless ``FPIPE_KEEP_FREED=0``, a ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for
+    malloc is set.
+
+    Args:
+        fn: a function; in a script it is imported in each new process, so keep the call of
+            ``launch`` under ``if __name__ == "__main__"``.
+        args: its arguments.
+        ranks: how many processes are started.
+        timeout: of the whole run, in seconds.
+        start: a start method of multiprocessing; by default that which fits a script or a notebook.
+        env: what is added to the environment of each process.
+        on: ``"processes"`` of this machine, or ``"ray"``: one actor of a Ray cluster for each rank,
+            each with an accelerator if the cluster has some (``"ray:NPU"`` and ``"ray:CPU"`` name
+            the resource of each); it needs ``pip install '.[ray]'``.
+        copies: run several copies of the pipeline, each on ``ranks`` processes of its own, for
+            ``fpipe.Loop(quorum=fpipe.quorum())``: the loss of a copy does not stop the others.
+        restarts: how often each copy is started again after a failure, until another one has ended.
+
+    Returns:
+        What ``fn`` returned, by rank; it must be picklable. With ``copies=``, such a list for each
+        copy, or ``None`` for one that was lost.
+
+    Raises:
+        LaunchError: if a process failed or the time is over; it names the rank that failed first.
+
+    >>> import fpipe, os
+    >>> fpipe.launch(os.getenv, "RANK", ranks=2)  # doctest: +SKIP
+    ['0', '1']
+    """
+    if not callable(fn):
+        raise LaunchError(f"launch takes a function that runs on each rank, not {fn!r}")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
+    kind, _, resource = on.partition(":")
+    if kind == "ray" and start is None:
+        return on_ray(partial(fn, *args), ranks, timeout, env or {}, resource or None)
+    if copies is not None:
+        return Supervisor(
+            partial(_copy, partial(fn, *args), ranks, timeout, env or {}, start), copies, restarts
+        ).run()
+    if on != "processes":
+        raise LaunchError(
+            f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start="
+        )
+    return _on_processes(partial(fn, *args), ranks, timeout, env or {}, _context(start, fn))
+
+
+def _copy(
+    fn: partial[Any],
+    ranks: int,
+    timeout: float | None,
+    env: dict[str, str],
+    start: str | None,
+    known: dict[str, str],
+    lost: Callable[[], None],
+) -> list[Any]:
+    return _on_processes(fn, ranks, timeout, env | known, _context(start, fn.func), lost)
+
+
+def _on_processes(
+    fn: partial[Any],
+    ranks: int,
+    timeout: float | None,
+    env: dict[str, str],
+    context: Any,
+    on_failure: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    tcp_store, secret = store(_LOOPBACK), secrets.token_hex(16)
+    env = (
+        {"GLOO_SOCKET_IFNAME": "lo"} | env
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
+        else env
+    )
+    children: list[_Child] = []
+    reports: dict[int, Report] = {}
+    try:
+        for rank in range(ranks):
+            children.append(_start(context, fn, environment(rank, ranks, tcp_store, secret) | env))
+        of_pipe = {child.pipe: child for child in children}
+        reports = collect(
+            list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout, on_failure
+        )
+        return results(reports, ranks, timeout)
+    finally:
+        _end(children, reports)
+
+
+class _Child(NamedTuple):
+    process: Any
+    pipe: Connection
+
+    def read(self) -> Report:
+        """Receive its report, or report how it ended without one."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(GRACE)
+            code = self.process.exitcode
+            how = (
+                f"signal {signal.Signals(-code).name}"
+                if code is not None and code < 0
+                else f"exit code {code}"
+            )
+            return Report(how=how)
+        except Exception as error:  # its result or exception cannot be unpickled in this process
+            return Report(text=f"its result cannot be read here: {error!r}")
+
+
+def _context(start: str | None, fn: Callable[..., Any]) -> Any:
+    if start is None:
+        main = sys.modules.get("__main__")
+        script = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
+        # No process can import what a notebook defines, so its processes are forked. All others
+        # start clean.
+        notebook = getattr(fn, "__module__", None) == "__main__" and not script
+        preferred = "fork" if notebook else "forkserver"
+        start = preferred if preferred in mp.get_all_start_methods() else "spawn"
+    if start not in mp.get_all_start_methods():
+        raise LaunchError(
+            f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}"
+        )
+    context = mp.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_run, args=(theirs, fn, env), name=f"fpipe-rank-{env['RANK']}", daemon=True
+    )
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        remedy = "define the function at the top of a module, or pass start='fork'"
+        what = f"{fn.func!r} or its arguments cannot be sent to another process ({error})"
+        raise LaunchError(f"{what}; {remedy}") from error
+    finally:
+        theirs.close()
+    return _Child(process, ours)
+
+
+def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
+    """In the new process: call the function and send the report."""
+    os.environ.update(env)
+    keep_freed()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
+    pipe.send_bytes(call(fn, int(env["RANK"])))
+    pipe.close()
+
+
+def _end_with_parent() -> None:
+    """End this process when its launcher ends, even if the launcher is killed."""
+    parent = mp.parent_process()
+    if parent is not None:
+        while parent.is_alive():
+            parent.join(_LOOK)
+        os._exit(1)
+
+
+def _end(children: Sequence[_Child], reported: Container[int]) -> None:
+    """End all processes: ask those that have not reported, and kill any that remains after
+    ``GRACE`` seconds.
+    """
+    for rank, child in enumerate(children):
+        if rank not in reported and child.process.is_alive():
+            child.process.terminate()
+    deadline = time.monotonic() + GRACE
+    for rank, child in enumerate(children):
+        child.process.join(max(0.1, deadline - time.monotonic()))
+        if child.process.is_alive():  # stopped, or it ignores the request
+            child.process.kill()
+            child.process.join(_KILLED)
+        if child.process.is_alive():
+            warnings.warn(
+                f"rank {rank} (process {child.process.pid}) did not end within {_KILLED:g} s "
+                "after it was killed: a "
+                "call of the system keeps it, such as one of a device or of a network file system",
+                stacklevel=2,
+            )
+        child.pipe.close()

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.Loop``: train, log, checkpoint, resume. A loop of your own can do the same with ``save``
+and ``load``.
+
+A run is a function of the parameters that it began with and of ``batch(step)``; checkpoints hold
+what it has become. This module must not know how checkpoints are written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from ...engine.gradients import check_pipeline, value_and_grad
+from ...engine.pipeline import Pipeline
+from ...errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
+from ...saving._pipe import axes
+from ...saving.load import load
+from ...saving.save import Saving, save
+from ...transforms import Transform, apply_updates
+from ...transforms.finite import LossScaleState
+from ...tree import flatten, unflatten
+from .quorum import Quorum
+from .records import Before, Record, log_to, part_of
+from .run_folder import RunFolder
+
+#: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
+Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Data with a position that is saved: numbers, text, tensors, and dicts, lists and tuples of
+    them.
+    """
+
+    def state_dict(self) -> Any:
+        """The position, after the batches that were taken."""
+
+    def load_state_dict(self, state: Any) -> object:
+        """Go to a position."""
+
+
+class Trained(NamedTuple):
+    """The result of a run: parameters, state of the transform, and the number of steps.
+
+    If stages carry state, ``state`` is ``(state of the transform, states of the stages)``.
+    """
+
+    params: Any
+    state: Any
+    step: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Train with checkpoints from which an interrupted run continues with the same bits.
+
+    After a failure, start the program again, as ``torchrun --max-restarts`` does: ``run`` continues
+    from the last complete checkpoint. At SIGTERM all processes finish their step, write a
+    checkpoint, and the signal ends them. With ``seed=`` of the pipeline, each step draws other
+    numbers, by seed and step.
+
+    Args:
+        pipe: a pipeline with a loss.
+        tx: the gradient transform.
+        path: the folder of the run, which all processes share: one folder per checkpoint, and
+            ``log.jsonl``; without it nothing is written.
+        every: steps from a checkpoint to the next one. They are written behind the next steps.
+        keep: how many checkpoints stay.
+        keep_every: checkpoints of multiples of this step stay too; 0: none.
+        log: called with a record of each step, on the first process; by default records are lines
+            of ``log.jsonl``. A record has ``step`` (from 1), ``loss`` and ``seconds``, ``rate`` if
+            the transform has one learning rate, and ``norm``, that of the gradients before
+            clipping, if it clips by it.
+        quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may
+            be lost: the others go on with the mean of their gradients, and a copy that was started
+            again takes over their state. Each record has the number of ``copies`` that took part.
+            Which data a copy trains on is up to ``batch``.
+
+    >>> import tempfile, fpipe
+    >>> pipe = fpipe.pipeline(
+    ...     [fpipe.Stage(lambda p, x: x * p, name=name) for name in ("first", "last")],
+    ...     loss=lambda y, t: (y - t).square().mean(), microbatches=2, group=fpipe.local(2),
+    ... )
+    >>> loop = fpipe.Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2)
+    >>> batch = lambda step: (torch.ones(2), torch.full((2,), 4.0))
+    >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)], batch, steps=3)
+    >>> loop.run([torch.ones(1), torch.ones(1)], batch, steps=4).step, loop.checkpoints()
+    (4, (2, 3, 4))
+    """
+
+    pipe: Pipeline
+    tx: Transform
+    path: str | os.PathLike[str] | None = None
+    every: int = 100
+    keep: int = 3
+    keep_every: int = 0
+    log: Callable[[Record], object] | None = None
+    quorum: Quorum | None = None
+
+    def __post_init__(self) -> None:
+        check_pipeline("Loop", self.pipe)
+        if not isinstance(self.tx, Transform):
+            raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise CheckpointError(
+                f"path={self.path!r}; give the folder of the run, or leave it out"
+            )
+        if self.pipe.config.loss is None:
+            raise StageError("the pipeline has no loss; give one with a loss")
+        if self.quorum is not None and len(axes(self.pipe)) > 1:
+            raise UnsupportedError(
+                "Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out"
+            )
+        numbers = self.every, self.keep, self.keep_every
+        if (
+            any(type(number) is not int for number in numbers)
+            or min(self.every, self.keep) < 1
+            or self.keep_every < 0
+        ):
+            raise CheckpointError(
+                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give "
+                "whole numbers: a loop "
+                "writes a checkpoint every step at most, and keeps one at least"
+            )
+
+    # ---- checkpoints ----
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.path, self.pipe)
+
+    def checkpoints(self) -> tuple[int, ...]:
+        """The steps that have a complete checkpoint.
+
+        Returns:
+            Numbers of steps, ascending.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> loop.checkpoints()
+        ()
+        """
+        return self._folder.complete()
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is.
+
+        Args:
+            step: the number of a step.
+
+        Returns:
+            A path, whether or not the folder exists.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> loop.folder(4).name
+        'step-000000004'
+        """
+        return self._folder.of(step)
+
+    @property
+    def _first(self) -> bool:
+        return self._leads and all(0 in axis.here for axis in axes(self.pipe))
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this copy writes checkpoints and the log: the first of those that take part."""
+        return self.quorum is None or self.quorum.members[0].copy == self.quorum.copy
+
+    def _save(self, now: Trained, batch: object) -> Saving | None:
+        if self.path is None or not self._leads:
+            return None
+        position = batch.state_dict() if isinstance(batch, Stateful) else None
+        more = {
+            "state": now.state,
+            "step": now.step,
+            "seed": self.pipe.config.seed,
+            "data": self._by_copy(position),
+        }
+        return save(self.folder(now.step), self.pipe, params=now.params, wait=False, **more)
+
+    def _by_copy(self, position: Any) -> dict[str, Any]:
+        """The positions in the data of all copies of the pipeline."""
+        copies = self.pipe.copies
+        every = [position] if copies is None else copies.group.gather_objects(position)
+        return {str(copy): each for copy, each in enumerate(every)}
+
+    def _finish(self, saving: Saving | None) -> None:
+        """Wait for a checkpoint, and remove older ones."""
+        if saving is None:
+            return
+        saving.wait()
+        if self._first:
+            self._folder.remove_old(self.keep, self.keep_every)
+
+    # ---- training ----
+    def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
+        """Train until ``steps`` steps are done, in this run and those that it continues; every
+        process calls it.
+
+        Args:
+            params: what the first run begins with, placed: ``pipe.place(params)``, or
+                ``pipe.shard`` with ``zero=``.
+            batch: the arguments of a step by its number, from 0: ``(x, *targets)``, or this and a
+                dict of side inputs. If it has ``state_dict`` and ``load_state_dict``, its position
+                is saved too, for each copy of the pipeline.
+            steps: in all.
+
+        Returns:
+            ``(params, state, step)``; if stages carry state, ``state`` is
+            ``(state of the transform, states of the stages)``.
+
+        Raises:
+            BatchError: if ``batch`` is no function, such as a loader.
+            CheckpointError: if the last checkpoint is of another model, or damaged.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
+        ...     group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)],
+        ...     lambda step: (torch.ones(1),), steps=2)
+        >>> step, params
+        (2, [tensor([0.8100]), tensor([0.8100])])
+        """
+        if not callable(batch):
+            raise BatchError(
+                f"batch is a {type(batch).__name__}; it must be a function of the step that "
+                "returns (x, *targets). For "
+                "a loader, give a function that takes the batch of that step from it (docs: A "
+                "training run, Data)"
+            )
+        with _signalled() as signalled:
+            now, saving = self._begin(params, batch), None
+            log, leads = self._logger(now.step), self._leads
+            step_of = value_and_grad(self.pipe)
+            while now.step < steps:
+                began, before = time.perf_counter(), Before.of(self.tx, self._of_tx(now))
+                loss, now = self._step(step_of, now, batch)
+                if leads != self._leads:
+                    log, leads = self._logger(now.step - 1), self._leads
+                if log is not None:
+                    seconds = round(time.perf_counter() - began, 6)
+                    record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
+                    log(record | before.figures(self._of_tx(now)) | self._took_part())
+                stop = self._stops(bool(signalled))
+                if now.step % self.every == 0 or now.step == steps or stop:
+                    self._finish(saving)
+                    saving = self._save(now, batch)
+                if stop:
+                    break
+            self._finish(saving)
+            if self.quorum is not None:
+                self.quorum.leave(-1 if now.step < steps else now.step)
+        if signalled:
+            signal.raise_signal(signalled[0])
+        return now
+
+    def _begin(self, params: Sequence[Any], batch: object) -> Trained:
+        """Where the other copies are, the last complete checkpoint, or the beginning."""
+        if self.quorum is None:
+            return self._start(params, batch)
+        if isinstance(batch, Stateful):
+            raise UnsupportedError(
+                "with quorum=, data must depend on the step and the copy alone; give a function"
+            )
+        if not self.quorum.running(self.pipe.group):
+            return self._joined(self._start(params, batch))
+        now = self._joined(self._initial(params)._replace(step=-1))
+        return (
+            self._start(params, batch) if now.step < 0 else now
+        )  # the others were lost in the meantime
+
+    def _initial(self, params: Sequence[Any]) -> Trained:
+        """Before the first step."""
+        state, config = self.tx.init(params), self.pipe.config
+        if config.stateful:
+            state = (
+                state,
+                [
+                    s.initial_state if i in config.here else None
+                    for i, s in enumerate(config.functions)
+                ],
+            )
+        return Trained(list(params), state, 0)
+
+    def _of_tx(self, now: Trained) -> Any:
+        """The state of the transform."""
+        return now.state[0] if self.pipe.config.stateful else now.state
+
+    def _joined(self, now: Trained) -> Trained:
+        """The state of all copies, once they have met."""
+        assert self.quorum is not None
+        (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
+        return Trained(params, state, step)
+
+    def _took_part(self) -> Record:
+        return {} if self.quorum is None else {"copies": len(self.quorum.members)}
+
+    def _start(self, params: Sequence[Any], batch: object) -> Trained:
+        """The last complete checkpoint, or the beginning."""
+        step = self._folder.latest()
+        if step is None:
+            return self._initial(params)
+        names = "params", "state", "step", "seed", "data"
+        params, state, step, seed, data = load(
+            self.folder(step), self.pipe, *names, like=list(params)
+        )
+        if seed != self.pipe.config.seed:
+            raise CheckpointError(
+                f"the run in {self.path} has seed={seed}, and the pipeline "
+                f"seed={self.pipe.config.seed}; build the "
+                "pipeline with the same seed, or begin a run in another folder"
+            )
+        if isinstance(batch, Stateful):
+            copy, copies = (
+                (0, 1)
+                if self.pipe.copies is None
+                else (self.pipe.copies.part, self.pipe.copies.group.size)
+            )
+            if len(data) != copies or data[str(copy)] is None:
+                raise CheckpointError(
+                    f"the run in {self.path} has positions in the data of {len(data)} copies of "
+                    "the pipeline, and "
+                    f"there are {copies}; continue with as many, or with data that depend on the "
+                    "step alone"
+                )
+            batch.load_state_dict(data[str(copy)])
+        return Trained(params, state, step)
+
+    def _step(
+        self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]
+    ) -> tuple[Any, Trained]:
+        if self.quorum is not None and self.quorum.changed:
+            now = self._joined(now)
+        args: Any = batch(now.step)
+        sides: dict[str, Any] = {}
+        if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
+            args, sides = args
+        copy = 0 if self.quorum is None else self.quorum.copy
+        tx_state, stateful = self._of_tx(now), self.pipe.config.stateful
+        scaled = part_of(tx_state, LossScaleState)
+        scale = None if scaled is None else scaled.scale
+        options = {"loss_scale": scale, "seed": seed_of(self.pipe.config.seed, now.step, copy)}
+        options |= {"state": now.state[1]} if stateful else {}
+        loss, grads = step_of(now.params, *args, **options, **sides)
+        loss, states = loss if stateful else (loss, None)
+        if self.quorum is not None:
+            loss, grads = self._mean(loss, grads, now)
+        tx = self.tx
+        updates, state = tx.update(grads, tx_state, now.params)
+        state = (state, states) if stateful else state
+        return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
+
+    def _mean(self, loss: Any, grads: Any, now: Trained) -> Any:
+        """The means over the copies that take part; those that were lost in this step have no share
+        in it.
+        """
+        assert self.quorum is not None
+        leaves, spec = flatten((loss, grads))
+        while (means := self.quorum.mean(leaves, now.step)) is None:
+            self._joined(now)
+        return unflatten(spec, means)
+
+    def _stops(self, signalled: bool) -> bool:
+        """Whether a process got a signal: all of them stop after the same step."""
+        flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
+        for axis in axes(self.pipe):
+            flag = axis.all_reduce(flag, "max")
+        return bool(flag.item())
+
+    def _logger(self, step: int) -> Callable[[Record], object] | None:
+        """Where records go, on the first process."""
+        if not self._first or self.log is not None or self.path is None:
+            return self.log if self._first else None
+        return log_to(Path(self.path) / "log.jsonl", step)
+
+
+def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
+    """The seed of a step, for one of several copies.
+
+    >>> seed_of(None, 3) is None, seed_of(1, 3) == seed_of(1, 3), seed_of(1, 3) == seed_of(1, 4)
+    (True, True, False)
+    """
+    if seed is None:
+        return None
+    text = f"{seed}/{step}" if copy == 0 else f"{seed}/{step}/{copy}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+@contextmanager
+def _signalled() -> Iterator[list[int]]:
+    """Collects SIGTERM, if this is the main thread; the handler that was there is back when the
+    context ends.
+    """
+    found: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGTERM, before)

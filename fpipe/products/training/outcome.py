@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reports of a function from all ranks: how to collect them, and which of several failures to
+raise.
+
+Shared by all ways to launch. Knows no process, no pipe and no cluster.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ...errors import LaunchError, PeerError, StalledError
+
+Handle = TypeVar("Handle")
+GRACE = 2.0  #: seconds for the other ranks to report after a failure, and then to end when asked
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank: its result, or its exception with the traceback as text; the time; how the
+    process ended, if so.
+    """
+
+    ok: bool = False
+    value: Any = None
+    text: str = ""
+    when: float = field(default_factory=time.time)
+    how: str = ""
+
+
+def environment(rank: int, ranks: int, tcp_store: Any, secret: str) -> dict[str, str]:
+    """The environment variables of torchrun for a rank of one machine whose launcher holds the
+    store.
+    """
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        "MASTER_ADDR": tcp_store.host,
+        "MASTER_PORT": str(tcp_store.port),
+        # the launcher holds the store: rank 0 must not start one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "FPIPE_SECRET": secret,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def store(address: str, port: int = 0) -> Any:
+    """A store in the launcher, which outlives every rank; it listens on this address alone."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
+
+    listener = socket.create_server(
+        (address, port)
+    )  # TCPStore itself would listen on all interfaces
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
+    """Call the function and return the report as bytes for another process.
+
+    >>> pickle.loads(call(dict, rank=0)).value
+    {}
+    """
+    try:
+        report = Report(ok=True, value=fn())
+    except BaseException as error:
+        report = Report(value=error, text=traceback.format_exc())
+    try:
+        raw = dumps(report)
+        pickle.loads(raw)
+    except Exception as error:
+        text = (
+            f"the result of rank {rank} cannot be sent to another process: {error}"
+            if report.ok
+            else report.text
+        )
+        raw = dumps(Report(text=text, when=report.when))
+    return raw
+
+
+def collect(
+    handles: Sequence[Handle],
+    wait: Callable[[list[Handle], float | None], Iterable[Any]],
+    read: Callable[[Any], Report],
+    timeout: float | None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> dict[int, Report]:
+    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
+    theirs.
+
+    ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)``
+    the report; ``on_failure`` is called after the first failure.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    pending = {handle: rank for rank, handle in enumerate(handles)}
+    reports: dict[int, Report] = {}
+    failed = False
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for handle in wait(list(pending), None if left == math.inf else left):
+            reports[pending.pop(handle)] = read(handle)
+        if not failed and not all(report.ok for report in reports.values()):
+            failed, deadline = True, time.monotonic() + GRACE
+            on_failure()
+    return reports
+
+
+def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) -> list[Any]:
+    """The results by rank; raises the first failure, or that some ranks did not report in time.
+
+    The first failure is the cause rather than its consequences: a death, then an exception, then a
+    lost peer.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        report = reports[rank]
+        return (
+            0 if report.how else 2 if isinstance(report.value, (PeerError, StalledError)) else 1
+        ), report.when
+
+    failures = [rank for rank, report in reports.items() if not report.ok]
+    if failures:
+        rank = min(failures, key=order)
+        report = reports[rank]
+        if report.how:
+            raise LaunchError(
+                f"rank {rank} ended by {report.how} before it finished; see its output"
+            )
+        if isinstance(report.value, BaseException):
+            raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
+        raise LaunchError(f"on rank {rank}: {report.text}")
+    late = [rank for rank in range(ranks) if rank not in reports]
+    if late:
+        raise LaunchError(
+            f"ranks {late} did not finish within timeout={timeout:g} seconds; all ranks were ended"
+        )
+    return [reports[rank].value for rank in range(ranks)]

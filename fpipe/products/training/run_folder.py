@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: one folder per checkpoint, which of them are complete, and which stay.
+
+This module must not know what a checkpoint contains, nor how a run trains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from ...engine.pipeline import Pipeline
+from ...errors import CheckpointError
+from ...saving._pipe import axes, folder_of, folders_of, is_first
+from ...saving.manifest import NAME, is_complete
+
+_FOLDER = re.compile(r"step-(\d{9,})")
+
+
+class RunFolder(NamedTuple):
+    """Where a run is; without a path it has no checkpoints.
+
+    >>> import fpipe, tempfile, torch
+    >>> folder = RunFolder(tempfile.mkdtemp(),
+    ...     fpipe.pipeline([torch.mul] * 2, group=fpipe.local(2)))
+    >>> folder.of(4).name, folder.complete(), folder.latest()
+    ('step-000000004', (), None)
+    """
+
+    path: str | os.PathLike[str] | None
+    pipe: Pipeline
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return Path(self.path or ".") / f"step-{step:09}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, ascending."""
+        if self.path is None or not Path(self.path).is_dir():
+            return []
+        found = (_FOLDER.fullmatch(folder.name) for folder in Path(self.path).iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def complete(self) -> tuple[int, ...]:
+        """The steps that have a complete checkpoint, ascending; with ``tp=``, one of all ranks of a
+        stage.
+        """
+        return tuple(
+            step
+            for step in self.steps()
+            if all(map(is_complete, folders_of(self.of(step), self.pipe)))
+        )
+
+    def latest(self) -> int | None:
+        """The last complete checkpoint, as the first process sees it; every process calls it before
+        a run.
+        """
+        steps = self.complete()
+        row = (steps[-1], "") if steps else (-1, self._of_others())
+        for axis in axes(self.pipe):
+            row = axis.gather_objects(row)[0]
+        step, others = row
+        if others:
+            raise CheckpointError(
+                f"the run in {self.path} has a checkpoint {others} with another number of ranks a "
+                "stage (tp=); "
+                "continue with that number, or begin a run in another folder"
+            )
+        if is_first(self.pipe):
+            self._give_up_after(step)
+        return None if step < 0 else step
+
+    def _give_up_after(self, step: int) -> None:
+        """With ``tp=``, this part of later checkpoints that lack another part: these steps will be
+        saved again.
+        """
+        for later in self.steps():
+            part = folder_of(self.of(later), self.pipe)
+            if later > step and part != self.of(later):
+                (part / NAME).unlink(missing_ok=True)
+
+    def _of_others(self) -> str:
+        """A complete checkpoint that was written with another ``tp=``; empty text if there is
+        none.
+        """
+        for step in reversed(self.steps()):
+            folder = self.of(step)
+            for other in (folder, *sorted(folder.glob("tp-*-of-*"))):
+                if other not in folders_of(folder, self.pipe) and is_complete(other):
+                    return other.relative_to(folder.parent).as_posix()
+        return ""
+
+    def remove_old(self, keep: int, keep_every: int) -> None:
+        """Leave so many complete checkpoints, and those of multiples of a step; one process calls
+        it.
+        """
+        complete = self.complete()
+        for step in complete[:-keep]:
+            if not keep_every or step % keep_every:
+                for folder in folders_of(self.of(step), self.pipe):
+                    (folder / NAME).unlink()  # from here on it is incomplete
+        for step in set(self.steps()) - set(self.complete()):
+            if complete and step < complete[-1]:  # a later one may be under way
+                shutil.rmtree(self.of(step))

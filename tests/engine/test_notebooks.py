@@ -1,0 +1,108 @@
+"""What notebooks show: pictures of values, and a step that is replaced by the next."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.products.pictures import notebook
+
+
+def texts(html: str) -> list[str]:
+    """The texts of well-formed HTML."""
+    return [
+        "".join(one.itertext())
+        for one in ElementTree.fromstring(f"<div>{html}</div>").iter()
+        if one.text
+    ]
+
+
+def test_a_schedule_is_shown_with_the_figures_of_compare():
+    html = fpipe.make_schedule("ZBV", 4, 8)._repr_html_()
+    assert "total 25.5, span 24, bubble 0%, peak 4" in texts(html)
+
+
+def test_a_schedule_that_cannot_run_is_shown_as_its_error():
+    html = fpipe.Schedule.parse("[0B0, 0F0]")._repr_html_()
+    assert "move 0F0 before it" in " ".join(texts(html))
+
+
+def test_pictures_of_one_page_keep_their_own_colours():
+    one, two = (
+        fpipe.make_schedule(name, 2, 2).simulate()._repr_html_() for name in ("1F1B", "ZBV")
+    )
+    (first,), (second,) = (re.findall(r'<svg[^>]* id="(fp\w+)"', html) for html in (one, two))
+    assert first != second
+    style = re.findall(r"<style>(.*?)</style>", one)[0].replace(
+        "@media(prefers-color-scheme:dark){", ""
+    )
+    rules = [rule for rule in style.split("}") if rule]
+    assert rules and all(rule.startswith(f"#{first} ") for rule in rules)
+
+
+def pipe_and_batch() -> tuple[Any, tuple[Any, ...]]:
+    layer = lambda p, x: torch.tanh(x @ p)
+    pipe = fpipe.pipeline(
+        [layer] * 4, "ZBV", loss=lambda y: y.sum(), microbatches=4, group=fpipe.local(2)
+    )
+    return pipe, ([torch.eye(2)] * 4, torch.ones(8, 2))
+
+
+def test_a_pipeline_and_its_plans_are_shown():
+    pipe, batch = pipe_and_batch()
+    words = texts(pipe._repr_html_())
+    assert any("ZBVZeroBubble: 2 ranks, 4 microbatches" in word for word in words)
+    plans = pipe.plan(*batch)
+    words = texts(plans._repr_html_())
+    assert [str(len(plans[rank].instructions)) in words for rank in range(2)] == [True, True]
+    assert "0F0" in "".join(texts(plans[0]._repr_html_()))
+
+
+def test_long_text_is_cut():
+    lines = texts(notebook.folded("many", "\n".join(map(str, range(1000)))))[-1].splitlines()
+    assert len(lines) == notebook.MOST_LINES + 1
+    assert lines[-1] == "... and 600 more lines"
+
+
+@pytest.fixture
+def displayed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in for IPython: what stands in the notebook, one entry for each place."""
+    places: list[str] = []
+
+    def display(value: Any, *, display_id: bool) -> Any:
+        places.append(value._repr_html_())
+        at = len(places) - 1
+        return SimpleNamespace(update=lambda value: places.__setitem__(at, value._repr_html_()))
+
+    fake = SimpleNamespace(get_ipython=lambda: object(), display=SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    return places
+
+
+def test_a_live_profile_replaces_its_picture_after_every_step(displayed: list[str]):
+    pipe, batch = pipe_and_batch()
+    fpipe.value_and_grad(pipe)(*batch)
+    step = fpipe.profile(fpipe.value_and_grad(pipe), live=True)
+    for number in (1, 2):
+        step(*batch)
+        assert len(displayed) == 1
+        assert f"step {number}: measured" in displayed[0]
+        assert "<svg" in displayed[0]
+    assert len(texts(displayed[0])) > 10
+
+
+def test_without_a_notebook_a_live_profile_prints_a_line(capsys: pytest.CaptureFixture[str]):
+    pipe, batch = pipe_and_batch()
+    step = fpipe.profile(fpipe.value_and_grad(pipe), live=True)
+    step(*batch)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"step 1: measured [\d.]+ ms, simulated [\d.]+ ms \([\d.]+% of it\)\n", err)
+    assert fpipe.profile()._repr_html_().startswith("<details>")

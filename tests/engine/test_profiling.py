@@ -1,0 +1,458 @@
+"""Profiles: what ran, when, on which rank; what it costs; and that a simulation by these costs
+comes out like it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fpipe
+import sleeping_stages
+from fpipe import Action, Costs, FpipeError, StageError
+from fpipe.actions.action import Fused
+from fpipe.collectives.group import Done
+from fpipe.engine.execute import WATCH
+from fpipe.engine.profile.costing import costs, messages, shares, spans, timeline
+from fpipe.engine.profile.profiling import split, whole
+from fpipe.engine.profile.recording import Event, Run, differences, gathered
+from fpipe.products.pictures import load
+
+
+def did(kind: str, name: str, start: float, end: float, **more: Any) -> Event:
+    action = Action(int(name[0]), name[1], int(name[2:])) if name else None
+    return Event(kind, action, start, end, **more)
+
+
+#: Two ranks, one microbatch: 0F0 sent over in 1 and 3 on the way, 1B0 sent back the same.
+BY_HAND = (
+    Run(
+        0,
+        (
+            did("F", "0F0", 0, 10),
+            did("SEND", "0F0", 10, 11, peer=1, number=0, nbytes=64),
+            did("RECV", "", 11, 11.5),
+            did("WAIT", "1B0", 12, 54, peer=1, number=0),
+            did("B", "0B0", 54, 70),
+        ),
+        (Action(0, "F", 0), Action(0, "B", 0)),
+    ),
+    Run(
+        1,
+        (
+            did("RECV", "", 0, 0.5),
+            did("WAIT", "0F0", 1, 14, peer=0, number=0),
+            did("F", "1F0", 14, 30),
+            did("F", "1F0", 30, 31),
+            did("B", "1B0", 31, 49),
+            did("SEND", "1B0", 49, 50, peer=0, number=0, nbytes=64),
+            did("ADD", "1B0", 50, 52),
+        ),
+        (Action(1, "F", 0), Action(1, "B", 0)),
+    ),
+)
+
+
+def test_an_action_lasts_from_its_first_program_to_its_last():
+    found = {str(action): (start, end) for _, action, start, end in spans(BY_HAND)}
+    assert found == {"0F0": (0, 10), "0B0": (54, 70), "1F0": (14, 31), "1B0": (31, 52)}
+
+
+def test_what_ran_at_once_is_one_fused_action():
+    run = Run(
+        0,
+        (
+            did("F", "0F1", 0, 2),
+            did("B", "1B0", 2, 4),
+            did("F", "0F1", 4, 5),
+            did("B", "1B0", 5, 7),
+            did("F", "0F2", 7, 9),
+        ),
+        (),
+    )
+    together = Fused((Action(0, "F", 1), Action(1, "B", 0)))
+    assert list(spans([run])) == [(0, together, 0, 7), (0, Action(0, "F", 2), 7, 9)]
+
+
+def test_an_action_with_nothing_to_do_takes_no_time():
+    """The first stage's input gradient is not needed: its I has no instruction, and its W cannot
+    run without it.
+    """
+    run = Run(
+        0, (did("F", "0F0", 0, 2), did("W", "0W0", 3, 5)), tuple(Action(0, op, 0) for op in "FIW")
+    )  # type: ignore[arg-type]
+    assert [(str(action), start, end) for _, action, start, end in spans([run])] == [
+        ("0F0", 0, 2),
+        ("0I0", 2, 2),
+        ("0W0", 3, 5),
+    ]
+    assert timeline([run]).total == 5
+
+
+def test_messages_are_matched_by_their_number():
+    there, back = messages(BY_HAND)
+    assert (there.src, there.dst, there.boundary, there.sent, there.asked, there.had) == (
+        0,
+        1,
+        0,
+        11,
+        1,
+        14,
+    )
+    assert (back.src, back.dst, back.boundary, back.sent, back.asked, back.had) == (
+        1,
+        0,
+        0,
+        50,
+        12,
+        54,
+    )
+    assert list(messages(BY_HAND[:1])) == []
+
+
+def test_costs_of_actions_and_messages():
+    price = costs([BY_HAND])
+    assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 21), (8, 10.5), (8, 10.5))
+    assert price.send == (1.0,) and price.boundary == (64.0,) and price.unit == "s"
+    # no message arrived before its WAIT, so only 3 and 4 from send to arrival are known; half a
+    # unit of RECV for each
+    assert price.comm == (0.0,) and price.receive == (13.5,)
+
+
+def test_receiving_is_distinguished_from_a_message_that_had_arrived():
+    """Three waits of 5 for a message under way, and three of 2 for one that lay there."""
+    sent = [
+        did("SEND", f"0F{m}", 100 * m, 100 * m + 1, peer=1, number=m, nbytes=8) for m in range(6)
+    ]
+    asked = [*(100 * m - 50 for m in range(3)), *(100 * m + 50 for m in range(3, 6))]
+    had = [*(100 * m + 6 for m in range(3)), *(100 * m + 52 for m in range(3, 6))]
+    waits = [did("WAIT", f"0F{m}", asked[m], had[m], peer=0, number=m) for m in range(6)]
+    ran = [did("F", f"{stage}F{m}", 100 * m - 1, 100 * m) for stage in (0, 1) for m in range(6)]
+    runs = (Run(0, (*ran[:6], *sent), ()), Run(1, (*ran[6:], *waits), ()))
+    price = costs([runs])
+    assert (price.comm, price.send, price.receive, price.boundary) == (
+        (3.0,),
+        (1.0,),
+        (2.0,),
+        (8.0,),
+    )
+
+
+def test_a_simulation_by_these_costs_is_what_was_measured():
+    """Sends keep the sender busy, receives the receiver; both are in the makespan."""
+    price = Costs(F=10, B=16, comm=3, send=1, receive=2)
+    line = fpipe.Schedule.parse("[0F0, 0B0]\n[1F0, 1B0]").simulate(price)
+    assert [(str(s.action), s.start, s.end) for s in line] == [
+        ("0F0", 0, 10),
+        ("0B0", 10 + 1 + 3 + 2 + 26 + 1 + 3 + 2, 64),
+        ("1F0", 16, 26),
+        ("1B0", 26, 42),
+    ]
+    busy = fpipe.Schedule.parse("[0F0, 0F1]\n[1F0, 1F1]").simulate(price)
+    assert [span.start for span in busy] == [0, 10 + 1, 16, 26 + 2], (
+        "sending and receiving take their rank's time"
+    )
+    one_rank = fpipe.Schedule.parse("[0F0, 1F0, 1B0, 0B0]").simulate(price)
+    assert one_rank.total == 10 + 10 + 16 + 16, "nothing is sent within a rank"
+
+
+def test_how_a_rank_spent_its_time():
+    found = shares(BY_HAND[0])
+    assert found == {"programs": 26, "sending": 1, "posting": 0.5, "waiting": 42, "between": 0.5}
+
+
+# ---- a step on processes ----
+@pytest.fixture(scope="module")
+def on_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("naps")
+    first, second = fpipe.launch(sleeping_stages.measured, 3, str(folder), ranks=2, timeout=100)
+    assert first["same"] and second["same"]
+    assert first["timeline"] == second["timeline"], "every rank has the whole picture"
+    return first, folder
+
+
+@pytest.mark.xdist_group("profiling")
+def test_measured_on_processes_by_one_clock(on_processes: tuple[dict[str, Any], Path]):
+    line = on_processes[0]["timeline"]
+    assert [list(map(str, row)) for row in line.rows] == [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
+    ]
+    end = {str(span.action): span.end for span in line}
+    start = {str(span.action): span.start for span in line}
+    for maker, user in (("0F0", "1F0"), ("0F1", "1F1"), ("0F2", "1F2")):
+        assert end[maker] <= start[user], f"{user} started before {maker} was over"
+    for maker, user in (
+        ("1B0", "0B0"),
+        ("1B2", "0B2"),
+    ):  # a gradient is sent, and only then added up
+        assert start[maker] + 4 * sleeping_stages.UNIT <= start[user], (
+            f"{user} started before {maker} was over"
+        )
+    assert line.total > 0.9 * sleeping_stages.UNIT * (1 + 3 * (2 + 4) + 2), (
+        "all naps of the critical path"
+    )
+
+
+@pytest.mark.xdist_group("profiling")
+def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Path]):
+    found = on_processes[0]
+    assert found["simulated"].total == pytest.approx(found["timeline"].total, rel=0.15)
+    for price, lines in (
+        (found["costs"], [found["timeline"]]),
+        (found["measured"], found["whole and split"]),
+    ):
+        for op, units in (("F", (1, 2)), ("B", (2, 4))):
+            for stage, unit in enumerate(units):
+                times = [
+                    s.end - s.start
+                    for line in lines
+                    for s in line
+                    if (s.action.op, s.action.stage) == (op, stage)
+                ]
+                assert getattr(price, op)[stage] == pytest.approx(fmean(times), rel=1e-3), (
+                    op,
+                    stage,
+                )
+                assert min(times) >= unit * sleeping_stages.UNIT, (op, stage)
+    again = fpipe.make_schedule("1F1B", 2, 3).simulate(found["measured"]).total
+    assert again == pytest.approx(found["whole and split"][0].total, rel=0.2)
+    assert Costs.from_json(found["measured"].to_json()) == found["measured"]
+    assert "measured" in found["text"] and "stage" in found["text"]
+
+
+@pytest.mark.xdist_group("profiling")
+def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
+    page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
+    assert "naps, simulated" in page and "naps, measured" in page
+    trace = on_processes[1] / "naps.json"
+    assert [line.name for line in load(trace)] == ["naps, simulated", "naps, measured"]
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    kinds = {event.get("cat") for event in events if event["pid"] == 2}
+    assert {"F", "B", "SEND", "RECV", "WAIT"} <= kinds
+
+
+# ---- in one process ----
+def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Tensor], torch.Tensor]:
+    pipe = fpipe.pipeline(
+        [lambda p, x: torch.tanh(x @ p)] * 4,
+        name,
+        loss=lambda y: y.square().mean(),
+        microbatches=microbatches,
+        group=fpipe.local(2),
+    )
+    return pipe, [torch.eye(3)] * 4, torch.ones(microbatches, 3)
+
+
+def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
+    pipe, params, x = small()
+    step = fpipe.value_and_grad(pipe)
+    loss, grads = step(params, x)
+    profiled = fpipe.profile(step)
+    again, others = profiled(params, x)
+    assert torch.equal(loss, again) and all(map(torch.equal, grads, others))
+    assert WATCH.get() is None
+    step(params, x)
+    assert len(profiled.runs) == 1, "an unprofiled call is not recorded"
+    assert {str(action) for row in profiled.timeline.rows for action in row} == {
+        str(action) for row in pipe.schedule(4) for action in row
+    }
+
+
+def test_with_works_too_and_an_error_ends_the_recording():
+    """After an error nothing is gathered: the other ranks may not reach the collective."""
+    pipe, params, x = small()
+    step = fpipe.value_and_grad(pipe)
+    with fpipe.profile(name="two") as profiled:
+        step(params, x)
+        pipe(params, x)  # forward alone: another plan
+    assert [len(profiled.runs), profiled.timeline.name] == [2, "two, measured"]
+
+    def then_fails() -> None:
+        step(params, x)
+        raise ValueError("after the step")
+
+    with pytest.raises(ValueError, match="after the step"), profiled:
+        then_fails()
+    assert WATCH.get() is None and len(profiled.runs) == 2
+    with pytest.raises(FpipeError, match="no step to call"):
+        profiled(params, x)
+    with pytest.raises(FpipeError, match="nothing was profiled"):
+        _ = fpipe.profile(step).timeline
+
+
+def test_both_phases_of_vjp_are_one_run():
+    pipe = fpipe.pipeline([lambda p, x: x * p] * 2, "1F1B", microbatches=2, group=fpipe.local(2))
+    with fpipe.profile() as profiled:
+        y, pullback = fpipe.vjp(pipe, [torch.ones(())] * 2, torch.ones(2))
+        pullback(torch.ones_like(y))
+    assert len(profiled.runs) == 1
+    assert [str(action) for action in profiled.timeline.rows[0]] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+def test_on_fake_ranks_each_has_the_whole_picture():
+    def program(group: Any) -> tuple[float, list[float]]:
+        pipe = fpipe.pipeline(
+            [lambda p, x: x * p] * 3, loss=lambda y: y.sum(), microbatches=2, group=group
+        )
+        profiled = fpipe.profile(fpipe.value_and_grad(pipe))
+        profiled(pipe.place([torch.ones(())] * 3), torch.ones(2))
+        assert profiled.timeline.ranks == 3
+        return profiled.timeline.total, differences(group)
+
+    for order in ("buffered", "lockstep"):
+        results = fpipe.testing.run(program, 3, order=order)
+        assert len({total for total, _ in results}) == 1
+        assert results[0][1] == [0.0, 0.0, 0.0], "threads of one process have one clock"
+
+
+class Far:
+    """A group of two whose other rank is on a machine whose clock is 5 s ahead."""
+
+    size, here = 2, (0,)
+
+    def __init__(self, theirs: list[Run]):
+        self.theirs = theirs
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def send(self, *message: Any) -> Done:
+        return Done()
+
+    def recv(self, *message: Any) -> Done:
+        return Done(
+            (torch.tensor([time.perf_counter() + 5], dtype=torch.float64).view(torch.uint8),)
+        )
+
+    def barrier(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        return [mine, ([0.0, 0.0], {1: self.theirs})]
+
+
+def test_clocks_of_other_machines_are_set_right():
+    moved = tuple(each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].did)
+    ((mine, theirs),) = gathered(Far([Run(1, moved, ())]), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
+    assert mine == BY_HAND[0]
+    assert [each.start for each in theirs.did] == pytest.approx(
+        [each.start for each in BY_HAND[1].did], abs=0.01
+    )
+    assert [each.end for each in theirs.did] == pytest.approx(
+        [each.end for each in BY_HAND[1].did], abs=0.01
+    )
+
+
+def test_ranks_that_ran_differently_are_reported():
+    with pytest.raises(FpipeError, match=r"a different number of times .*rank 0: 1, rank 1: 2"):
+        gathered(Far([BY_HAND[1]] * 2), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", fpipe.schedule_names())
+def test_costs_of_any_schedule(name: str):
+    """Whole and split, every schedule stays one that can be checked, and its costs can be
+    measured.
+    """
+    try:
+        schedule = fpipe.make_schedule(name, 2, 4)
+    except FpipeError:
+        schedule = fpipe.make_schedule(name, 4, 4)
+    whole(schedule).check()
+    split(schedule).check()
+    assert {a.op for row in whole(schedule) for a in row} == {"F", "B"}
+    assert {a.op for row in split(schedule) for a in row} == {"F", "I", "W"}
+
+
+def test_measure_costs():
+    pipe, params, x = small()
+    price = fpipe.measure_costs(pipe, params, x, steps=2)
+    assert all(len(getattr(price, op)) == 4 for op in "FIWB") and min(price.F) > 0 < min(price.W)
+    own = fpipe.trace(lambda p, x: torch.tanh(x @ p), params[0], x[:1])
+    assert price.saved[1] == own.saved_bytes and price.kept[1] == own.kept_bytes  # type: ignore[index]
+    with pytest.raises(StageError, match="no loss"):
+        fpipe.measure_costs(fpipe.pipeline([lambda p, x: x], group=fpipe.local(1)), [()], x)
+
+
+def test_a_pipeline_under_another_schedule():
+    pipe, params, x = small()
+    other = pipe.under(split(pipe.schedule(4)))
+    assert torch.equal(other(params, x), pipe(params, x)) and other.cache is not pipe.cache
+    with pytest.raises(StageError, match="on other ranks"):
+        pipe.under(fpipe.make_schedule("Interleaved1F1B", 2, 4))
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from fpipe.products.command.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    made = [
+        "ZBV",
+        "-p",
+        "1",
+        "-m",
+        "2",
+        "--width",
+        "4",
+        "--tokens",
+        "2",
+        "--steps",
+        "1",
+        "--picture",
+        "step.svg",
+    ]
+    assert main(["profile", *made, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == ["costs.json", "step.svg"] and found["seconds"]["simulated"] > 0
+    assert found["costs"] == json.loads(Path("costs.json").read_text(encoding="utf-8"))
+    price = Costs.from_json(Path("costs.json").read_text(encoding="utf-8"))
+    assert price.unit == "s" and len(price.F) == 2 and Path("step.svg").exists()  # type: ignore[arg-type]
+    assert main(["profile", "ZBV", "--picture", "step.gif"]) == 2
+    assert main(["profile", "ZBV", "--ranks", "1", "--model", "nowhere.py:f"]) == 2
+    assert main(["profile", "NoSuch"]) == 2
+
+
+def test_its_help_says_what_it_does():
+    from fpipe.products.command.profile import profile as command
+
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert "file of costs" in text and "--model" in text
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("1F1B", "F B"), ("ZBH1", "F I W")])
+def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p] * 2, name, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2)
+    )
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    assert repr(step) == "Profile(no step yet)"
+    step([torch.ones(())] * 2, torch.ones(4))
+    head = next(line for line in str(step).splitlines() if line.startswith("stage "))
+    assert head.split() == ["stage", *(word for kind in kinds.split() for word in (kind, "ms"))]
+    assert "these ranks ran in turn" in str(step).splitlines()[-1]
+    assert repr(step).startswith("Profile(1 step, the last: measured ")
+
+
+def test_a_profile_shows_what_preparation_took():
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2)
+    )
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    arguments = [torch.ones(())] * 2, torch.ones(4)
+    step(*arguments)
+    assert "preparation, in this process: tracing" in str(step)
+    assert step.prepared.traces == 3, "two stages and the loss"
+    assert step.prepared.tracing > step.prepared.lowering > 0
+    before = step.prepared
+    step(*arguments)
+    assert step.prepared == before, "a warm step prepares nothing"

@@ -1,0 +1,147 @@
+"""`fpipe plan`: its table, its file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fpipe.errors import PlanError
+from fpipe.generators import make_schedule
+from fpipe.products.clusters.layouts import search
+from fpipe.products.clusters.plan_file import read_plan, tables
+from fpipe.products.command import cli
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+}
+LINE = "plan --model config.json --gpus 8 --gpu a100 --tokens 32K --seq 1K --memory 4GiB"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+
+
+def printed(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert cli.main(line.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, LINE + " --top 3")
+    lines = out.splitlines()
+    assert lines[0].startswith(
+        "llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB"
+    )
+    assert lines[2].split()[:5] == ["tp", "pp", "dp", "zero", "schedule"]
+    seconds = [float(line.split()[10]) for line in lines[3:6]]
+    assert seconds == sorted(seconds) and lines[6] == ""
+    assert [line.partition(":")[0] for line in lines[7:10]] == ["time", "limit", "memory"]
+    shares = [float(part.split()[-1].rstrip("%")) for part in lines[7].split(", ")]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, LINE + " --out plan.toml")
+    assert "wrote plan.toml" in out
+    read = read_plan("plan.toml")
+    best = search(read.job).best[0]
+    assert (read.layout.counts(read.job.model), read.step) == (
+        best.layout.counts(best.job.model),
+        best.step,
+    )
+    assert read.memory == tuple(round(memory.total) for memory in best.memory)
+    raw = tomllib.loads(Path("plan.toml").read_text())
+    assert raw == json.loads(json.dumps(tables(best)))
+    assert make_schedule(**raw["schedule"]).stages == best.layout.stages
+
+
+def test_json(capsys: pytest.CaptureFixture[str]):
+    found = json.loads(
+        printed(capsys, LINE + " --json --schedule 1F1B --pp 2 --pp 4 --recompute none")
+    )
+    assert {
+        (each["layout"]["schedule"], each["layout"]["recompute"]) for each in found["best"]
+    } == {("1F1B", "none")}
+    assert {each["layout"]["pp"] for each in found["best"]} == {2, 4}
+    assert found["layouts"] >= found["possible"] >= found["predicted"] >= len(found["best"])
+
+
+def test_without_out_nothing_is_written(capsys: pytest.CaptureFixture[str]):
+    printed(capsys, LINE)
+    assert [path.name for path in Path().iterdir()] == ["config.json"]
+
+
+REFUSED = [
+    (
+        LINE.replace("a100", "a10"),
+        "gpu 'a10' is not in the table, which has a100, h100, h200, b200; did you mean a100?",
+    ),
+    (
+        LINE.replace("--tokens 32K", "--tokens 1000"),
+        "1000 are not whole sequences of 1024; give 1024 or 1024",
+    ),
+    (
+        LINE.replace("--tokens 32K", "--tokens many"),
+        "'many' is no whole number above 0, such as 4194304 or 4M",
+    ),
+    (LINE.replace("4GiB", "lots"), "'lots' is no number above 0 with a unit"),
+    (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is Layout"),
+    (LINE + " --schedule Seq*", "none of Seq* is planned; planned are 1F1B"),
+    (LINE + " --schedule 2F2B", "no schedule is called '2F2B'"),
+    (LINE + " --tp 16", "leave out some of them"),
+    (LINE + " --out plan.txt", "ends in .toml"),
+    (LINE.replace("config.json", "nowhere.json"), "nowhere.json: No such file"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=[words[:30] for _, words in REFUSED])
+def test_refusals_are_one_error(line: str, words: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("error:") == 1
+    assert words in err
+
+
+def test_files_that_are_no_plan(capsys: pytest.CaptureFixture[str]):
+    printed(capsys, LINE + " --out plan.toml")
+    text = Path("plan.toml").read_text()
+    for wrong, message in (
+        ("", r"has no table \[job\]"),
+        ("tp = ", "give a file that fpipe plan wrote"),
+        (
+            text.replace("hidden = 1024", "hidden = 'wide'"),
+            r"\[model\] hidden = 'wide' does not belong there",
+        ),
+        (text.replace("hidden = 1024\n", ""), r"\[model\] lacks hidden"),
+        (text.replace("gpus = 8", "gpus = 9"), "must be the 9 GPUs"),
+    ):
+        Path("plan.toml").write_text(wrong)
+        with pytest.raises(PlanError, match=message):
+            read_plan("plan.toml")
+
+
+def test_the_command_needs_no_torch():
+    """Checked in one process: what the command loads."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from fpipe.products.command.cluster_plan import plan; "
+        "print({'torch', 'rich'} & "
+        "set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout == "set()\n"

@@ -1,0 +1,657 @@
+"""The command line: what it prints, what it refuses and how, and that it starts at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import click
+import pytest
+
+from fpipe.actions.costs import Costs
+from fpipe.actions.progress import Track
+from fpipe.errors import ScheduleError
+from fpipe.generators import make_schedule, schedule_names
+from fpipe.products.command import cli, options
+from fpipe.products.pictures.packed import expanded
+from fpipe.products.search import comparison
+from fpipe.schedule import Schedule
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail(f"opened {url}"))
+
+
+def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fpipe", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str:
+    """Standard output of a command that ends with ``status``."""
+    assert cli.main(args) == status
+    out, err = capsys.readouterr()
+    assert bool(err) == bool(status)
+    return out
+
+
+# ---- starting ----
+def test_draw_starts_without_torch_or_numpy():
+    code = (
+        "import sys; from fpipe.products.command.cli import main;"
+        "status = main(['draw', 'ZBV', '--ranks', '4', '--microbatches', '8']);"
+        "heavy = {'torch', 'numpy', 'rich', 'PIL', 'optree'} & set(sys.modules);"
+        "sys.exit(repr(heavy) if heavy else status)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "ZBVZeroBubble: 4 ranks, 8 microbatches" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("draw ZBV", 0),
+        ("compare", 0),
+        ("names", 0),
+        ("plan -h", 0),
+        ("rehearse plan.toml", 2),
+        ("train --steps 1", 2),
+        ("profile", 2),
+        ("doctor", 2),
+    ],
+)
+def test_without_torch(line: str, status: int):
+    """Schedules need no torch; other commands name what is missing."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from fpipe.products.command.cli import main; "
+        f"sys.exit(main({line.split()}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == status, run.stderr
+    assert (
+        "this command needs torch, which is not installed: pip install torch" in run.stderr
+    ) == bool(status)
+    assert "bug" not in run.stderr
+
+
+def test_python_m_fpipe_ends_with_the_status():
+    run = shell("check", "nowhere.csv")
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: there is no file 'nowhere.csv'")
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    command = f"{sys.executable} -m fpipe draw 1F1B -p 16 -m 200 --width 60 | head -1"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("1F1B: 16 ranks, 200 microbatches\n", "")
+
+
+def test_help_lists_every_command_and_loads_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(cli.COMMANDS, "fly", ("no_such_module_of_ours:fly", "take off"))
+    out = printed(capsys, "--help")
+    for name in ("draw", "check", "names", "compare", "view"):
+        assert re.search(rf"^  {name} +\w", out, re.M)
+        assert "Usage: fpipe " + name in printed(capsys, name, "--help")
+    assert re.search("^  fly +take off", out, re.M)
+    assert out == printed(capsys)
+
+
+def test_commands_of_other_modules_are_loaded_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "another_module.py").write_text(
+        "import click\n\n"
+        "@click.command()\n@click.argument('n', type=int)\n"
+        "def land(n):\n    click.echo(n + 1)\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(cli.COMMANDS, "land", ("another_module:land", "come down"))
+    assert cli.main(["land", "41"]) == 1
+    assert capsys.readouterr().out == "42\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert re.fullmatch(r"fpipe \d+\.\d+.*\n", printed(capsys, "--version"))
+
+
+# ---- drawing ----
+def test_draw_by_name_and_from_a_file_are_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    named = printed(
+        capsys, "draw", "dualpipev", "--ranks", "2", "--microbatches", "4", "--width", "90"
+    )
+    s = make_schedule("DualPipeV", 2, 4)
+    s.to_csv("DualPipeV.csv")
+    Path("DualPipeV.txt").write_text(str(s))
+    assert printed(capsys, "draw", "DualPipeV.csv", "--width", "90") == named
+    assert (
+        printed(capsys, "draw", "DualPipeV.txt", "--ranks", "2", "--stages", "4", "--width", "90")
+        == named
+    )
+    assert "\x1b" not in named
+    assert "\x1b[0;38;2;" in printed(capsys, "draw", "DualPipeV.csv", "--color")
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf", "html", "json", "txt"])
+def test_draw_writes_files(ending: str, capsys: pytest.CaptureFixture[str]):
+    out = printed(
+        capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}"
+    )
+    assert re.fullmatch(
+        rf"wrote a\.{ending} \(\d+ (kB|bytes)\)\nwrote b\.{ending} \(\d+ (kB|bytes)\)\n", out
+    )
+    assert Path(f"a.{ending}").read_bytes() == Path(f"b.{ending}").read_bytes() != b""
+
+
+def test_draw_prices_several_schedules_by_a_ranks_share(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, "draw", "1F1B", "ZBV", "-p", "4", "-m", "8", "--width", "200")
+    assert "1F1B: total 33, span 33" in out
+    assert "ZBVZeroBubble: total 25.5, span 24" in out
+
+
+def test_a_schedule_has_the_same_figures_alone_and_compared(capsys: pytest.CaptureFixture[str]):
+    """`fpipe draw ZBV` said total 51, peak 8, where `fpipe compare` said 25.5 and 4."""
+    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "ZBV", "--json"))[
+        "schedules"
+    ][0]
+    assert (found["total"], found["span"], found["memory"]) == (25.5, 24, 4)
+    alone = printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
+    assert "total 25.5, span 24, bubble 0%, peak 4" in alone
+    make_schedule("ZBV", 4, 8).to_csv("plan.csv")
+    printed(capsys, "draw", "plan.csv", "-o", "plan.txt")
+    assert "total 25.5, span 24, bubble 0%, peak 4" in Path("plan.txt").read_text()
+    assert "total 51, span 48" in printed(
+        capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--per", "stage"
+    )
+    by_stage = "F=" + ":".join("1" * 8)
+    assert "total 51, span 48" in printed(
+        capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--costs", by_stage
+    )
+
+
+def test_costs_may_be_a_file(capsys: pytest.CaptureFixture[str]):
+    Path("costs.json").write_text(Costs(F=2, I=2, W=2).to_json())
+    assert "total 66" in printed(capsys, "draw", "1F1B", "--costs", "costs.json")
+
+
+def test_forwards_alone_can_be_drawn(capsys: pytest.CaptureFixture[str]):
+    Path("f.csv").write_text("0F0,0F1\n1F0,1F1\n")
+    assert "total 3" in printed(capsys, "draw", "f.csv")
+
+
+# ---- checking ----
+def test_check_tells_counts(capsys: pytest.CaptureFixture[str]):
+    Path("good.csv").write_text(GOOD)
+    assert (
+        printed(capsys, "check", "good.csv")
+        == "good.csv: good: 2 ranks, 2 stages, 2 microbatches, 8 actions\n"
+    )
+
+
+def test_check_goes_on_after_a_bad_file(capsys: pytest.CaptureFixture[str]):
+    Path("bad.csv").write_text(GOOD.replace("0B1", "0B0"))
+    Path("good.csv").write_text(GOOD)
+    assert cli.main(["check", "bad.csv", "good.csv"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("good.csv: good")
+    assert err.startswith("error: bad.csv: rank 0, position 3")
+
+
+def noise(kind: str) -> bytes:
+    rng = random.Random(7)
+    if kind == "bytes":
+        return rng.randbytes(10_000_000)
+    return "".join(rng.choices("0123456789FBIW,;()x\n", k=10_000_000)).encode()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "text"])
+def test_ten_megabytes_of_noise_are_one_short_error(kind: str, capsys: pytest.CaptureFixture[str]):
+    Path("noise.csv").write_bytes(noise(kind))
+    assert cli.main(["check", "noise.csv"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: noise.csv")
+    assert len(err) < 2000
+    assert err.replace("\n", "").isprintable()
+
+
+# ---- refusing ----
+REFUSED = [
+    ("draw ZBV --ranks 0", 2, "0 is not in the range x>=1"),
+    ("draw ZBV --microbatches -3", 2, "-3 is not in the range x>=1"),
+    ("draw ZBV --ranks four", 2, "'four' is not a valid whole number"),
+    ("draw ZBV -p 100000 -m 100000", 2, "take at most"),
+    ("draw ZVB", 2, "no schedule is called 'ZVB'; did you mean ZBV"),
+    ("draw 1f2b", 2, "did you mean 1F1B"),
+    ("draw ZBV --stages 5", 2, "takes 8 stages"),
+    ("draw ZBV --difference", 2, "needs two schedules"),
+    ("draw ZBV --costs F=nan", 2, "number from 0 up"),
+    ("draw ZBV --costs G=1", 2, "the names are F, I, W"),
+    ("draw ZBV --costs F=1:2", 2, "there are 8 stages"),
+    ("draw ZBV --costs nowhere.json", 2, "nowhere.json: No such file"),
+    ("draw ZBV 1F1B --costs F=1:1:1:1", 2, "give one number"),
+    ("draw ZBV --out a.gif", 2, "ends in .svg, .png"),
+    ("draw ZBV --out nowhere/a.svg", 2, "cannot write 'nowhere/a.svg': No such file or directory"),
+    ("draw ZBV --rank 4", 2, "--ranks"),
+    ("draw nowhere.csv", 2, "there is no file 'nowhere.csv'"),
+    ("draw good.csv --ranks 8", 2, "is a schedule of 2 ranks, not 8; leave out --ranks"),
+    ("draw good.csv -m 3", 2, "is a schedule of 2 microbatches, not 3"),
+    ("draw bad.csv", 1, "position 3"),
+    ("draw", 2, "SCHEDULE"),
+    ("names Q*", 2, "no schedule is called 'Q*'"),
+    ("compare --only DualPipe -p 3", 2, "no schedule allows these counts: DualPipe"),
+    ("compare --sort size", 2, "'size' is not one of"),
+    ("check good.csv --ranks 3", 1, "the schedule has 2 ranks, not 3"),
+    ("check junk.csv", 1, "found 'junk'"),
+    ("check hole.csv", 1, "no rank holds stage 1"),
+    ("check empty.csv", 1, "at least one rank"),
+    ("check forwards.csv", 1, "0B0 (or 0I0 and 0W0) is missing"),
+    ("check .", 2, "there is no file"),
+    ("compare -p 0", 2, "0 is not in the range x>=1"),
+    ("compare --costs F=1:2", 2, "give one number"),
+    ("darw ZBV", 2, "there is no command 'darw'; did you mean draw?"),
+    ("ZBV", 2, "fpipe draw ZBV"),
+    ("xyzzy", 2, "the commands are draw, check, names, compare, solve, view"),
+    ("view nowhere", 2, "nowhere"),
+    ("view . --no-open", 2, "holds no timeline"),
+    ("view other.json --no-open", 2, "is not a timeline that fpipe wrote"),
+    ("view good.csv --no-open --out page.txt", 2, "ends in .html"),
+    ("view taken.csv --no-open", 2, "fpipe did not write it"),
+    ("view bad.csv --no-open", 1, "position 3"),
+]
+
+
+@pytest.mark.parametrize(("line", "status", "words"), REFUSED, ids=[line for line, _, _ in REFUSED])
+def test_refusals_are_one_error(
+    line: str, status: int, words: str, capsys: pytest.CaptureFixture[str]
+):
+    files = {
+        "good.csv": GOOD,
+        "bad.csv": GOOD.replace("0B1", "0B0"),
+        "junk.csv": GOOD.replace("0F1", "0F1junk"),
+        "hole.csv": GOOD.replace("1F", "2F").replace("1B", "2B"),
+        "empty.csv": "",
+        "forwards.csv": "0F0,0F1\n1F0,1F1\n",
+        "other.json": '{"some": "thing"}',
+        "taken.csv": GOOD,
+        "taken.html": "<p>mine</p>",
+    }
+    for name, text in files.items():
+        Path(name).write_text(text)
+    assert cli.main(line.split()) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("error:") == 1
+    assert words in err
+    assert "Traceback" not in err
+    assert Path("taken.html").read_text() == "<p>mine</p>"
+
+
+def test_a_bug_is_reported_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def broken() -> tuple[str, ...]:
+        raise RuntimeError("gears\x1b[31m jammed")
+
+    monkeypatch.delenv("FPIPE_TRACEBACK", raising=False)
+    monkeypatch.setattr(options, "schedule_names", broken)
+    assert cli.main(["names"]) == 70
+    assert "bug in fpipe: RuntimeError: gears\\x1b[31m jammed" in capsys.readouterr().err
+    monkeypatch.setenv("FPIPE_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        cli.main(["names"])
+
+
+def test_an_interrupt_ends_with_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def stop() -> tuple[str, ...]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "schedule_names", stop)
+    assert cli.main(["names"]) == 130
+    assert capsys.readouterr().err.strip() == "error: interrupted"
+
+
+# ---- names and the table ----
+def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
+    lines = printed(capsys, "names").splitlines()
+    assert [line.split()[0] for line in lines] == list(schedule_names())
+    assert all(len(line.split()) > 3 and "`" not in line for line in lines)
+
+
+def test_names_are_filtered_and_printed_as_json(capsys: pytest.CaptureFixture[str]):
+    found = json.loads(printed(capsys, "names", "dualpipe*", "ZBV", "--json"))
+    assert [row["name"] for row in found] == ["ZBVZeroBubble", "DualPipeV", "DualPipe"]
+    assert found[0]["about"] == "Zero bubble on a V; two stages a rank."
+
+
+def test_check_prints_json(capsys: pytest.CaptureFixture[str]):
+    Path("good.csv").write_text(GOOD)
+    Path("bad.csv").write_text(GOOD.replace("0B1", "0B0"))
+    assert cli.main(["check", "bad.csv", "good.csv", "--json"]) == 1
+    out, err = capsys.readouterr()
+    bad, good = json.loads(out)
+    assert err == ""
+    assert (bad["good"], bad["rank"], bad["position"], bad["rule"]) == (False, 0, 3, "count")
+    assert "stands already" in bad["error"]
+    assert good == {
+        "file": "good.csv",
+        "good": True,
+        "ranks": 2,
+        "stages": 2,
+        "microbatches": 2,
+        "actions": 8,
+    }
+
+
+def test_compare_is_sorted_and_filtered(capsys: pytest.CaptureFixture[str]):
+    line = "compare", "-p", "4", "-m", "8", "--only", "ZB*", "--only", "gpipe", "--json", "--sort"
+    by = {
+        column: json.loads(printed(capsys, *line, column))["schedules"]
+        for column in ("name", "memory", "messages")
+    }
+    assert [e["name"] for e in by["name"]] == [
+        "GPipe",
+        "ZB1P",
+        "ZB2P",
+        "ZBH1",
+        "ZBH2",
+        "ZBVZeroBubble",
+    ]
+    for column in ("memory", "messages"):
+        found = [e[column] for e in by[column]]
+        assert found == sorted(found) and len(set(found)) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["fpipe", "draw", "zb"], "ZBV ZBVZeroBubble ZBH1 ZBH2 ZB1P ZB2P"),
+        (["fpipe", "train", "--schedule", "Dual"], "DualPipe DualPipeV"),
+        (["fpipe", "compare", "--only", "GP"], "GPipe"),
+        (["fpipe", "comp"], "compare"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each),
+)
+def test_shells_complete_names_of_schedules(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.MonkeyPatch.context() as env:
+        for name, value in (("_FPIPE_COMPLETE", "bash_complete"), ("COMP_WORDS", " ".join(words))):
+            env.setenv(name, value)
+        env.setenv("COMP_CWORD", str(len(words) - 1))
+        with pytest.raises(SystemExit):
+            cli.main([])
+    found = {
+        line.partition(",")[2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("plain,")
+    }
+    assert found == set(expected.split())
+
+
+def test_help_tells_how_completion_is_switched_on(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, "--help")
+    for shell_name in ("bash", "zsh", "fish"):
+        assert f"_FPIPE_COMPLETE={shell_name}_source fpipe" in out
+
+
+METAVARS = {
+    "SCHEDULE",
+    "FILE",
+    "DIR",
+    "COSTS",
+    "N",
+    "SECONDS",
+    "LIMIT",
+    "PATTERN",
+    "NAME",
+    "FILE:FUNCTION",
+    "HOST:PORT",
+    "ARGUMENT",
+    "FILE|DIR",
+    "RATE",
+    "PERCENT",
+    "N,N",
+}
+
+
+def test_there_is_one_metavar_for_each_kind_of_thing():
+    context = click.Context(cli.fpipe)
+    commands = [cli.fpipe.get_command(context, name) for name in cli.COMMANDS]
+    commands += [
+        part
+        for group in commands
+        if isinstance(group, click.Group)
+        for part in group.commands.values()
+    ]
+    for command in commands:
+        for p in command.params if command else ():
+            taken = isinstance(p.type, (click.Choice, click.types.BoolParamType)) or p.metavar == ""
+            assert taken or (p.metavar or "").strip("[].") in METAVARS, (
+                command and command.name,
+                p.name,
+                p.metavar,
+            )
+
+
+#: total and peak in activations at 8 ranks and 24 microbatches, unit costs, as published
+PUBLISHED = {
+    "GPipe": (93, 24),
+    "1F1B": (93, 8),
+    "Interleaved1F1B": (82.5, 11.5),
+    "ZBH1": (79, 8),
+    "ZBH2": (79, 15),
+    "ZBVZeroBubble": (75.5, 8),
+    "DualPipe": (78, 9),
+    "DualPipeV": (79, 8.5),
+}
+
+
+def test_compare_gives_the_published_figures():
+    entries, left_out = comparison.compare(8, 24, costs=Costs(overlap=3))
+    found = {entry.name: (entry.total, entry.memory) for entry in entries}
+    assert {name: found[name] for name in PUBLISHED} == PUBLISHED
+    by_name = {entry.name: entry for entry in entries}
+    assert by_name["ZBVZeroBubble"].span == 72
+    assert by_name["DualPipe"].weights == 2
+    assert by_name["1F1B"].messages == 24 * 7 * 2
+    assert not left_out
+    assert [e.bubble for e in entries] == sorted(e.bubble for e in entries)
+
+
+def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, "compare", "--ranks", "8", "--microbatches", "24", "--costs", "overlap=3")
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in out.splitlines()
+        if line and line.split()[0] in schedule_names()
+    }
+    assert set(rows) == set(schedule_names())
+    assert rows["ZBVZeroBubble"][:4] == ["16", "0.00%*", "75.5*", "72*"]
+    assert rows["1F1B"][1:4] == ["22.58%", "93", "93"]
+    for column in (2, 3, 4, 6):
+        numbers = {name: float(row[column].rstrip("*")) for name, row in rows.items()}
+        starred = {name for name, row in rows.items() if row[column].endswith("*")}
+        assert starred == {
+            name for name, number in numbers.items() if number == min(numbers.values())
+        }
+
+
+def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, "compare", "-p", "3", "-m", "5", "--costs", "boundary=2000000,saved=3e6")
+    assert re.search(r"^  DualPipe: .*3 ranks are odd", out.split("not for these counts:")[1], re.M)
+    assert "MiB" in out
+    assert "volume" in out
+
+
+def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    picture = tmp_path / "frontier.svg"
+    out = printed(
+        capsys,
+        "compare",
+        "-p",
+        "4",
+        "-m",
+        "8",
+        "--memory",
+        "3",
+        "--seconds",
+        "0.2",
+        "--out",
+        str(picture),
+    )
+    assert "take VHalf: bubble 9.43%, span 26.5, holds 3" in out or "take Solved" in out
+    assert "bubble against memory" in out and "Solved V 3" in out
+    drawn = ElementTree.parse(picture).getroot()
+    labels = [title.text or "" for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(label.startswith("VMin: bubble 18.64%, memory 2") for label in labels)
+    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
+    assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
+
+
+def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    plan, costs = tmp_path / "plan.csv", tmp_path / "profile.json"
+    costs.write_text(Costs(F=[1, 1, 1, 2], saved=1e9).to_json())
+    options = ("--costs", str(costs), "--memory", "6GB", "--seconds", "0.2", "--out", str(plan))
+    out = printed(capsys, "solve", "-p", "2", "-m", "6", *options)
+    assert "no schedule is shorter than" in out and "gap" in out
+    timeline = Schedule.from_csv(plan).check().simulate(Costs.from_json(costs.read_text()))
+    assert max(timeline.peak_bytes) <= 6e9 and f"span {timeline.span:.6g}" in out
+    assert cli.main(["solve", "-p", "2", "-m", "6", "--costs", str(costs), "--memory", "1GB"]) == 2
+
+
+def test_costs_are_shared_among_a_ranks_stages():
+    zbv = make_schedule("ZBV", 2, 4)
+    assert comparison.per_share(Costs(F=3, B=5, overlap=7, kept=0.5), zbv) == Costs(
+        F=1.5, I=0.5, W=0.5, B=2.5, overlap=3.5, saved=0.5, kept=0.25
+    )
+    with pytest.raises(ScheduleError, match="one number per stage"):
+        comparison.per_share(Costs(F=[1, 2, 3, 4]), zbv)
+
+
+# ---- viewing ----
+def page(path: str) -> list[str]:
+    """The labels of the timelines in a page."""
+    text = Path(path).read_text(encoding="utf-8")
+    return [
+        scene["label"]
+        for scene in expanded(text.split('id="data">')[1].split("</script>")[0])["scenes"]
+    ]
+
+
+def test_view_shows_a_folders_timelines_simulated_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or True)
+    Path("run").mkdir()
+    Path("run/metrics.json").write_text('{"loss": 1}')
+    for name in ("measured", "simulated"):
+        printed(
+            capsys, "draw", "1F1B" if name == "measured" else "ZBV", "--out", f"run/{name}.json"
+        )
+    assert printed(capsys, "view", "run").startswith("wrote run/timeline.html (")
+    assert page("run/timeline.html") == ["ZBVZeroBubble", "1F1B"]
+    assert opened == [Path("run/timeline.html").resolve().as_uri()]
+    printed(capsys, "view", "run")  # ours may be written again
+    assert printed(capsys, "view", "run/timeline.html") == ""
+    assert len(opened) == 3
+    shown = printed(capsys, "view", "run/timeline.html", "--no-open")
+    assert shown.strip() == str(Path("run/timeline.html").resolve()) and len(opened) == 3
+
+
+def test_view_takes_a_schedule_or_a_timeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    Path("plan.csv").write_text(GOOD)
+    assert "wrote plan.html" in printed(
+        capsys, "view", "plan.csv", "--no-open", "--costs", "comm=0.5"
+    )
+    assert page("plan.html") == ["plan"]
+    printed(capsys, "draw", "GPipe", "--out", "a.json")
+    assert "wrote b.html" in printed(capsys, "view", "a.json", "--no-open", "--out", "b.html")
+    assert page("b.html") == ["GPipe"]
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    assert "no browser could be opened here; open b.html" in printed(
+        capsys, "view", "a.json", "-o", "b.html"
+    )
+
+
+def test_our_own_options_are_documented():
+    """Every option of every command has a help text."""
+    context = click.Context(cli.fpipe)
+    for name in cli.COMMANDS:
+        command = cli.fpipe.get_command(context, name)
+        assert command is not None
+        for option in command.params:
+            assert isinstance(option, click.Argument) or option.help, (command.name, option.name)  # type: ignore[attr-defined]
+
+
+def test_compare_shows_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """64 ranks and 512 microbatches took half a minute, and nothing was shown."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("fpipe.products.progress.AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    real = comparison.make_schedule
+
+    def slow(*args: object) -> Schedule:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and "comparing schedules" not in screen.getvalue():
+            time.sleep(0.01)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(comparison, "make_schedule", slow)
+    assert cli.main(["compare", "-p", "2", "-m", "4", "--only", "1F1B"]) == 0
+    assert "1F1B" in capsys.readouterr().out
+    assert "comparing schedules" in screen.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_file_shows_progress_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A file of 21 MB took half a minute, and nothing was shown."""
+    Path("plan.csv").write_text(GOOD)
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("fpipe.products.progress.AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def slow(path: Path, track: Track) -> Schedule:
+        end = time.monotonic() + 30
+        for line in track(GOOD.splitlines()):
+            seen = "50%" if line[0] == "1" else "reading"
+            while terminal and time.monotonic() < end and seen not in screen.getvalue():
+                time.sleep(0.01)
+        return Schedule.from_csv(path)
+
+    monkeypatch.setattr("fpipe.products.command.options.read_schedule", slow)
+    assert cli.main(["check", "plan.csv"]) == 0
+    assert "2 ranks, 2 stages, 2 microbatches" in capsys.readouterr().out
+    assert ("reading plan.csv" in screen.getvalue()) == terminal == bool(screen.getvalue())

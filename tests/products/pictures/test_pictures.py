@@ -1,0 +1,794 @@
+"""Pictures: every format draws the values of the timeline, legibly."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import zlib
+from io import BytesIO
+from itertools import combinations, pairwise
+from math import dist
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image, ImageFont
+
+from fpipe.actions.action import Action, AnyAction, Fused
+from fpipe.actions.costs import Costs
+from fpipe.actions.timeline import Timeline
+from fpipe.errors import FpipeError
+from fpipe.generators import make_schedule
+from fpipe.products import pictures
+from fpipe.products.pictures import Look, colours, dense, idle, labels, output, pdf, png, terminal
+from fpipe.products.pictures import page as layout
+from fpipe.products.pictures.packed import expanded
+from fpipe.products.pictures.scene import _steps, scenes
+from fpipe.products.pictures.text_width import text_width
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str = "ZBV", ranks: int = 4, microbatches: int = 8, costs: str = "") -> Timeline:
+    return make_schedule(name, ranks, microbatches).simulate(Costs.parse(costs))
+
+
+class Span(NamedTuple):
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Wait(NamedTuple):
+    rank: int
+    position: int
+    time: float
+
+
+class Toy:
+    """The least that can be drawn: it shares no code with ``Timeline``. 1F0 waits for 0F0; then a
+    fused action.
+    """
+
+    name, unit, ranks, span, bubble = "toy", "", 2, 5.0, 0.3
+    spans = (
+        (Span(0, 0, Action(0, "F", 0), 10.0, 12.0), Span(0, 1, Action(0, "F", 1), 12.0, 14.0)),
+        (
+            Span(1, 0, Action(1, "F", 0), 13.0, 14.0),
+            Span(1, 1, Fused((Action(1, "F", 1), Action(1, "B", 0))), 14.0, 18.0),
+        ),
+    )
+
+    def of_rank(self, rank: int, /) -> tuple[Span, ...]:
+        return self.spans[rank]
+
+    def curve(self, rank: int, /) -> list[tuple[float, float]]:
+        return [(10.0, 1), (12.0, 2)] if rank == 0 else [(13.0, 1), (14.0, 2), (18.0, 1)]
+
+    def waited_for(self, rank: int, position: int, /) -> Wait | None:
+        return Wait(0, 0, 3.0) if (rank, position) == (1, 0) else None
+
+
+# ---- colours ----
+#: linear RGB as people with one kind of cone missing see it (Machado, Oliveira and Fernandes 2009,
+#: severity 1)
+VISIONS = {
+    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protan": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deutan": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritan": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+
+
+def seen(colour: str, vision: str) -> tuple[float, float, float]:
+    linear = colours._linear(colour)
+    there = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in VISIONS[vision]]
+    gamma = [
+        12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055
+        for v in (min(max(v, 0), 1) for v in there)
+    ]
+    return colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("shades", [1, 2, 4])
+@pytest.mark.parametrize("dark", [False, True])
+def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int, dark: bool):
+    for a, b in combinations("FBIW", 2):
+        for j in range(shades):
+            for k in range(shades):
+                one, two = colours.fill(a, j, shades, dark), colours.fill(b, k, shades, dark)
+                assert dist(seen(one, vision), seen(two, vision)) > 20, (a, j, b, k)
+
+
+@pytest.mark.parametrize("shades", [2, 3, 4])
+def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
+    for op in "FBIW":
+        fills = [colours.fill(op, k, shades) for k in range(shades)]
+        assert all(dist(colours.lab(a), colours.lab(b)) > 6 for a, b in combinations(fills, 2))
+        fills += [colours.fill(op, k, shades, dark=True) for k in range(shades)]
+        for ground in fills:
+            low, high = sorted((colours.luminance(ground), colours.luminance(colours.ink(ground))))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, ground
+    assert len({colours.of_256(colours.fill(op, k, 2)) for op in "FBIW" for k in range(2)}) == 8
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
+    """W was dark teal on dark grey: a contrast of 1.9."""
+    fills = colours.palette(2, dark)
+    light = lambda key: colours.luminance(fills[key]) + 0.05
+    work = [f"{op}{k}" for op in "FBIW" for k in range(2)]
+    if dark:
+        assert min(light(key) / light("paper") for key in work) >= 3
+    for vision in VISIONS:
+        apart = [
+            dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in idle.CAUSES
+        ]
+        assert min(apart) > 9
+        causes = [
+            dist(seen(fills[a], vision), seen(fills[b], vision))
+            for a, b in combinations(idle.CAUSES, 2)
+        ]
+        assert min(causes) > 4, (vision, causes)
+    assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
+
+
+# ---- terminal ----
+def lanes(text: str, ranks: int) -> dict[int, str]:
+    """The text on each rank's line, panels joined."""
+    found: dict[int, str] = {}
+    for line in text.splitlines():
+        if match := re.match(r"rank (\d+)", line):
+            margin = 6 + len(str(ranks - 1))
+            found[int(match[1])] = found.get(int(match[1]), "") + line[margin:] + " "
+    assert list(found) == list(range(ranks))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_text_names_every_action_in_order(name: str):
+    t = timeline(name)
+    text = pictures.draw(t, width=100, color=False)
+    assert text.isascii()
+    assert "\x1b" not in text
+    for rank, cells in lanes(text, 4).items():
+        names = [str(part) for span in t.of_rank(rank) for part in span.action.parts]
+        if t.placement.stages == t.ranks and "0F0" not in text:
+            names = [name[1:] for name in names]
+        assert re.findall(r"\d*[FBIW]\d+", cells) == names
+
+
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("width", [16, 20, 41, 80, 133, 250])
+@pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
+def test_text_fits_its_width(name: str, width: int, color: bool):
+    text = pictures.draw(
+        [timeline(name), timeline(name, costs="comm=0.3,overlap=2.5")], width=width, color=color
+    )
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert width / 2 < max(map(len, lines)) <= width
+    assert sum(line.startswith(("rank 3 ", "3 ")) for line in lines) >= 2
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1F1B", 16), ("ZBV", 32)])
+def test_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages: int):
+    t = timeline(name, 16, 64)
+    assert t.placement.stages == stages
+    for rank, cells in lanes(pictures.draw(t, width=120, color=False), 16).items():
+        names = [
+            f"{a.op}{a.microbatch}" if a.stage < 16 else f"{a.op}{a.microbatch}".lower()
+            for a in (span.action for span in t.of_rank(rank))
+            if isinstance(a, Action)
+        ]
+        assert re.findall(r"[FBIWfbiw]\d+", cells) == names
+
+
+def test_columns_are_times():
+    text = pictures.draw(timeline("1F1B", 3, 3), width=200, color=False).splitlines()
+    axis, rank2 = text[1], text[4]
+    assert rank2.index("2F0") == axis.index("2")
+    assert text[2].index("0B0") == axis.index(" 7 ") + 1
+
+
+def test_an_overview_shows_each_kind_by_its_share_of_time():
+    text = pictures.draw(timeline("1F1B", 64, 256), width=120, color=False)
+    cells = lanes(text, 64)
+    steady = cells[63][10:90]
+    assert steady.count("F") * 2 == pytest.approx(steady.count("B"), abs=4)
+    assert cells[0].startswith("FF")
+    assert cells[63].startswith(".")
+
+
+def test_colour_is_on_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    t = timeline()
+    assert "\x1b" not in pictures.draw(t)  # captured, so not a terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "\x1b[0;38;5;" in pictures.draw(t)
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert "\x1b[0;38;2;" in pictures.draw(t)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in pictures.draw(t)
+    assert "\x1b" in pictures.draw(t, color=True)
+
+
+def test_fused_actions_show_both_parts_in_their_colours():
+    text = pictures.draw(Toy(), width=70, color=True)
+    for op in "FB":
+        red, green, blue = colours.rgb(colours.fill(op))
+        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[3]
+    assert "1F1----------&1B0----------" in pictures.draw(Toy(), width=70, color=False)
+
+
+def test_several_timelines_share_one_axis():
+    text = pictures.draw(
+        [timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False
+    )
+    first, second = text.split("ZBVZeroBubble: 4 ranks")
+    assert first.splitlines()[1].split()[:4] == second.splitlines()[1].split()[:4]
+    assert first.splitlines()[1].index("10") == second.splitlines()[1].index("10")
+
+
+# ---- scenes ----
+def test_few_seconds_are_reported_in_smaller_units():
+    spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
+    (scene,) = scenes(Timeline.measured(spans, unit="s"))
+    assert (scene.unit, scene.total) == ("ms", pytest.approx(25))
+    assert "25 ms" in pictures.draw(Timeline.measured(spans, unit="s"), width=60, color=False)
+
+
+def test_timelines_in_different_units_have_no_axis():
+    spans = [(0, Action(0, "F", 0), 0.0, 1.0)]
+    two = [Timeline.measured(spans, unit="s"), Timeline.measured(spans, unit="ms")]
+    with pytest.raises(FpipeError, match="ms and in s have no common axis"):
+        pictures.draw(two)
+
+
+def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
+    simulated = timeline("1F1B")
+    measured = Timeline.measured(
+        [(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s"
+    )
+    one, two = scenes([simulated, measured])
+    assert (one.unit, one.one) == ("ms", pytest.approx(2))
+    assert one.total == pytest.approx(two.total) == pytest.approx(66)
+    assert "1 of its units drawn as 2 ms" in pictures.draw(
+        [simulated, measured], width=150, color=False
+    )
+    assert scenes([simulated, simulated])[0].one == 0
+
+
+def test_directions_of_a_bidirectional_schedule_get_different_shades():
+    (scene,) = scenes(timeline("DualPipe"))
+    shades = {bar.shades[0] for bar in scene.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}
+    assert shades == {0, 1}
+    assert scene.shades == 2
+    (scene,) = scenes(timeline("Interleaved1F1B"))
+    assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {
+        (0, 0),
+        (1, 1),
+    }
+
+
+def test_a_measured_timeline_may_lack_actions():
+    spans = [
+        (0, Action(0, "F", 0), 0.0, 1.0),
+        (1, Action(5, "F", 0), 1.0, 2.0),
+        (1, Action(2, "F", 0), 2.0, 3.0),
+    ]
+    toy = Toy()
+    toy.spans = tuple(
+        tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r))
+        for r in (0, 1)
+    )  # type: ignore[assignment]
+    (scene,) = scenes(toy)
+    assert [bar.shades for bar in scene.lanes[1].bars] == [(1,), (0,)]
+
+
+@pytest.mark.parametrize("ending", pictures.FORMATS)
+def test_an_empty_or_pointlike_timeline_can_be_drawn(ending: str, tmp_path: Path):
+    toy = Toy()
+    toy.spans = ((), ())
+    toy.curve = lambda rank, /: []  # type: ignore[method-assign]
+    toy.waited_for = lambda rank, position, /: None  # type: ignore[method-assign]
+    pictures.save(toy, tmp_path / f"empty{ending}")
+    toy.spans = ((Span(0, 0, Action(0, "F", 0), 1.0, 1.0),), ())
+    pictures.save(toy, tmp_path / f"point{ending}")
+    assert (tmp_path / f"point{ending}").stat().st_size > 0
+
+
+# ---- svg ----
+@pytest.mark.parametrize("name", NAMES)
+def test_svg_has_a_rectangle_for_every_part(name: str, tmp_path: Path):
+    t = timeline(name, costs="overlap=3")
+    pictures.save(t, tmp_path / "a.svg")
+    root = ElementTree.fromstring((tmp_path / "a.svg").read_text(encoding="utf-8"))
+    hinted = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    bars = [rect for rect in hinted if not rect.find(f"{SVG}title").text.startswith("idle")]  # type: ignore[union-attr]
+    assert len(bars) == sum(len(span.action.parts) for span in t)
+    hints = {rect.find(f"{SVG}title").text for rect in bars}  # type: ignore[union-attr]
+    assert {hint.partition(":")[0] for hint in hints if hint} == {str(span.action) for span in t}
+    page = [float(root.attrib[side]) for side in ("width", "height")]
+    for rect in bars:
+        x, y, wide, high = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+        assert wide > 0
+        assert 0 <= x < x + wide <= page[0]
+        assert 0 <= y < y + high <= page[1]
+
+
+def test_svg_places_are_times_and_hints_tell_what_was_waited_for(tmp_path: Path):
+    pictures.save(Toy(), tmp_path / "toy.svg")
+    root = ElementTree.fromstring((tmp_path / "toy.svg").read_text(encoding="utf-8"))
+    at = {
+        rect.find(f"{SVG}title").text: float(rect.attrib["x"])
+        for rect in root.iter(f"{SVG}rect")
+        if len(rect)
+    }  # type: ignore[union-attr]
+    start = at["0F0: 0 to 2"]
+    unit = (at["0F1: 2 to 4"] - start) / 2
+    assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(
+        3 * unit, abs=0.05
+    )
+    ticks = {
+        text.text: float(text.attrib["x"])
+        for text in root.iter(f"{SVG}text")
+        if text.attrib["class"] == "faint m"
+    }
+    assert at["0F1: 2 to 4"] == pytest.approx(ticks["2"], abs=0.6)
+
+
+def test_svg_escapes_names(tmp_path: Path):
+    toy = Toy()
+    toy.name = toy.unit = "<&>\x00\"'"
+    pictures.save(toy, tmp_path / "a.svg")
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+def test_svg_follows_its_reader_and_can_be_dark_alone(tmp_path: Path):
+    for look, ways in (
+        (Look(), {False, True}),
+        (Look(dark=True), {True}),
+        (Look(dark=False), {False}),
+    ):
+        pictures.save(timeline(), tmp_path / "a.svg", look)
+        text = (tmp_path / "a.svg").read_text()
+        assert {
+            dark
+            for dark in (False, True)
+            if f".paper{{fill:{colours.palette(2, dark)['paper']}}}" in text
+        } == ways
+        assert ("prefers-color-scheme:dark" in text) == (len(ways) == 2)
+
+
+# ---- memory, idle time, messages, the critical path ----
+def test_idle_time_has_the_cause_that_the_simulator_knows():
+    """2 ranks, 1F1B, messages of 0.5: times from the definition, by hand."""
+    (scene,) = scenes(timeline("1F1B", 2, 2, "comm=0.5"))
+    found = [[(g.start, g.end, g.cause) for g in lane.gaps] for lane in scene.lanes]
+    # rank 0: 0F0 to 1, 0F1 to 2, 0B0 5 to 7 (1B0 ends at 4.5), 0B1 8 to 10 (1B1 ends at 7.5)
+    assert found[0] == [
+        (2, 4.5, "warmup"),
+        (4.5, 5, "message"),
+        (7, 7.5, "tail"),
+        (7.5, 8, "message"),
+    ]
+    assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
+    assert scene.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
+
+
+def test_a_slower_rank_is_an_imbalance():
+    (scene,) = scenes(timeline("1F1B", 4, 12, "F=1:1:1:2"))
+    assert {g.cause for g in scene.lanes[0].gaps} == {"warmup", "imbalance", "tail"}
+    assert {g.cause for g in scene.lanes[3].gaps} == {"warmup", "tail"}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "VHalf", "Hanayo"])
+def test_idle_and_busy_times_fill_every_lane(name: str):
+    (scene,) = scenes(timeline(name, costs="comm=0.3,send=0.1,F=1.5"))
+    for lane in scene.lanes:
+        pieces = sorted(
+            [(b.start, b.end) for b in lane.bars] + [(g.start, g.end) for g in lane.gaps]
+        )
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == pytest.approx(scene.total)
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(pieces))
+
+
+def test_the_critical_path_is_that_of_the_timeline():
+    t = timeline(costs="comm=0.2,I=1.3")
+    (scene,) = scenes(t)
+    assert scene.critical == [(span.rank, span.position) for span in t.critical_path]
+    plain, marked = (layout.page(scenes(t), Look(critical=on)) for on in (False, True))
+    paths = [s for s in marked.shapes if isinstance(s, layout.Path) and s.colour == "mark"]
+    assert [len(paths[0].points), len(paths)] == [2 * len(t.critical_path), 1]
+    assert not any(s.colour == "mark" for s in plain.shapes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_message_is_a_line_where_they_are_asked_for(name: str):
+    t = timeline(name, costs="comm=0.2,overlap=3")
+    lines = [
+        s for s in layout.page(scenes(t), Look(messages=True)).shapes if s.colour == "message-line"
+    ]
+    assert len(lines) - 1 == t.messages  # and one in the legend
+    assert not any(s.colour == "message-line" for s in layout.page(scenes(t)).shapes)
+
+
+def test_thousands_of_messages_are_one_element(tmp_path: Path):
+    t = timeline("1F1B", 16, 64)
+    t.save(tmp_path / "a.svg", messages=True)
+    root = ElementTree.parse(tmp_path / "a.svg")
+    (path,) = [p for p in root.iter(f"{SVG}path") if p.attrib["class"] == "message-linel"]
+    assert path.attrib["d"].count("M") == t.messages
+
+
+def test_memory_curves_reach_the_peaks():
+    t = timeline("1F1B")
+    page = layout.page(scenes(t))
+    areas = [
+        s for s in page.shapes if isinstance(s, layout.Path) and s.colour == "curve" and not s.width
+    ]
+    tops = [max(y for _, y in s.points) - min(y for _, y in s.points) for s in areas]
+    assert [round(4 * top / tops[0], 6) for top in tops] == list(t.peak) == [4, 3, 2, 1]
+    assert not any(s.colour == "curve" for s in layout.page(scenes(t), Look(memory=False)).shapes)
+
+
+def test_units_and_what_they_mean_are_on_the_picture():
+    words = lambda t: " ".join(
+        s.text for s in layout.page(scenes(t)).shapes if isinstance(s, layout.Text)
+    )
+    assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(
+        timeline(costs="F=.5,I=.5,W=.5")
+    )
+    assert "Memory in microbatches: F adds 0.5." in words(timeline(costs="saved=.5"))
+    assert "Times in s: the stage of a rank takes F 2, B 1 to 3." in words(
+        Timeline.measured(
+            [
+                (0, Action(0, op, m), s, e)
+                for op, m, s, e in (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))
+            ]
+        )
+    )
+    assert "Memory in bytes." in words(timeline(costs="saved=3000000"))
+
+
+# ---- differences ----
+def test_a_difference_has_the_shift_of_every_action():
+    """Ends are compared with those of the simulator; I and W with B, where the other has only B."""
+    slow, fast = timeline("1F1B", costs="comm=0.5"), timeline("ZBH1")
+    first, second = output.compared([slow, fast], Look(difference=True))
+    ends = {(a.stage, a.op, a.microbatch): span.end for span in slow for a in span.action.parts}
+    shifts = {str(bar.action): bar.shift for lane in second.lanes for bar in lane.bars}
+    for span in fast:
+        (part,) = span.action.parts
+        there = ends[part.stage, "F" if part.op == "F" else "B", part.microbatch]
+        assert shifts[str(part)] == pytest.approx(span.end - there)
+    tints = {bar.shades[0] for lane in second.lanes for bar in lane.bars}
+    assert min(tints) == 0 and 9 not in tints
+    assert first.against is None and second.against is first
+    assert ("total", f"27 ({100 * (27 / slow.total - 1):+.1f}%)") in labels.facts(second)
+
+
+def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
+    timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
+    text = (tmp_path / "a.svg").read_text()
+    assert "ZBVZeroBubble against 1F1B" in text
+    for word in ("ends earlier than in 1F1B, by up to", "later, by up to", "not in 1F1B"):
+        assert word in text
+    assert re.search(r"0F5: [\d.]+ to [\d.]+; [\d.]+ earlier than in 1F1B", text)
+    assert re.search(r"4F0: [\d.]+ to [\d.]+.*; not in 1F1B</title>", text)
+    colored = pictures.draw(
+        [timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True
+    )
+    assert "later, by up to" in colored
+
+
+# ---- many actions ----
+def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
+    """64 ranks and 512 microbatches were a uniform grey, in 8.2 MB of SVG."""
+    t = timeline("1F1B", 64, 512)
+    pictures.save(t, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert len(text) < 1_000_000
+    (scene,) = scenes(t)
+    page = layout.page([scene])
+    areas = [s for s in page.shapes if isinstance(s, layout.Path) and s.colour in ("F0", "B0")]
+    for area, kind in zip(areas[:2], ("B0", "F0"), strict=True):  # rank 0, the upper band first
+        assert area.colour == kind
+        low, high = (y(y for _, y in area.points) for y in (min, max))
+        middle = (area.points[0][0] + area.points[-1][0]) / 2
+        at = next(y for (x, y), (right, _) in pairwise(area.points) if x <= middle < right)
+        # in the steady phase a third of the time is F, and F and B fill all of it
+        assert (high - at) / 14 == pytest.approx(1 / 3 if kind == "F0" else 1, abs=0.02)
+        assert low <= at
+    words = [s.text for s in page.shapes if isinstance(s, layout.Text)]
+    assert any(re.match(r"Steady, 8\d.*: F 33.3%, B 66.7%\.", line) for line in words), words
+    assert "height: share of the time" in words
+
+
+def test_shares_add_up_to_the_time_of_a_lane():
+    (scene,) = scenes(timeline("DualPipeV", 4, 10, "overlap=3,comm=0.1"))
+    for lane in scene.lanes:
+        parts = idle.shares(dense.intervals(lane), [0, 5, scene.total / 2, scene.total])
+        assert [sum(part.values()) for part in parts] == pytest.approx([1, 1, 1])
+
+
+def test_pieces_of_a_dense_lane_contain_whole_microbatches():
+    (scene,) = scenes(timeline("1F1B", 4, 400))
+    assert dense.piece(scene, 2) == pytest.approx(3 * round(dense.piece(scene, 2) / 3))
+    assert 2 * dense.piece(scene, 2) >= dense.LEAST
+
+
+@pytest.mark.parametrize("width", [320, 390, 900])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (16, 64)])
+def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, microbatches: int):
+    page = layout.page(scenes(timeline("ZBV", ranks, microbatches)), Look(width=width))
+    assert page.width == width
+    for shape in page.shapes:
+        if isinstance(shape, layout.Text):
+            wide = text_width(shape.text, shape.size)
+            left = shape.x - {"start": 0, "middle": wide / 2, "end": wide}[shape.anchor]
+            assert left >= -1 and left + wide <= width + 1, shape.text
+
+
+# ---- pdf ----
+def test_pdf_has_every_shape_at_the_places_that_its_table_names(tmp_path: Path):
+    pictures.save(timeline(costs="overlap=3"), tmp_path / "a.pdf", Look(critical=True))
+    data = (tmp_path / "a.pdf").read_bytes()
+    table = int(re.search(rb"startxref\n(\d+)\n%%EOF\n$", data)[1])  # type: ignore[index]
+    places = [int(line[:10]) for line in data[table:].splitlines()[3:] if line.endswith(b" n ")]
+    assert [data[place:].split(b" ", 1)[0] for place in places] == [
+        b"%d" % (k + 1) for k in range(len(places))
+    ]
+    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0]).decode(
+        "cp1252"
+    )
+    page = layout.page(scenes(timeline(costs="overlap=3")), Look(critical=True))
+    assert stream.count(" re f") == 1 + sum(isinstance(s, layout.Rect) for s in page.shapes)
+    assert stream.count(" Tj ET") == sum(isinstance(s, layout.Text) for s in page.shapes)
+    assert stream.count(" Q") == sum(isinstance(s, layout.Path) for s in page.shapes)
+    assert "(3F2) Tj" in stream
+
+
+def test_pdf_escapes_brackets():
+    data = pdf.write(layout.Page(9, 9, [layout.Text(1, 1, "(1)\\", 9)]))
+    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0])
+    assert rb"(\(1\)\\) Tj" in stream
+
+
+# ---- png ----
+def pixels(data: bytes) -> tuple[int, int, list[bytes]]:
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    image = Image.open(BytesIO(data))
+    assert image.mode == "RGB"
+    raw, line = image.tobytes(), 3 * image.width
+    return image.width, image.height, [raw[k * line : (k + 1) * line] for k in range(image.height)]
+
+
+def test_png_shows_what_the_layout_says(tmp_path: Path):
+    t = timeline("DualPipeV", costs="overlap=3")
+    pictures.save(t, tmp_path / "a.png")
+    wide, high, rows = pixels((tmp_path / "a.png").read_bytes())
+    page = layout.page(scenes(t))
+    fills = colours.palette(page.shades)
+    assert (wide, high) == (round(2 * page.width), round(2 * page.height))
+    rects = [
+        s
+        for s in page.shapes
+        if isinstance(s, layout.Rect) and s.hint and not s.hint.startswith("idle")
+    ]
+    assert len(rects) == sum(len(span.action.parts) for span in t)
+    for rect in rects:  # just inside its left top corner, where there is no letter
+        x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
+        assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(fills[rect.colour])
+    inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}
+    assert colours.rgb(colours.INK) in inks  # and there are letters
+
+
+def test_letters_are_as_wide_as_the_layout_takes_them_to_be():
+    font = ImageFont.load_default(100)
+    for label in (
+        "3F2",
+        "12F123",
+        "F7",
+        "23W117",
+        "7I0",
+        "2B5",
+        "48",
+        "bubble 12.5%, peak 4",
+        "4 ranks",
+    ):
+        assert 0.9 < font.getlength(label) / text_width(label, 100) < 1.05, label
+    assert text_width("\N{SNOWMAN}", 22.0) == text_width("\N{HOURGLASS}", 22.0) > 0
+
+
+def test_labels_stay_within_their_bars(tmp_path: Path):
+    """Letters are drawn over their own rectangle alone: beside it the page keeps its colours."""
+    page = layout.page(scenes(timeline("1F1B", 3, 12)))
+    plain = page._replace(shapes=[shape for shape in page.shapes if isinstance(shape, layout.Rect)])
+    bars = [shape for shape in plain.shapes if shape.hint]
+    names = [
+        s for s in page.shapes if isinstance(s, layout.Text) and re.fullmatch(r"\d[FB]\d+", s.text)
+    ]
+    named = [*plain.shapes, *names]
+    one, two = (
+        pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named)
+    )
+    inside = {
+        (x, y)
+        for bar in bars
+        for x in _across(bar.x, bar.width)
+        for y in _across(bar.y, bar.height)
+    }
+    changed = {
+        (x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)
+    }
+    assert len(bars) * 20 < len(changed)
+    assert changed <= inside
+
+
+def _across(start: float, length: float) -> range:
+    return range(round(2 * start), round(2 * (start + length)))
+
+
+def _at(image: tuple[int, int, list[bytes]], x: int, y: int) -> bytes:
+    return image[2][y][3 * x : 3 * x + 3]
+
+
+def test_without_pillow_a_png_is_refused_and_the_extra_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(
+        FpipeError,
+        match=r"a \.png needs Pillow; pip install '\.\[pictures\]' in a checkout of fpipe, or "
+        r"write \.svg",
+    ):
+        pictures.save(timeline(), tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_letters_beyond_the_page_are_cut():
+    page = layout.Page(
+        10, 10, [layout.Text(-3, 12, "WWWW", 20, "ink"), layout.Rect(-5, -5, 50, 8, "mark")]
+    )
+    wide, high, rows = pixels(png.write(page, 1))
+    assert (wide, high) == (10, 10)
+    assert rows[0] == bytes(colours.rgb(colours.palette(1)["mark"])) * 10
+
+
+# ---- trace ----
+def test_trace_tells_every_action_its_wait_and_memory(tmp_path: Path):
+    t = timeline("1F1B", costs="comm=0.5")
+    pictures.save(t, tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in slices] == [
+        (
+            span.rank,
+            str(span.action),
+            1000 * span.start,
+            pytest.approx(1000 * (span.end - span.start)),
+        )
+        for span in t
+    ]
+    waits = [e for e in slices if e["args"]]
+    assert len(waits) == sum(t.waited_for(span.rank, span.position) is not None for span in t) > 0
+    starts, ends = ({e["id"] for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts == ends
+    assert len(starts) == len(waits)
+    for arrow in (e for e in events if e["ph"] == "s"):  # each starts within a slice
+        assert any(
+            e["tid"] == arrow["tid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"] for e in slices
+        )
+    counters = [e["args"]["held"] for e in events if e["ph"] == "C" and e["name"] == "rank 0 holds"]
+    assert max(counters) == t.peak[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_can_be_loaded_and_drawn_again(name: str, tmp_path: Path):
+    given = [timeline(name, costs="comm=0.1,overlap=2.5"), timeline(name)]
+    pictures.save(given, tmp_path / "a.json")
+    loaded = pictures.load(tmp_path / "a.json")
+    assert pictures.is_timeline(tmp_path / "a.json")
+    for color in (False, True):
+        assert pictures.draw(loaded, width=90, color=color) == pictures.draw(
+            given, width=90, color=color
+        )
+    pictures.save(loaded, tmp_path / "b.html")
+    pictures.save(given, tmp_path / "c.html")
+    assert (tmp_path / "b.html").read_text() == (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "nonsense",
+        '{"otherData":{"fpipe":1,"timelines":[{}]},"traceEvents":[]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":[{}]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":'
+        '[{"ph":"X","pid":0,"tid":3,"ts":0,"dur":1,"name":"0F0","args":{}}]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":'
+        '[{"ph":"X","pid":0,"tid":0,"ts":0,"dur":1,"name":"zero","args":{}}]}',
+        "\ud800".encode("utf-16", "surrogatepass"),
+    ],
+)
+def test_other_json_is_refused(text: str | bytes, tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FpipeError, match=r"a\.json is not a timeline that fpipe wrote"):
+        pictures.load(file)
+
+
+# ---- html ----
+def test_html_needs_nothing_else(tmp_path: Path):
+    toy = Toy()
+    toy.name = "</script><script>alert(1)</script>"
+    pictures.save([toy, timeline()], tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|src=|@import|url\(", text)
+    assert "default-src 'none'" in text
+    assert text.count("<script") == 2
+    assert "{{" not in text
+    data = expanded(text.split('id="data">')[1].split("</script>")[0])
+    assert [scene["label"] for scene in data["scenes"]] == [toy.name, "ZBVZeroBubble"]
+    lane = data["scenes"][0]["lanes"][1]
+    assert (lane["parts"], lane["gaps"], lane["lengths"], data["scenes"][0]["tick"]) == (
+        [1, 2],
+        [3, 0],
+        [1, 4],
+        1,
+    )
+    assert lane["waits"] == [[3], [0], [0], [0]]
+
+
+def test_a_hundred_thousand_spans_make_a_page_of_a_tenth_of_a_megabyte(tmp_path: Path):
+    t = timeline("1F1B", 64, 512)
+    pictures.save(t, tmp_path / "a.html")
+    assert len(t) == 65536
+    assert (tmp_path / "a.html").stat().st_size < 2e5
+
+
+# ---- saving ----
+def test_the_ending_says_what_is_written(tmp_path: Path):
+    t = timeline()
+    t.save(tmp_path / "a.SVG")
+    assert (tmp_path / "a.SVG").read_bytes().startswith(b"<svg")
+    t.save(tmp_path / "a.txt")
+    assert "\x1b" not in (tmp_path / "a.txt").read_text()
+    with pytest.raises(FpipeError, match=r"no picture is written as '\.gif'"):
+        t.save(tmp_path / "a.gif")
+    with pytest.raises(FpipeError, match="no timeline to draw"):
+        pictures.save([], tmp_path / "a.svg")
+
+
+def test_steps_keeps_peaks_and_drops_dips_without_length():
+    assert _steps([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [(0, 1), (1, 1), (2, 3), (2, 1)]
+
+
+def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():
+    assert terminal._piece(8, 13, 10) == (2, 5)
+    assert terminal._piece(7, 12, 10) == (0, 3)
+    assert terminal._piece(3, 6, 10) == (0, 3)

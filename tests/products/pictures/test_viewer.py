@@ -1,0 +1,440 @@
+"""The page that ``.html`` pictures are, in a real browser: hovered, zoomed, searched, by mouse and
+by keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fpipe.actions.action import Action
+from fpipe.actions.costs import Costs
+from fpipe.actions.timeline import Timeline
+from fpipe.generators import make_schedule
+from fpipe.products import pictures
+
+pytestmark = pytest.mark.xdist_group("browser")
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def view(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Open a page of timelines; afterwards there must be no errors and no requests."""
+    pages, complaints, fetched = [], [], []
+
+    def show(*timelines: Timeline, **context: Any) -> Any:
+        file = tmp_path / f"page{len(pages)}.html"
+        pictures.save(timelines, file)
+        page = browser.new_page(viewport={"width": 1200, "height": 700}, **context)
+        pages.append(page)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console", lambda message: "Canvas2D" in message.text or complaints.append(message.text)
+        )
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(file.as_uri())
+        page.wait_for_function("window.fpipe")
+        page.set_default_timeout(5000)
+        return page
+
+    yield show
+    for page in pages:
+        page.close()
+    assert complaints == []
+    assert [url for url in fetched if not url.startswith(("file:", "data:"))] == []
+
+
+def zbv(costs: str = "comm=0.2,I=1.2,saved=3000000") -> Timeline:
+    return make_schedule("ZBV", 4, 8).simulate(Costs.parse(costs))
+
+
+def where(page: Any, name: str, scene: int = 0) -> dict[str, float]:
+    return page.evaluate(f"fpipe.where(fpipe.find('{name}').find((a) => a.scene === {scene}))")
+
+
+def hover(page: Any, name: str, scene: int = 0, dx: float = 0, dy: float = 0) -> str:
+    at = where(page, name, scene)
+    page.mouse.move(at["x"] + dx, at["y"] + dy)
+    page.wait_for_selector("#tip:not([hidden])")
+    return page.inner_text("#tip")
+
+
+def window(page: Any) -> tuple[float, float]:
+    start, end = page.evaluate("[fpipe.state.from, fpipe.state.to]")
+    return start, end
+
+
+# ---- displayed text ----
+def test_hover_tells_the_action_its_times_and_what_it_waited_for(view: Open):
+    t = zbv()
+    page = view(t)
+    spans = {str(span.action): span for span in t}
+    span = spans["5I0"]
+    wait = t.waited_for(span.rank, span.position)
+    assert wait is not None
+    text = hover(page, "5I0")
+    assert text.startswith("5I0")
+    assert "input gradient of stage 5, microbatch 0" in text
+    assert f"rank {span.rank}" in text
+    assert f"start {span.start:g}, end {span.end:g} (1.2)" in text
+    assert f"waited {wait.time:.6g} for 6I0 of rank 1; 0.2 on the way" in text
+    held = next(amount for time, amount in reversed(t.curve(span.rank)) if time <= span.start)
+    assert f"rank holds {held / 2**20:.1f} MiB" in text
+    assert "started as soon as its rank was free" in hover(page, "0F1")
+
+
+def test_hover_over_nothing_tells_how_long_and_why(view: Open):
+    text = hover(view(zbv()), "5I0", dx=-20)
+    assert text.startswith("idle ")
+    assert "before 5I0" in text
+    assert "for 6I0 of rank 1" in text
+
+
+def test_hover_over_a_memory_curve_tells_what_is_held(view: Open):
+    page = view(zbv())
+    row = page.evaluate("(() => { const r = fpipe.state.rows[0]; return [r.bar, r.curve]; })()")
+    text = hover(page, "0F3", dy=row[0] / 2 + row[1] / 2)
+    assert text.startswith("rank 0 holds 11.4 MiB")
+    assert "at most 22.9 MiB" in text
+
+
+def test_fused_actions_tell_both_parts(view: Open):
+    page = view(make_schedule("DualPipeV", 4, 10).simulate(Costs(overlap=3)))
+    text = hover(page, "7B3")
+    assert text.startswith("0F7 with 7B3")
+    assert "forward of stage 0, microbatch 7" in text
+    assert "backward of stage 7, microbatch 3" in text
+
+
+def test_the_head_has_the_figures_of_every_timeline(view: Open):
+    simulated = zbv("comm=0")
+    spans = [
+        (s.rank, s.action, s.start / 1000, s.end / 1000) for s in zbv("comm=0.3")
+    ]  # as long as simulated
+    page = view(simulated, Timeline.measured(spans, name="measured", unit="s"))
+    text = page.inner_text("#figures")
+    assert "ZBVZeroBubble: 4 ranks, 8 microbatches" in text
+    assert "measured: 4 ranks, 8 microbatches" in text
+    assert "bubble 0%" in text
+    assert "total 51 ms" in text
+    assert "its unit is drawn as 1 ms" in text
+
+
+def test_measured_and_simulated_stand_on_one_axis_and_tell_of_each_other(view: Open):
+    measured = Timeline.measured(
+        [(s.rank, s.action, s.start, s.end) for s in zbv("comm=0.3")], name="measured", unit=""
+    )
+    page = view(zbv("comm=0"), measured)
+    one, two = where(page, "0F3", 0), where(page, "0F3", 1)
+    assert one["x"] == pytest.approx(two["x"], abs=1)
+    assert one["y"] < two["y"]
+    text = hover(page, "3F0", 1)
+    assert "rank 3, measured" in text
+    assert "ZBVZeroBubble: 3 to 4 (1)" in text
+    page.keyboard.press("g")
+    assert where(page, "1F0", 0)["y"] < where(page, "1F0", 1)["y"] < where(page, "2F0", 0)["y"]
+    assert page.get_attribute("#group", "aria-pressed") == "true"
+
+
+# ---- moving ----
+def test_wheel_zooms_where_the_mouse_is_and_drag_moves(view: Open):
+    page = view(zbv())
+    total = window(page)[1]
+    at = where(page, "5I3")
+    page.mouse.move(at["x"], at["y"])
+    for _ in range(6):
+        page.mouse.wheel(0, -120)
+    page.wait_for_function(f"fpipe.state.to - fpipe.state.from < {total / 3}")
+    there = where(page, "5I3")
+    assert abs(there["x"] - at["x"]) < 25
+    assert there["width"] > 3 * at["width"]
+    start, end = window(page)
+    page.mouse.down()
+    page.mouse.move(at["x"] - 200, at["y"], steps=4)
+    page.mouse.up()
+    moved = window(page)
+    assert moved[0] > start
+    assert moved[1] - moved[0] == pytest.approx(end - start)
+    assert page.inner_text("#chosen").startswith("Click an action")  # a drag is no click
+
+
+def test_keys_zoom_move_and_fit(view: Open):
+    page = view(zbv())
+    total = window(page)[1]
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    start, end = window(page)
+    assert end - start == pytest.approx(total / 2.25)
+    page.keyboard.press("ArrowLeft")
+    assert window(page)[0] == pytest.approx(start - 0.2 * (end - start))
+    page.keyboard.press("ArrowRight")
+    assert window(page)[0] == pytest.approx(start)
+    page.keyboard.press("Shift+ArrowRight")
+    assert window(page)[1] == pytest.approx(total)
+    page.keyboard.press("-")
+    assert window(page)[1] - window(page)[0] == pytest.approx(total / 1.5)
+    page.keyboard.press("0")
+    assert window(page) == pytest.approx((0, total))
+    page.click("#closer")
+    assert window(page)[1] - window(page)[0] == pytest.approx(total / 1.5)
+    page.click("#fit")
+    assert window(page) == pytest.approx((0, total))
+
+
+def test_the_overview_moves_the_window(view: Open):
+    page = view(zbv())
+    for _ in range(4):
+        page.keyboard.press("+")
+    box = page.locator("#map").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 20, box["y"] + 10)
+    assert window(page)[1] == pytest.approx(page.evaluate("fpipe.state.total"))
+
+
+# ---- choosing and finding ----
+def test_a_chosen_action_leads_to_what_it_waited_for(view: Open):
+    page = view(zbv())
+    at = where(page, "5I0")
+    page.mouse.click(at["x"], at["y"])
+    assert page.inner_text("#chosen").startswith("5I0")
+    page.keyboard.press("w")
+    assert page.inner_text("#chosen").startswith("6I0")
+    page.keyboard.press("]")
+    assert page.inner_text("#chosen").startswith("6W0")
+    page.keyboard.press("[")
+    page.click("#chosen button")
+    assert page.inner_text("#chosen").startswith("7I0")
+    page.keyboard.press("Escape")
+    assert page.inner_text("#chosen").startswith("Click an action")
+
+
+def test_search_finds_marks_and_goes_to_an_action(view: Open):
+    page = view(zbv())
+    page.keyboard.press("/")
+    page.keyboard.type("3f2")
+    assert page.inner_text("#found") == "1 found"
+    page.keyboard.press("Enter")
+    assert page.inner_text("#found") == "1 of 1"
+    assert page.inner_text("#chosen").startswith("3F2")
+    start, end = window(page)
+    assert start < 6 < end < 20
+    page.fill("#query", "W7")
+    assert page.inner_text("#found") == "8 found"
+    page.press("#query", "Shift+Enter")
+    assert page.inner_text("#found") == "8 of 8"
+    page.press("#query", "Enter")
+    assert page.inner_text("#found") == "1 of 8"
+    for text, shown in (("3F99", "none"), ("zzz", "like 3F2"), ("", "")):
+        page.fill("#query", text)
+        assert page.inner_text("#found") == shown
+    page.fill("#query", "+-0m")  # no key of the picture is pressed while one types
+    assert page.get_attribute("#memory", "aria-pressed") == "true"
+    page.press("#query", "Escape")
+    assert page.input_value("#query") == ""
+
+
+def test_what_is_not_found_is_dimmed(view: Open):
+    page = view(zbv())
+    at = where(page, "0F3")
+
+    def colour() -> list[int]:
+        x, y = at["x"] - at["width"] / 2 + 2, at["y"] - 12
+        canvas = page.locator("#lanes").bounding_box()
+        point = f"{x - canvas['x']}, {y - canvas['y']}, 1, 1"
+        return page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
+            "done(Array.from("
+            f"document.getElementById('lanes').getContext('2d').getImageData({point}).data)))))"
+        )
+
+    plain = colour()
+    page.fill("#query", "0F3")
+    assert colour() == plain
+    page.fill("#query", "0F4")
+    assert sum(colour()) > sum(plain) + 60
+
+
+def test_help_lists_the_keys(view: Open):
+    page = view(zbv())
+    page.keyboard.press("?")
+    assert "what the chosen action waited for" in page.inner_text("#help")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#help")
+    page.keyboard.press("m")
+    assert page.get_attribute("#memory", "aria-pressed") == "false"
+    assert page.is_hidden("#group")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_readers_light(view: Open, scheme: str):
+    page = view(zbv(), color_scheme=scheme)
+    pixel = (
+        "Array.from(document.getElementById('lanes').getContext('2d').getImageData(4, 60, 1, "
+        "1).data)"
+    )
+    assert (sum(page.evaluate(pixel)[:3]) > 600) == (scheme == "light")
+
+
+# ---- what stays in place, and what is shown on demand ----
+def boxes(page: Any) -> list[dict[str, float]]:
+    return [page.locator(name).bounding_box() for name in ("#lanes", "#chosen", "#map")]
+
+
+def test_choosing_an_action_moves_nothing(view: Open):
+    """The line of a chosen action pushed the lanes up."""
+    page = view(zbv(), zbv("comm=0"))
+    before = boxes(page)
+    at = where(page, "5I0")
+    page.mouse.click(at["x"], at["y"])
+    assert page.inner_text("#chosen").startswith("5I0")
+    assert boxes(page) == before
+
+
+def test_the_box_under_the_mouse_follows_the_picture(view: Open):
+    """After a key the box described the action that had been there before."""
+    page = view(zbv())
+    assert hover(page, "0F3").startswith("0F3")
+    page.keyboard.press("+")
+    page.keyboard.press("Shift+ArrowRight")
+    text, under = page.evaluate(
+        "(() => { fpipe.paint(); const {hover, scenes} = fpipe.state;"
+        " const name = hover && scenes[0].lanes[hover.rank].names[hover.index];"
+        " return [document.getElementById('tip').innerText, name]; })()"
+    )
+    assert not text.startswith("0F3")
+    assert text.startswith(under or "idle")
+    page.mouse.move(600, 5)
+    page.wait_for_selector("#tip", state="hidden")
+
+
+def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
+    page = view(zbv(), zbv("comm=0"))
+    page.click("#group")
+    rows = page.evaluate(
+        "fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)"
+    )
+    assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
+
+
+def test_the_legend_names_shades_idle_time_and_lines(view: Open):
+    page = view(zbv())
+    text = page.inner_text("#legend")
+    for word in (
+        "forward",
+        "input gradient",
+        "weight gradient",
+        "paler: a rank's other stages",
+        "idle: warm-up",
+        "idle: message on the way",
+        "idle: tail",
+        "memory that the rank holds",
+    ):
+        assert word in text
+    assert "critical path" not in text
+    page.keyboard.press("c")
+    page.keyboard.press("e")
+    page.keyboard.press("m")
+    text = page.inner_text("#legend")
+    assert "critical path" in text and "message\n" in text + "\n" and "memory that" not in text
+
+
+def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open):
+    t = zbv("comm=0.2,I=1.2,send=0.05")
+    page = view(t)
+    path = page.evaluate(
+        "fpipe.criticalPath(fpipe.state.scenes[0]).map((one) => [one.rank, one.index])"
+    )
+    assert path == [[span.rank, span.position] for span in t.critical_path]
+    sent = page.evaluate("fpipe.messagesOf(fpipe.state.scenes[0]).flat().length")
+    assert sent == t.messages
+
+
+def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Path):
+    first, second = (
+        make_schedule(name, 4, 8).simulate(Costs(saved=1)) for name in ("1F1B", "ZBH1")
+    )
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page()
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    legend, figures = page.inner_text("#legend"), page.inner_text("#figures")
+    page.close()
+    assert "ends earlier than in 1F1B, by up to 7" in legend
+    assert "forward" in legend and "input gradient" not in legend
+    assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Seq1F1B"])
+def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
+    t = make_schedule(name, 4, 10).simulate(Costs.parse("comm=0.3,I=1.1,overlap=2.7,send=0.07"))
+    page = view(t)
+    found = page.evaluate(
+        "fpipe.state.scenes[0].lanes.map("
+        "(l) => [[...l.start], [...l.end], l.names, l.times, l.held, [...l.cause.entries()]])"
+    )
+    for rank, (starts, ends, names, times, held, causes) in enumerate(found):
+        spans = t.of_rank(rank)
+        assert starts == pytest.approx([span.start for span in spans], abs=1e-6)
+        assert ends == pytest.approx([span.end for span in spans], abs=1e-6)
+        assert names == [";".join(map(str, span.action.parts)) for span in spans]
+        curve = dict(t.curve(rank))
+        assert all(
+            curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(amount)
+            for time, amount in zip(times, held, strict=True)
+        )
+        waits = {k: t.waited_for(rank, k) for k in range(len(spans))}
+        assert {k: (one["rank"], one["index"]) for k, one in causes} == {
+            k: (wait.rank, wait.position) for k, wait in waits.items() if wait
+        }
+
+
+@pytest.mark.parametrize("size", [(4, 8), (16, 64)])
+def test_a_phone_shows_lanes_and_nothing_beyond_its_width(view: Open, size: tuple[int, int]):
+    page = view(make_schedule("ZBV", *size).simulate(), make_schedule("1F1B", *size).simulate())
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.evaluate("fpipe.paint()")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    lanes = page.locator("#lanes").bounding_box()
+    assert lanes["height"] > 200 and lanes["x"] + lanes["width"] <= 390
+    assert page.evaluate("getComputedStyle(document.getElementById('map')).display") == "block"
+
+
+# ---- size ----
+#: draws a frame, and returns how many calls of the canvas it takes
+CANVAS_CALLS = """(() => {
+    const canvas = CanvasRenderingContext2D.prototype;
+    let calls = 0;
+    for (const name of Object.getOwnPropertyNames(canvas)) {
+        const call = Object.getOwnPropertyDescriptor(canvas, name).value;
+        if (typeof call === "function")
+            canvas[name] = function (...all) { calls++; return call.apply(this, all); };
+    }
+    fpipe.where({scene: 0, rank: 0, index: 0});
+    return calls;
+})()"""
+
+
+def test_a_hundred_thousand_actions_stay_fluent(view: Open):
+    page = view(make_schedule("ZBH1", 64, 512).simulate())
+    assert (
+        page.evaluate(
+            "fpipe.state.scenes[0].lanes.reduce((sum, lane) => sum + lane.names.length, 0)"
+        )
+        == 98304
+    )
+    assert page.evaluate(CANVAS_CALLS) < 40_000, "narrow neighbours are drawn as one"
+    page.fill("#query", "7F300")
+    page.press("#query", "Enter")
+    assert page.inner_text("#chosen").startswith("7F300")
+    at = where(page, "7F300")
+    assert at["width"] > 40
+    page.mouse.move(at["x"], at["y"])
+    assert page.inner_text("#tip").startswith("7F300")
+    page.keyboard.press("ArrowDown")
+
+
+def test_a_timeline_of_one_action_can_be_viewed(view: Open):
+    page = view(Timeline.measured([(0, Action(0, "F", 0), 0.0, 0.002)], name="one", unit="s"))
+    assert "start 0 ms, end 2 ms" in hover(page, "0F0")

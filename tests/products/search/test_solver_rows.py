@@ -1,0 +1,99 @@
+"""Local search on complete rows, on problems whose best rows no rule for W gives."""
+
+from __future__ import annotations
+
+from itertools import count
+from random import Random
+
+import pytest
+
+from fpipe import Costs
+from fpipe.actions.placement import Placement
+from fpipe.generators.fill import Filled, fill
+from fpipe.generators.problem import Problem, Rows
+from fpipe.products.search.critical import _Graph, _moved, anneal_rows
+
+COSTS = Costs(F=(15, 8, 6, 17, 6, 5), I=(15, 17, 5, 7, 16, 6), W=(14, 3, 5, 11, 10, 3), comm=2)
+PROBLEM = Problem.of(COSTS, Placement.v(3).paths[0], 3, 5, (6.0,) * 3)
+
+
+def start() -> Filled:
+    """One microbatch after another."""
+    passes = [
+        [(s + 6 * op, k) for k in range(5) for op, s in ways]
+        for ways in (
+            ((0, 0), (0, 5), (1, 5), (1, 0)),
+            ((0, 1), (0, 4), (1, 4), (1, 1)),
+            ((0, 2), (0, 3), (1, 3), (1, 2)),
+        )
+    ]
+    filled = fill(PROBLEM, passes, 0.0)
+    assert filled is not None
+    return filled
+
+
+def steps(number: int):
+    """The share of a time that passes with each question."""
+    passed = count()
+    return lambda: next(passed) / number
+
+
+def annealed(seed: int = 0, number: int = 4000) -> list[Filled]:
+    found: list[Filled] = []
+    anneal_rows(PROBLEM, start().rows, Random(seed), steps(number), found.append)
+    return found
+
+
+def test_rows_become_shorter_and_keep_the_rules():
+    found = annealed()
+    assert [filled.span for filled in found] == sorted(
+        (filled.span for filled in found), reverse=True
+    )
+    assert found[-1].span < 0.7 * start().span
+    for filled in found:
+        timeline = PROBLEM.schedule(filled.rows).check().simulate(COSTS)
+        assert timeline.span == pytest.approx(filled.span)
+        assert max(timeline.peak) <= 6
+
+
+def test_times_after_a_change_are_those_of_all_actions_computed_anew():
+    graph, draw, blocked = _Graph.of(PROBLEM), Random(5), 0
+    rows = graph.numbered(start().rows)
+    for _ in range(300):
+        end = graph.ends(rows)
+        assert end is not None
+        times = graph.times(rows, end)
+        rank = draw.randrange(3)
+        first = draw.randrange(len(rows[rank]) - 1)
+        last = draw.randrange(first + 1, len(rows[rank]))
+        changed = list(rows)
+        changed[rank] = _moved(rows[rank], first, last, draw)
+        again = graph.ends(changed, times, end[rows[rank][first]] - graph.length[rows[rank][first]])
+        assert again == graph.ends(changed)
+        blocked += again is None
+        rows = rows if again is None else changed
+    assert 0 < blocked < 300
+
+
+def test_a_w_comes_earlier_where_memory_would_not_suffice():
+    problem = Problem.of(Costs(), (0,), 1, 3, (2.0,))
+    graph, tight = _Graph.of(problem), _Graph.of(Problem.of(Costs(), (0,), 1, 3, (1.0,)))
+    fits = lambda text: graph.numbered(
+        [[("FIW".index(one[0]), 0, int(one[1])) for one in text.split()]]
+    )[0]
+    late = fits("F0 F1 I0 I1 F2 W0 I2 W1 W2")
+    assert graph.fitting(late, 0) == fits("F0 F1 I0 I1 W0 F2 I2 W1 W2")
+    assert graph.fitting(early := fits("F0 I0 F1 W0 I1 F2 W1 I2 W2"), 0) == early
+    assert tight.fitting(late, 0) is None
+
+
+def test_the_same_seed_finds_the_same():
+    assert [f.rows for f in annealed(1, 500)] == [f.rows for f in annealed(1, 500)]
+
+
+def test_one_rank_has_nothing_to_gain():
+    problem = Problem.of(Costs(), (0,), 1, 2, (9.0,))
+    rows: Rows = [[(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 0, 1), (1, 0, 1), (2, 0, 1)]]
+    found: list[Filled] = []
+    anneal_rows(problem, rows, Random(0), steps(200), found.append)
+    assert found == []
