@@ -1,8 +1,7 @@
-"""A loss over the WHOLE batch: each row is compared with every other row of all microbatches
-(InfoNCE).
+"""A loss over the WHOLE batch: each row is compared with every other row of all microbatches (InfoNCE).
 
-The loss function of a pipeline receives one microbatch. ``fpipe.vjp`` returns the outputs of the
-whole batch and a pullback; between the two is ordinary PyTorch.
+The loss function of a pipeline receives one microbatch. ``fpipe.vjp`` returns the outputs of the whole batch and a
+pullback; between the two is ordinary PyTorch.
 
 python examples/contrastive.py
 """
@@ -27,17 +26,12 @@ def info_nce(z, temperature=0.2):
 def main(steps: int = 20, rows: int = 32, width: int = 16) -> list[float]:
     """Train an encoder, and return the losses."""
     torch.manual_seed(0)
-    params = [
-        {"in": torch.randn(width, width) * 0.2, "out": torch.randn(width, width) * 0.2}
-        for _ in range(8)
-    ]
+    params = [{"in": torch.randn(width, width) * 0.2, "out": torch.randn(width, width) * 0.2} for _ in range(8)]
     things = torch.randn(rows // 2, width).repeat_interleave(2, dim=0)
     views = things + 0.7 * torch.randn(rows, width)
 
     # outputs="everywhere": the loss is computed on every rank, from the same rows
-    encoder = fpipe.pipeline(
-        [layer] * 8, "ZBV", microbatches=8, group=fpipe.init(pp=4), outputs="everywhere"
-    )
+    encoder = fpipe.pipeline([layer] * 8, "ZBV", microbatches=8, group=fpipe.init(pp=4), outputs="everywhere")
     params = encoder.place(params)
     tx = fpipe.adamw(1e-2)
     state, losses = tx.init(params), []
@@ -48,10 +42,7 @@ def main(steps: int = 20, rows: int = 32, width: int = 16) -> list[float]:
         updates, state = tx.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
         losses.append(loss.item())
-    print(
-        f"{rows} rows in 8 microbatches, each compared with all: loss {losses[0]:.4f} -> "
-        f"{losses[-1]:.4f}"
-    )
+    print(f"{rows} rows in 8 microbatches, each compared with all: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return losses
 
 

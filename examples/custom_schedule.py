@@ -11,9 +11,7 @@ import fpipe
 
 
 def capped(ranks: int, microbatches: int, limit: int = 3) -> fpipe.Schedule:
-    """1F1B with a warm-up of at most ``limit`` forwards: less memory on the first ranks, a larger
-    bubble.
-    """
+    """1F1B with a warm-up of at most ``limit`` forwards: less memory on the first ranks, a larger bubble."""
     rows = []
     for rank in range(ranks):
         first = min(limit, ranks - rank, microbatches)
@@ -25,9 +23,7 @@ def capped(ranks: int, microbatches: int, limit: int = 3) -> fpipe.Schedule:
 
 def main(picture: str | None = None) -> fpipe.Timeline:
     """Check it, draw it beside 1F1B, and run it."""
-    mine = capped(
-        4, 8
-    ).check()  # raises an error with the position if two ranks would wait for each other
+    mine = capped(4, 8).check()  # raises an error with the position if two ranks would wait for each other
     for schedule in (mine, fpipe.make_schedule("1F1B", 4, 8)):
         timeline = schedule.simulate(fpipe.Costs(F=1, B=2))
         print(timeline.draw(width=140), f"peak by rank {timeline.peak}\n")
@@ -38,9 +34,7 @@ def main(picture: str | None = None) -> fpipe.Timeline:
     layer = lambda p, x: torch.tanh(x @ p)
     squared = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline([layer] * 4, "capped", loss=squared, microbatches=8, group=fpipe.local(4))
-    loss, grads = fpipe.value_and_grad(pipe)(
-        [torch.eye(3)] * 4, torch.ones(16, 3), torch.zeros(16, 3)
-    )
+    loss, grads = fpipe.value_and_grad(pipe)([torch.eye(3)] * 4, torch.ones(16, 3), torch.zeros(16, 3))
     print(f"loss {loss.item():.6f}, {len(grads)} gradients")
     return mine.simulate()
 

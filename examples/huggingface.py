@@ -1,5 +1,4 @@
-"""A decoder of the transformers package, with random weights, split into four stages and trained on
-sonnets.
+"""A decoder of the transformers package, with random weights, split into four stages and trained on sonnets.
 
 python examples/huggingface.py            # needs: pip install '.[hf]'
 """
@@ -27,9 +26,7 @@ def main(steps: int = 10, layers: int = 4) -> list[float]:
         max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config).train()
-    stages, params = huggingface.stages(
-        model, 4
-    )  # layers dealt by their size, the head counted too
+    stages, params = huggingface.stages(model, 4)  # layers dealt by their size, the head counted too
     loss_of = huggingface.causal_loss
     pipe = fpipe.pipeline(stages, "ZBH1", loss=loss_of, microbatches=4, group=fpipe.init(pp=4))
     params = pipe.place(params)
@@ -41,9 +38,7 @@ def main(steps: int = 10, layers: int = 4) -> list[float]:
         updates, state = tx.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
         losses.append(loss.item())
-    print(
-        f"{type(model).__name__} in {len(stages)} stages: loss {losses[0]:.3f} -> {losses[-1]:.3f}"
-    )
+    print(f"{type(model).__name__} in {len(stages)} stages: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses
 
 

@@ -1,12 +1,10 @@
-"""Meta-gradients through one inner step: the initial parameters and the step size for which one
-step on a task is best.
+"""Meta-gradients through one inner step: the initial parameters and the step size for which one step on a task is best.
 
 python examples/meta.py
 
-The inner step is ``fpipe.grad`` and a gradient transform; the outer gradient is by torch.func,
-through both. Under a torch.func transform a pipeline on a local group is the plain function of its
-stages, and its gradient that of torch.func, so derivatives of any order are exact. On several
-processes this raises an error.
+The inner step is ``fpipe.grad`` and a gradient transform; the outer gradient is by torch.func, through both.
+Under a torch.func transform a pipeline on a local group is the plain function of its stages, and its gradient that of
+torch.func, so derivatives of any order are exact. On several processes this raises an error.
 """
 
 from __future__ import annotations
@@ -39,21 +37,14 @@ def unsplit(params: Any, x: Tensor, t: Tensor) -> Tensor:
     return squares(x, t)
 
 
-def after_one_step(
-    meta: Any, task: tuple[Tensor, ...], loss: Function, gradient: Function
-) -> Tensor:
-    """The loss on a task's second half, after a clipped step by its first half at a learned rate a
-    stage.
-    """
+def after_one_step(meta: Any, task: tuple[Tensor, ...], loss: Function, gradient: Function) -> Tensor:
+    """The loss on a task's second half, after a clipped step by its first half at a learned rate a stage."""
     params, rates = meta["params"], meta["rates"]
     x, t, new_x, new_t = task
     grads = gradient(params, x, t)
     tx = fpipe.clip_by_global_norm(1.0)  # over=pipe is for several processes
     grads, _ = tx.update(grads, tx.init(params), params)
-    steps = [
-        tree_map(lambda g, rate=rate: -rate.exp() * g, g)
-        for g, rate in zip(grads, rates, strict=True)
-    ]
+    steps = [tree_map(lambda g, rate=rate: -rate.exp() * g, g) for g, rate in zip(grads, rates, strict=True)]
     return loss(fpipe.apply_updates(params, steps), new_x, new_t)
 
 
@@ -64,26 +55,17 @@ def tasks(draw: torch.Generator) -> Callable[[], tuple[Tensor, ...]]:
     def task() -> tuple[Tensor, ...]:
         turn = base + 0.3 * torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5
         x = torch.randn(2 * ROWS, WIDTH, generator=draw)
-        return (
-            *(half for pair in zip(x.chunk(2), (x @ turn).chunk(2), strict=True) for half in pair),
-        )
+        return (*(half for pair in zip(x.chunk(2), (x @ turn).chunk(2), strict=True) for half in pair),)
 
     return task
 
 
 def main(steps: int = 60) -> list[float]:
-    """Train by meta-gradients; the losses after the inner step. The first gradient is compared with
-    torch's.
-    """
-    pipe = fpipe.pipeline(
-        [layer] * STAGES, "1F1B", loss=squares, microbatches=4, group=fpipe.local(STAGES)
-    )
+    """Train by meta-gradients; the losses after the inner step. The first gradient is compared with torch's."""
+    pipe = fpipe.pipeline([layer] * STAGES, "1F1B", loss=squares, microbatches=4, group=fpipe.local(STAGES))
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for _ in range(STAGES)]
-    meta = {
-        "params": [{"w": w, "b": torch.zeros(WIDTH)} for w in weights],
-        "rates": [torch.tensor(-1.0)] * STAGES,
-    }
+    meta = {"params": [{"w": w, "b": torch.zeros(WIDTH)} for w in weights], "rates": [torch.tensor(-1.0)] * STAGES}
     task, tx, losses = tasks(draw), fpipe.adamw(0.02, weight_decay=0.0), []
     state = tx.init(meta)
     outer = torch.func.grad_and_value(after_one_step)
@@ -91,11 +73,7 @@ def main(steps: int = 60) -> list[float]:
         given = task()
         grads, value = outer(meta, given, pipe, fpipe.grad(pipe))
         if step == 0:
-            tree_map(
-                torch.testing.assert_close,
-                grads,
-                outer(meta, given, unsplit, torch.func.grad(unsplit))[0],
-            )
+            tree_map(torch.testing.assert_close, grads, outer(meta, given, unsplit, torch.func.grad(unsplit))[0])
         updates, state = tx.update(grads, state, meta)
         meta = fpipe.apply_updates(meta, updates)
         losses.append(value.item())

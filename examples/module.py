@@ -1,5 +1,4 @@
-"""An existing nn.Module is cut into stages, trained through a pipeline, and gets its parameters
-back.
+"""An existing nn.Module is cut into stages, trained through a pipeline, and gets its parameters back.
 
 python examples/module.py
 """
@@ -28,14 +27,11 @@ def main(steps: int = 30) -> list[float]:
     model = nn.Sequential(nn.Linear(2, 16), *(Residual(16) for _ in range(6)), nn.Linear(16, 2))
     model[0].requires_grad_(False)  # a frozen layer stays frozen, and costs nothing
 
-    # One cut before each submodule that begins a stage. Names, frozen and tied parameters are
-    # carried along.
+    # One cut before each submodule that begins a stage. Names, frozen and tied parameters are carried along.
     stages, params = fpipe.from_module(model, cuts=["2", "4", "6"])
     points = torch.rand(64, 2) * 2 - 1
     inside = (points.square().sum(1) < 0.6).long()
-    pipe = fpipe.pipeline(
-        stages, "1F1B", loss=nn.functional.cross_entropy, microbatches=8, group=fpipe.init(pp=4)
-    )
+    pipe = fpipe.pipeline(stages, "1F1B", loss=nn.functional.cross_entropy, microbatches=8, group=fpipe.init(pp=4))
     params = pipe.place(params)
     step, tx = fpipe.value_and_grad(pipe), fpipe.adamw(2e-2)
     state, losses = tx.init(params), []
@@ -46,9 +42,7 @@ def main(steps: int = 30) -> list[float]:
         losses.append(loss.item())
     fpipe.to_module(model, params, gather=pipe)  # on every process, with the stages of all
     right = (model(points).argmax(1) == inside).float().mean().item()
-    print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the module itself is now right in {right:.0%}"
-    )
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the module itself is now right in {right:.0%}")
     return losses
 
 

@@ -1,14 +1,12 @@
-"""A transformer with a mixture of experts: expert parallelism x pipeline parallelism, fused actions
-interleaved.
+"""A transformer with a mixture of experts: expert parallelism x pipeline parallelism, fused actions interleaved.
 
-    torchrun --nproc-per-node 4 examples/moe.py                        # 2 x 2 processes: DualPipeV,
-    woven torchrun --nproc-per-node 4 examples/moe.py --schedule Overlapped1F1B
-    torchrun --nproc-per-node 4 examples/moe.py --overlap sequential   # the same bits, without the
-    overlap python examples/moe.py --plan                                      # one process; prints
-    the plan and its weaves
+    torchrun --nproc-per-node 4 examples/moe.py                        # 2 x 2 processes: DualPipeV, woven
+    torchrun --nproc-per-node 4 examples/moe.py --schedule Overlapped1F1B
+    torchrun --nproc-per-node 4 examples/moe.py --overlap sequential   # the same bits, without the overlap
+    python examples/moe.py --plan                                      # one process; prints the plan and its weaves
 
-The members of an expert group hold different experts and equal copies of all other parameters. The
-block is in moe_block.py.
+The members of an expert group hold different experts and equal copies of all other parameters. The block is in
+moe_block.py.
 """
 
 from __future__ import annotations
@@ -60,37 +58,23 @@ def batch(step: int, member: int) -> tuple[Tensor, Tensor]:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train for a few steps; returns the losses."""
-    told = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    told = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     told.add_argument("--schedule", default="DualPipeV")
     told.add_argument("--overlap", default="weave", choices=["weave", "sequential"])
-    told.add_argument(
-        "--members",
-        type=int,
-        default=2,
-        help="of an expert group, where there are several processes",
-    )
+    told.add_argument("--members", type=int, default=2, help="of an expert group, where there are several processes")
     told.add_argument("--steps", type=int, default=10)
     told.add_argument("--plan", action="store_true", help="print what each rank here will run")
     given = told.parse_args(sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(1)
 
-    group = (
-        fpipe.init(dp=given.members)
-        if torch.distributed.is_torchelastic_launched()
-        else fpipe.local(2)
-    )
+    group = fpipe.init(dp=given.members) if torch.distributed.is_torchelastic_launched() else fpipe.local(2)
     spread = group.dp
     members, size, member = spread.pg, spread.size, spread.here[0]
     schedule = fpipe.make_schedule(given.schedule, group.size, MICROBATCHES)
     stages = stages_of(schedule.stages, members, size)
-    # members are copies of the pipeline with rows of their own, and hold the experts each for
-    # itself
+    # members are copies of the pipeline with rows of their own, and hold the experts each for itself
     copies = {"dp": spread, "own": ["*.up", "*.down"]} if size > 1 else {}
-    pipe = fpipe.pipeline(
-        stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap, **copies
-    )
+    pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap, **copies)
     params, losses, tx = pipe.place(parameters(schedule.stages, member, size)), [], fpipe.sgd(0.5)
     state = tx.init(params)
     for step in range(given.steps):

@@ -1,12 +1,10 @@
-"""A transformer block with a mixture of experts, which are spread over the members of a group: a
-part of moe.py.
+"""A transformer block with a mixture of experts, which are spread over the members of a group: a part of moe.py.
 
     torchrun --nproc-per-node 4 examples/moe.py
 
-A block is attention, a router, dispatch (all_to_all), experts, combine (all_to_all), each a
-segment, so that fused actions can interleave them. The backward pass recomputes what is inside
-``fpipe.remat``. The router is outside, so its choices are saved, and each token goes to the same
-experts in both passes.
+A block is attention, a router, dispatch (all_to_all), experts, combine (all_to_all), each a segment, so that fused
+actions can interleave them. The backward pass recomputes what is inside ``fpipe.remat``. The router is outside, so its
+choices are saved, and each token goes to the same experts in both passes.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from torch import Tensor
 import fpipe
 
 WIDTH, HIDDEN, HEADS = 32, 64, 4
-EXPERTS, CHOICES, CAPACITY = (
-    4,
-    2,
-    1.5,
-)  # in total; per token; slots of an expert, relative to an even load
+EXPERTS, CHOICES, CAPACITY = 4, 2, 1.5  # in total; per token; slots of an expert, relative to an even load
 
 
 def attention(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -43,9 +37,7 @@ def route(p: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     top, index = gates.topk(CHOICES, -1)
     chosen = F.one_hot(index, EXPERTS).sum(1)  # (token, expert)
     slots = int(CAPACITY * CHOICES * tokens.shape[0] / EXPERTS)
-    slot = (
-        chosen.cumsum(0) * chosen - 1
-    )  # -1: not chosen; beyond the last slot: the token is dropped
+    slot = chosen.cumsum(0) * chosen - 1  # -1: not chosen; beyond the last slot: the token is dropped
     taken = F.one_hot(slot.clamp(-1, slots) + 1, slots + 2)[..., 1:-1].to(tokens.dtype)
     weight = torch.zeros_like(gates).scatter(-1, index, top / top.sum(-1, keepdim=True))
     return taken, taken * weight[..., None]
@@ -70,12 +62,8 @@ def block(members: Any, size: int) -> Callable[[dict[str, Tensor], Tensor], Tens
         with fpipe.segment("dispatch"):
             received = fpipe.ops.all_to_all(sent, members)
         with fpipe.segment("experts"):
-            received = rearrange(
-                received, "(source expert) slot width -> source expert slot width", source=size
-            )
-            outputs = rearrange(
-                fpipe.remat(experts)(p, received), "source expert ... -> (source expert) ..."
-            )
+            received = rearrange(received, "(source expert) slot width -> source expert slot width", source=size)
+            outputs = rearrange(fpipe.remat(experts)(p, received), "source expert ... -> (source expert) ...")
         with fpipe.segment("combine"):
             returned = fpipe.ops.all_to_all(outputs, members)
             return x + torch.einsum("nec,ecd->nd", weight, returned).view(x.shape)
@@ -90,7 +78,4 @@ def block_parameters(draw: Callable[..., Tensor], member: int, size: int) -> dic
     held = slice(
         member * EXPERTS // size, (member + 1) * EXPERTS // size
     )  # every member draws all experts, so that all random numbers agree
-    return p | {
-        "up": draw(EXPERTS, WIDTH, HIDDEN)[held],
-        "down": draw(EXPERTS, HIDDEN, WIDTH)[held],
-    }
+    return p | {"up": draw(EXPERTS, WIDTH, HIDDEN)[held], "down": draw(EXPERTS, HIDDEN, WIDTH)[held]}

@@ -1,5 +1,4 @@
-"""Differentially private training: each example's gradient is clipped, over all stages, and noise
-is added.
+"""Differentially private training: each example's gradient is clipped, over all stages, and noise is added.
 
 python examples/per_example.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/per_example.py              # or a process for each
@@ -30,13 +29,9 @@ def main() -> None:
     pipe = fpipe.pipeline([block] * STAGES, "ZB1P", loss=loss, microbatches=8, group=group)
     draw = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=draw)
-    params = pipe.place(
-        [{"w": normal(WIDTH, WIDTH) / 4, "b": torch.zeros(WIDTH)} for _ in range(STAGES)]
-    )
+    params = pipe.place([{"w": normal(WIDTH, WIDTH) / 4, "b": torch.zeros(WIDTH)} for _ in range(STAGES)])
     private = fpipe.per_example(pipe, LIMIT)  # no example counts for more than LIMIT
-    tx = fpipe.chain(
-        fpipe.add_noise((NOISE * LIMIT / ROWS) ** 2, gamma=0, seed=1), fpipe.adamw(0.01)
-    )
+    tx = fpipe.chain(fpipe.add_noise((NOISE * LIMIT / ROWS) ** 2, gamma=0, seed=1), fpipe.adamw(0.01))
     state = tx.init(params)
     x, t = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
     for step in range(10):
@@ -44,10 +39,7 @@ def main() -> None:
         updates, state = tx.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
         if 0 in group.here:
-            print(
-                f"step {step}  loss {value:.4f}  median norm {norms.median():.3f}  clipped "
-                f"{(norms > LIMIT).sum()}"
-            )
+            print(f"step {step}  loss {value:.4f}  median norm {norms.median():.3f}  clipped {(norms > LIMIT).sum()}")
 
 
 if __name__ == "__main__":

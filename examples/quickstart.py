@@ -43,9 +43,7 @@ def main(steps: int = 20) -> list[float]:
     tokens = torch.randint(WORDS, (16, 12))
     targets = (3 * tokens + 1) % WORDS
 
-    group = fpipe.init(
-        pp=4
-    )  # under torchrun each process is one rank; without it, all four live here
+    group = fpipe.init(pp=4)  # under torchrun each process is one rank; without it, all four live here
     pipe = fpipe.pipeline(stages, "ZBV", loss=cross_entropy, microbatches=8, group=group)
     params = pipe.place(params)  # stages that live elsewhere become None
     step = fpipe.value_and_grad(pipe)
@@ -60,10 +58,7 @@ def main(steps: int = 20) -> list[float]:
         if 0 in group.here and number % 5 == 4:
             print(f"step {number + 1:3d}  loss {losses[-1]:.4f}")
     if 0 in group.here:
-        print(
-            f"forward only: {pipe(params, tokens, targets).item():.4f} on rank 0, which holds "
-            f"stages {pipe.here}"
-        )
+        print(f"forward only: {pipe(params, tokens, targets).item():.4f} on rank 0, which holds stages {pipe.here}")
     else:
         pipe(params, tokens, targets)  # every rank takes part
     return losses

@@ -1,12 +1,9 @@
-"""Train, kill, resume on another number of processes, and export to Hugging Face: the logits are
-those of the run.
+"""Train, kill, resume on another number of processes, and export to Hugging Face: the logits are those of the run.
 
-python examples/resume.py                     # starts its processes itself; needs: pip install
-'.[hf]'
+python examples/resume.py                     # starts its processes itself; needs: pip install '.[hf]'
 
-Two processes train a tiny Llama until one of them is killed. One process continues from the last
-complete checkpoint, with another schedule and another cut. The losses are those of a run that was
-never interrupted.
+Two processes train a tiny Llama until one of them is killed. One process continues from the last complete checkpoint,
+with another schedule and another cut. The losses are those of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -51,15 +48,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens
 
 
-def train(
-    folder: Path, steps: int, schedule: str = "GPipe", stages: int = 1, killed_at: int = -1
-) -> None:
+def train(folder: Path, steps: int, schedule: str = "GPipe", stages: int = 1, killed_at: int = -1) -> None:
     """On each process: continue the run in the folder until it has so many steps."""
     group = fpipe.init(timeout=60)
     parts, params = huggingface.stages(llama(), stages)
-    pipe = fpipe.pipeline(
-        parts, schedule, loss=huggingface.causal_loss, microbatches=4, group=group
-    )
+    pipe = fpipe.pipeline(parts, schedule, loss=huggingface.causal_loss, microbatches=4, group=group)
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(1e-2))
 
     def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,10 +76,7 @@ def main(folder: str | None = None, steps: int = 8) -> tuple[list[float], list[f
         fpipe.launch(train, place / "run", steps, "1F1B", 2, steps // 2 + 1, ranks=2, timeout=100)
     except fpipe.LaunchError as error:
         print(error)
-    print(
-        "continued on one process from",
-        sorted(path.name for path in (place / "run").glob("step-*"))[-1],
-    )
+    print("continued on one process from", sorted(path.name for path in (place / "run").glob("step-*"))[-1])
     train(place / "run", steps)
     train(place / "alone", steps)
 
@@ -99,9 +89,7 @@ def main(folder: str | None = None, steps: int = 8) -> tuple[list[float], list[f
     parts, _ = huggingface.stages(llama(), 1)
     pipe = fpipe.pipeline(parts, microbatches=1, group=fpipe.local(1))
     logits = pipe(fpipe.load(last, pipe, "params"), batch(0)[0])
-    print(
-        f"largest difference of logits: {(model(batch(0)[0]).logits - logits).abs().max().item()}"
-    )
+    print(f"largest difference of logits: {(model(batch(0)[0]).logits - logits).abs().max().item()}")
     return losses(place / "run"), losses(place / "alone")
 
 

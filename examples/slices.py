@@ -1,8 +1,6 @@
-"""Long sequences in slices: causal attention, whose keys and values go from each slice to the next
-(Seq1F1B).
+"""Long sequences in slices: causal attention, whose keys and values go from each slice to the next (Seq1F1B).
 
-Each sequence repeats a random phrase. To predict the second half, a model must attend to tokens of
-earlier slices.
+Each sequence repeats a random phrase. To predict the second half, a model must attend to tokens of earlier slices.
 
 python examples/slices.py
 """
@@ -35,9 +33,7 @@ def head(p, x):
 
 def cross_entropy(logits, target):
     """The mean over the tokens that can be known; a slice may have none."""
-    total = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum"
-    )
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
     return total / tokens(target).clamp(min=1)
 
 
@@ -50,10 +46,7 @@ def batch(rows: int):
     """Tokens with predecessors and positions, and the next tokens where they can be known."""
     phrase = torch.randint(WORDS, (rows, PHRASE))
     text = torch.cat([phrase, phrase, phrase[:, :1]], 1)
-    x = torch.stack(
-        [text[:, :-1], text[:, :-1].roll(1, 1), torch.arange(2 * PHRASE).expand(rows, -1) % PHRASE],
-        -1,
-    )
+    x = torch.stack([text[:, :-1], text[:, :-1].roll(1, 1), torch.arange(2 * PHRASE).expand(rows, -1) % PHRASE], -1)
     target = text[:, 1:].clone()
     target[:, : PHRASE - 1] = -1
     return x, target

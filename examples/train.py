@@ -1,9 +1,8 @@
 """A small GPT on Shakespeare's sonnets. This file runs unchanged in each of these ways:
 
-python examples/train.py                                                              # 4 ranks in
-this process torchrun --nproc-per-node 4 examples/train.py                                         #
-4 processes torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500
-examples/train.py
+python examples/train.py                                                              # 4 ranks in this process
+torchrun --nproc-per-node 4 examples/train.py                                         # 4 processes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/train.py
 
 and prints the same loss in each, to the last digit, at every step.
 """
@@ -31,9 +30,7 @@ def main(schedule: str = "ZBV", steps: int = 20, ranks: int = 4, width: int = 32
 
     losses = []
     for number in range(steps):
-        x, y = text.batch(
-            number, rows=2 * plan.microbatches, length=32
-        )  # a function of the step: the same everywhere
+        x, y = text.batch(number, rows=2 * plan.microbatches, length=32)  # a function of the step: the same everywhere
         loss, grads = step(params, x, y)
         updates, state = tx.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
@@ -44,9 +41,7 @@ def main(schedule: str = "ZBV", steps: int = 20, ranks: int = 4, width: int = 32
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--schedule", default="ZBV")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--ranks", type=int, default=4)

@@ -1,14 +1,12 @@
-"""Data parallel x pipeline parallel with ZeRO: copies of a pipeline that share parameters and
-optimizer state.
+"""Data parallel x pipeline parallel with ZeRO: copies of a pipeline that share parameters and optimizer state.
 
-torchrun --nproc-per-node 4 examples/zero.py               # 2 copies of a pipeline of 2 ranks,
-sharded parameters torchrun --nproc-per-node 4 examples/zero.py --zero 0      # whole parameters:
-the same losses torchrun --nproc-per-node 4 examples/zero.py --plan        # with UNSHARD, RESHARD
-and REDUCE, and bytes, for one rank python examples/zero.py                                    # one
-process: a pipeline of two ranks, one copy
+torchrun --nproc-per-node 4 examples/zero.py               # 2 copies of a pipeline of 2 ranks, sharded parameters
+torchrun --nproc-per-node 4 examples/zero.py --zero 0      # whole parameters: the same losses
+torchrun --nproc-per-node 4 examples/zero.py --plan        # with UNSHARD, RESHARD and REDUCE, and bytes, for one rank
+python examples/zero.py                                    # one process: a pipeline of two ranks, one copy
 
-The same code works for every level: the optimizer and the pipeline take the result of
-``pipe.shard``, and gradients have the same form.
+The same code works for every level: the optimizer and the pipeline take the result of ``pipe.shard``, and gradients
+have the same form.
 """
 
 from __future__ import annotations
@@ -20,12 +18,7 @@ import torch
 
 import fpipe
 
-WIDTH, STAGES, MICROBATCHES, ROWS = (
-    64,
-    8,
-    4,
-    16,
-)  # the last: rows of the batch, of all copies together
+WIDTH, STAGES, MICROBATCHES, ROWS = 64, 8, 4, 16  # the last: rows of the batch, of all copies together
 
 
 def block(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,10 +32,7 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def network() -> list[dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, WIDTH), "b": (WIDTH,), "w2": (WIDTH, WIDTH)}
-    return [
-        {name: torch.randn(shape, generator=draw) * 0.1 for name, shape in shapes.items()}
-        for _ in range(STAGES)
-    ]
+    return [{name: torch.randn(shape, generator=draw) * 0.1 for name, shape in shapes.items()} for _ in range(STAGES)]
 
 
 def batch(step: int, copy: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,10 +74,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     state = tx.init(params)
     first = 0 in group.here and 0 in copies.here
     if first:
-        print(
-            f"rank 0 of copy 0 holds {held(params):,} of {held(network()):,} bytes of parameters "
-            "between steps"
-        )
+        print(f"rank 0 of copy 0 holds {held(params):,} of {held(network()):,} bytes of parameters between steps")
     if given.plan:
         plans = pipe.plan(params, *batch(0, copies.here[0], copies.size))
         print(plans if first else "", end="\n" * first)

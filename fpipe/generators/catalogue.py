@@ -135,12 +135,13 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def about_schedule(name: str) -> str:
-    """One line on a schedule: the first of its function's docstring, "" where it has none.
+    """One line on a schedule: the first sentences of its function's docstring.
 
     >>> about_schedule("GPipe")
     'All forwards, then all backwards, both in ascending order.'
     """
-    return (inspect.getdoc(_entry(name).make) or "").partition("\n")[0]
+    summary = (inspect.getdoc(_entry(name).make) or "").partition("\n\n")[0]
+    return " ".join(summary.split())
 
 
 def orders_slices(name: str) -> bool:

@@ -294,8 +294,7 @@ def simplify(graph: fx.GraphModule) -> None:
     A sum that keeps its axes for a view to drop them drops them itself: the gradient of each bias
     is such a sum. Elementwise operations between a view and its inverse are done without both.
 
-    >>> gm = fx.symbolic_trace(lambda x: x)  # (
-    ...     a traced graph has values in its nodes' meta; this one has none)
+    >>> gm = fx.symbolic_trace(lambda x: x)  # a graph of ours has values in the meta of its nodes
     >>> simplify(gm)
     """
     for node in list(graph.graph.nodes):
