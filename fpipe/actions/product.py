@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads parts of ``fpipe.products`` when they are used: the library works without that folder."""
+"""Loads features and products when they are used. What loads them works without them.
+
+``fpipe.passes`` has features that most pipelines do not use, ``fpipe.products`` what is built on
+the library.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,24 @@ def product(name: str) -> Any:
     >>> product("pictures").FORMATS[0]
     '.svg'
     """
+    return _part(f"products.{name}")
+
+
+def feature(name: str) -> Any:
+    """A module of ``fpipe.passes`` by name.
+
+    Raises:
+        UnsupportedError: if this installation does not have it.
+    """
+    return _part(f"passes.{name}")
+
+
+def _part(name: str) -> Any:
     try:
-        return import_module(f"fpipe.products.{name}")
+        return import_module(f"fpipe.{name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("fpipe."):
             raise
         raise UnsupportedError(
-            f"this installation of fpipe has no products.{name}; install fpipe whole"
+            f"this installation of fpipe has no fpipe/{name.replace('.', '/')}; install all of it"
         ) from error
