@@ -31,7 +31,6 @@ _TABLE = {
     "interop.modules": "from_module to_module",
     "lowering.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
-    "programs.stored.folder": "cache",
     "programs.trace_cache": "trace",
     "engine.absent": "elsewhere",
     "engine.debugging": "debug",
@@ -112,7 +111,6 @@ if TYPE_CHECKING:
     from .products.training.loop import Loop as Loop
     from .products.training.quorum import quorum as quorum
     from .programs.stage_programs import Programs as Programs
-    from .programs.stored.folder import cache as cache
     from .programs.trace_cache import trace as trace
     from .saving.load import load as load
     from .saving.receive import receive as receive

@@ -130,16 +130,6 @@ def long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long", default=False))
 
 
-@pytest.fixture(scope="session")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of processes that read each other's traces, of tests that are not about tracing:
-    ranks that run the same stages need one trace of each.
-    """
-    from fpipe.programs.stored.folder import VARIABLE
-
-    return {VARIABLE: str(tmp_path_factory.mktemp("traces"))}
-
-
 # ---- golden files ----
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:

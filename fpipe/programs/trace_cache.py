@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, MutableMapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,7 +30,6 @@ from .families import Families
 from .losses import LossCall
 from .signature import Signature
 from .stage_programs import Programs
-from .stored.folder import Entry, entry
 from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
@@ -158,41 +156,13 @@ def _trace(
     known = store.families.get(key, Families())
     programs = known.programs(stage.label, signature)
     if programs is None:
-        disk = entry(stage.label, stage.fn, options, signature)
-        if disk is not None and key not in store.families:
-            known = replace(known, families=tuple(disk.families()))
-            programs = known.programs(stage.label, signature)
-        if programs is None and disk is not None:
-            programs = disk.programs(signature)
-        if programs is not None:
-            store.families[key] = known.saw(signature, occasion)
-        else:
-            store.families[key], programs = _new(stage, signature, unused, known, occasion, disk)
+        families = store.families[key] = known.extended(stage, signature, unused, occasion)
+        programs = families.programs(stage.label, signature)
+        if programs is None:
+            programs, _ = traced(stage, signature, unused)
+        if families.fault and not known.fault:
+            families.warn(stage)
     return programs.compiled_by(stage.compile) if stage.compile else programs
-
-
-def _new(
-    stage: Stage,
-    signature: Signature,
-    unused: frozenset[int],
-    known: Families,
-    occasion: object,
-    disk: Entry | None,
-) -> tuple[Families, Programs]:
-    """Trace, with symbolic sizes or for this signature alone; kept on disk where there is a
-    place.
-    """
-    families = known.extended(stage, signature, unused, occasion)
-    programs = families.programs(stage.label, signature)
-    if programs is not None and disk is not None:
-        disk.keep_family(families.families[-1])
-    if programs is None:
-        programs, _ = traced(stage, signature, unused)
-        if disk is not None:
-            disk.keep(signature, programs)
-    if families.fault and not known.fault:
-        families.warn(stage)
-    return families, programs
 
 
 # ---- the cache ----

@@ -42,10 +42,10 @@ def rows(suite: dict[int, list[str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def on_gloo(traces: dict[str, str], long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
+def on_gloo(long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
     names = dict.fromkeys(LAUNCHED, NAMES) if long else LAUNCHED
     launch = lambda p: fpipe.launch(
-        training_steps.steps_under, names[p], PLANS, ranks=p, timeout=110, env=traces
+        training_steps.steps_under, names[p], PLANS, ranks=p, timeout=110
     )
     return {ranks: launch(ranks) for ranks in names}
 
@@ -83,9 +83,7 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
 
 
 @pytest.fixture(scope="module")
-def under_torchrun(
-    traces: dict[str, str], long: bool
-) -> dict[int, list[dict[str, dict[Any, str]]]]:
+def under_torchrun(long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
     """The same table through gloo and through sockets, as between processes of several hosts."""
     results = {}
     for ranks, over in ((2, "gloo"), (4, "sockets")):
@@ -100,7 +98,7 @@ def under_torchrun(
             start_method=_context(None, None).get_start_method(),
         )
         names = NAMES if long else TORCHRUN[ranks]
-        found = elastic_launch(config, _as_between_hosts)(OVER[over] | traces, names, PLANS[:2])
+        found = elastic_launch(config, _as_between_hosts)(OVER[over], names, PLANS[:2])
         results[ranks] = [found[rank] for rank in range(ranks)]
     return results
 

@@ -515,8 +515,8 @@ def test_copies_of_a_pipeline() -> None:
         )
 
 
-def test_on_processes(traces: dict[str, str]) -> None:
-    _equal_to_one_process(fpipe.launch(on_a_rank, ranks=2, timeout=100, env=traces))
+def test_on_processes() -> None:
+    _equal_to_one_process(fpipe.launch(on_a_rank, ranks=2, timeout=100))
 
 
 def _equal_to_one_process(found: Any) -> None:

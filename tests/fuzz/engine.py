@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import optree
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.programs import trace_cache
 
 from .cases import (
     LOSSES,
@@ -29,9 +27,6 @@ from .cases import (
 from .compare import difference, nearly, same_bits, within_error
 from .models import tensors_of
 from .oracle import Expected, Given, expected, leaves_of
-
-#: One case in so many runs twice, the second time with traces from disk.
-STORED = 2 * PER_MODEL
 
 
 @dataclass(frozen=True)
@@ -53,24 +48,11 @@ def run_case(seed: int) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run_twice(case) if seed % STORED == 0 else _run(case)
+            return _run(case)
     except fpipe.FpipeError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}")
     except Exception as error:
         return Outcome("error", f"{type(error).__name__}: {error}")
-
-
-def _run_twice(case: Case) -> Outcome:
-    """The second time with traces that the first one wrote to disk."""
-    with TemporaryDirectory() as folder:
-        fpipe.cache(folder)
-        try:
-            _run(case)
-            trace_cache._WEAK.clear()
-            return _run(case)
-        finally:
-            fpipe.cache(None)
-            trace_cache._WEAK.clear()
 
 
 def _run(case: Case) -> Outcome:

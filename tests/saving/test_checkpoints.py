@@ -235,8 +235,8 @@ def _on_process(folder: Path) -> bool:
     return True
 
 
-def test_four_processes(tmp_path: Path, traces: dict[str, str]):
-    assert all(fpipe.launch(_on_process, tmp_path, ranks=4, timeout=100, env=traces))
+def test_four_processes(tmp_path: Path):
+    assert all(fpipe.launch(_on_process, tmp_path, ranks=4, timeout=100))
     pipe, _ = pipeline(CUTS[0])
     params, state = fpipe.load(tmp_path / "a", pipe, "params", "state")
     want, _, _ = steps(pipe, adam(pipe), params, state, range(2, 4))

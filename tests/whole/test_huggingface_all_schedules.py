@@ -9,7 +9,6 @@ processes too, through memory and through sockets.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,9 +83,8 @@ def dealt(family: str, long: bool) -> list[Case]:
     return cases[families.index(family) * share :][:share]
 
 
-def _over_gloo(long: bool, traces: dict[str, str]) -> list[str]:
+def _over_gloo(long: bool) -> list[str]:
     torch.set_num_threads(1)
-    os.environ.update(traces)
     group = fpipe.init()
     return [
         fault
@@ -106,8 +104,8 @@ def _models() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_over_four_processes(long: bool, traces: dict[str, str]):
+def test_over_four_processes(long: bool):
     assert {case.name for family in taken(long) for case in dealt(family, long)} == {
         entry.name for entry in TABLE
     }
-    assert forked.launch(_models, _over_gloo, long, traces, ranks=4, timeout=200) == [[]] * 4
+    assert forked.launch(_models, _over_gloo, long, ranks=4, timeout=200) == [[]] * 4
