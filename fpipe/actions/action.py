@@ -13,11 +13,11 @@ each other
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..errors import ScheduleError
+from .action_kinds import Op
 
-Op: TypeAlias = Literal["F", "B", "I", "W"]
 #: Slices of a microbatch where their number is not known, as of an action alone.
 MOST_SLICES = 1_000_000
 

@@ -2,16 +2,11 @@
 """What each action needs and provides, and an order of a schedule's actions in which each follows
 what it needs.
 
-This is the only file that knows which action must come before which: the table ``RULE``. The
-checker, the simulator, the lowering, the pictures and the tests all read it, by :func:`needs` and
-:func:`provides` or, for millions of actions, by the offsets that :class:`Facts` derives from it. It
-knows nothing of time, placement or counts. Where microbatches have slices, what is said of
-microbatches here holds for slices, counted through all microbatches.
-
-A walk numbers facts by integers: fact ``(kind, stage, microbatch)`` is the index
-``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before
-the first and one after the last, are the targets of offsets that leave the model; their facts are
-present from the start.
+Which action must come before which is stated in ``action_kinds.KINDS`` alone. The checker, the
+simulator, the lowering, the pictures and the tests read it by :func:`needs` and :func:`provides`
+or, for millions of actions, by the offsets that :class:`Facts` derives. Nothing here knows time,
+placement or counts. Where microbatches have slices, what is said of microbatches here holds for
+slices, counted through all microbatches.
 """
 
 from __future__ import annotations
@@ -19,29 +14,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
-from .action import Action, Row, Slice, unit
+from .action import Action, Row, unit
+from .action_kinds import FACTS, KINDS, FactKind
 
-Kind: TypeAlias = Literal["F", "I", "W"]
-
-#: op -> (facts it provides, facts it needs). A fact is (kind, stage offset): F an output, I the
-#: gradient of an input, W the gradient of parameters. An offset that leaves the model needs
-#: nothing. What other stages need is the first fact provided; what another stage provides is the
-#: last one needed.
-RULE: dict[str, tuple[tuple[Kind, ...], tuple[tuple[Kind, int], ...]]] = {
-    "F": (("F",), (("F", -1),)),
-    "I": (("I",), (("F", 0), ("I", +1))),
-    "W": (("W",), (("I", 0),)),
-    "B": (("I", "W"), (("F", 0), ("I", +1))),
-}
-_KINDS: tuple[Kind, ...] = ("F", "I", "W")
-
-
-#: op -> what it needs besides of its own stage, where microbatches have slices: a fact and the
-#: offset of the slice. The state of a sequence goes from each slice to the next, and its gradient
-#: back. All slices of a microbatch are on one rank, so this concerns the order within a row alone.
-SLICE_RULE: dict[str, tuple[Kind, int]] = {"F": ("F", -1), "I": ("I", +1), "B": ("I", +1)}
+_FACTS = tuple(FACTS)
 
 
 class Fact(NamedTuple):
@@ -49,7 +27,7 @@ class Fact(NamedTuple):
     parameters' (W).
     """
 
-    kind: Kind
+    kind: FactKind
     stage: int
     microbatch: int
 
@@ -60,7 +38,8 @@ def provides(action: Action) -> tuple[Fact, ...]:
     >>> provides(Action(2, "B", 5))
     (Fact(kind='I', stage=2, microbatch=5), Fact(kind='W', stage=2, microbatch=5))
     """
-    return tuple(Fact(kind, action.stage, action.microbatch) for kind in RULE[action.op][0])
+    stage, op, microbatch = action
+    return tuple(Fact(kind, stage, microbatch) for kind in KINDS[op].provides)
 
 
 def needs(action: Action, stages: int) -> tuple[Fact, ...]:
@@ -72,32 +51,36 @@ def needs(action: Action, stages: int) -> tuple[Fact, ...]:
     >>> needs(Action(0, "F", 5), stages=4)
     ()
     """
-    stage, mb = action.stage, action.microbatch
+    stage, op, microbatch = action
     return tuple(
-        Fact(kind, stage + by, mb) for kind, by in RULE[action.op][1] if 0 <= stage + by < stages
+        Fact(kind, stage + by, microbatch)
+        for kind, by in KINDS[op].needs
+        if 0 <= stage + by < stages
     )
 
 
 def needs_slice(action: Action) -> Fact | None:
-    """The fact of another slice that ``action`` needs.
+    """The fact of another slice that ``action`` needs. All slices of a microbatch are on one rank,
+    so this concerns the order within a row alone.
 
     >>> needs_slice(Action(2, "F", Slice(3, 1, of=2))), needs_slice(Action(2, "F", Slice(3, 0,
     ...     of=2)))
     (Fact(kind='F', stage=2, microbatch=3.0), None)
     """
-    at = action.microbatch
-    if not isinstance(at, Slice) or action.op not in SLICE_RULE:
+    stage, op, at = action
+    rule = KINDS[op].slice
+    if rule is None or not 0 <= action.slice + rule[1] < action.slices:
         return None
-    kind, by = SLICE_RULE[action.op]
-    return Fact(kind, action.stage, unit(at + by, at.of)) if 0 <= at.slice + by < at.of else None
+    return Fact(rule[0], stage, unit(at + rule[1], action.slices))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The indices of facts for a count of stages and microbatches.
+    """The facts of so many stages and microbatches, numbered by integers.
 
-    ``table[op]`` is (offsets of what it needs, offsets of what it provides); an offset is added to
-    ``stage * microbatches + microbatch`` of the action.
+    A fact has the index ``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two
+    extra stages, one before the first and one after the last, are the targets of offsets that leave
+    the model; their facts are present from the start.
     """
 
     stages: int
@@ -106,21 +89,24 @@ class Facts:
     @property
     def size(self) -> int:
         """The number of indices."""
-        return len(_KINDS) * (self.stages + 2) * self.microbatches
+        return len(_FACTS) * (self.stages + 2) * self.microbatches
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """``RULE`` as offsets."""
+        """op -> (offsets of what it needs, offsets of what it provides).
 
-        def offset(kind: Kind, by: int) -> int:
-            return (_KINDS.index(kind) * (self.stages + 2) + by + 1) * self.microbatches
+        An offset is added to ``stage * microbatches + microbatch`` of the action.
+        """
+
+        def offset(kind: FactKind, by: int = 0) -> int:
+            return (_FACTS.index(kind) * (self.stages + 2) + by + 1) * self.microbatches
 
         return {
             op: (
-                tuple(offset(kind, by) for kind, by in needed),
-                tuple(offset(kind, 0) for kind in provided),
+                tuple(offset(fact, by) for fact, by in kind.needs),
+                tuple(map(offset, kind.provides)),
             )
-            for op, (provided, needed) in RULE.items()
+            for op, kind in KINDS.items()
         }
 
     def fact(self, index: int) -> Fact:
@@ -131,14 +117,14 @@ class Facts:
         """
         row, microbatch = divmod(index, self.microbatches)
         kind, stage = divmod(row, self.stages + 2)
-        return Fact(_KINDS[kind], stage - 1, microbatch)
+        return Fact(_FACTS[kind], stage - 1, microbatch)
 
     def at_first(self) -> bytearray:
         """1 for every fact that is present before any action runs: those beyond the ends of the
         model.
         """
         edge, inside = b"\1" * self.microbatches, bytes(self.stages * self.microbatches)
-        return bytearray((edge + inside + edge) * len(_KINDS))
+        return bytearray((edge + inside + edge) * len(_FACTS))
 
     def provided(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         """(index, rank, position) of every fact that the rows provide."""
@@ -151,7 +137,7 @@ class Facts:
 
 
 class Blocked(NamedTuple):
-    """A rank that cannot continue: the position that it reached and the fact that its action there
+    """A rank that cannot continue: the position that it reached, and the fact that its action there
     lacks.
     """
 
@@ -183,7 +169,7 @@ class Walk(NamedTuple):
 
 
 def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool = False) -> Walk:
-    """Run every rank as far as possible, again and again until all have ended or all wait.
+    """Run every rank as far as possible, in turns, until all have ended or all wait.
 
     The stages and microbatches in the rows must be in range and no action occur twice (see
     ``check.inspect_rows``). ``ordered`` says that every action stands behind those of its own stage
@@ -194,79 +180,58 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    if ordered:
-        return _walk_ordered(cast(Sequence[tuple[Action, ...]], rows), facts)
-    present, table = facts.at_first(), facts.table
-    reached, runs = [0] * len(rows), array("q")
-    waiting: dict[int, list[int]] = {}  # fact -> the ranks that wait for it
-    ready = list(range(len(rows) - 1, -1, -1))
-    while ready:
-        rank = ready.pop()
-        start = reached[rank]
-        for position in range(start, len(rows[rank])):
-            action = rows[rank][position]
-            parts = (
-                (action,) if isinstance(action, Action) else action.parts
-            )  # faster than the property of Action
-            lacks = -1
-            for stage, op, microbatch in parts:
-                base = stage * microbatches + microbatch
-                for offset in table[op][0]:
-                    if not present[base + offset] and lacks < 0:
-                        lacks = base + offset
-            if lacks >= 0:
-                waiting.setdefault(lacks, []).append(rank)
-                break
-            for stage, op, microbatch in parts:
-                for offset in table[op][1]:
-                    fact = stage * microbatches + microbatch + offset
-                    present[fact] = 1
-                    if fact in waiting:
-                        ready.extend(waiting.pop(fact))
-            reached[rank] = position + 1
-        if reached[rank] > start:
-            runs.extend((rank, start, reached[rank]))
+    present, run = facts.at_first() + b"\1", _run_ordered if ordered else _run
+    ranks = [run(cast(Sequence[Action], row), facts, present) for row in rows]
+    reached, lacking = [0] * len(rows), [facts.size] * len(rows)  # that one is always present
+    runs, turn, moved = list[int](), range(len(rows)), True  # an array grows slower
+    while moved:
+        moved = False
+        for rank in turn:
+            if not present[lacking[rank]]:
+                continue
+            start = reached[rank]
+            stop, lacking[rank] = next(ranks[rank], (start, facts.size))
+            if stop > start:
+                runs += (rank, start, stop)
+                reached[rank], moved = stop, True
+        turn = turn[::-1]  # forwards go down the ranks, backwards up
     blocked = (
-        Blocked(rank, reached[rank], facts.fact(fact))
-        for fact, ranks in waiting.items()
-        for rank in ranks
+        Blocked(rank, reached[rank], facts.fact(lacks))
+        for rank, lacks in enumerate(lacking)
+        if not present[lacks]
     )
-    return Walk(runs, tuple(sorted(blocked)))
+    return Walk(array("q", runs), tuple(blocked))
 
 
-def _walk_ordered(rows: Sequence[tuple[Action, ...]], facts: Facts) -> Walk:
-    """The walk where each action needs one fact, the last in ``RULE``, and only the first that it
+def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]]:
+    """Run a row: where it has to wait, yield the position and the fact that it lacks; at last its
+    length and a number that is present.
+    """
+    table, microbatches = facts.table, facts.microbatches
+    for position, action in enumerate(row):
+        parts = [(stage * microbatches + at, *table[op]) for stage, op, at in action.parts]
+        for at, needed, _ in parts:
+            for offset in needed:
+                while not present[at + offset]:
+                    yield position, at + offset
+        for at, _, provided in parts:
+            for offset in provided:
+                present[at + offset] = 1
+    yield len(row), facts.size
+
+
+def _run_ordered(
+    row: Sequence[Action], facts: Facts, present: bytearray
+) -> Iterator[tuple[int, int]]:
+    """The same where each action needs the last fact of its rule alone, and only the first that it
     provides counts.
     """
-    present, microbatches = facts.at_first(), facts.microbatches
     offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
-    rest = [enumerate(row) for row in rows]
-    reached, runs = [0] * len(rows), list[int]()  # an array grows slower
-    gives = [-1] * len(rows)  # by rank: what the action provides for which it waits
-    waiting: dict[int, int] = {}  # fact -> the rank that waits for it: that of the next stage
-    ready = list(range(len(rows) - 1, -1, -1))
-    while ready:
-        rank = ready.pop()
-        start, provided = reached[rank], gives[rank]
-        if provided >= 0:
-            present[provided] = 1
-            if provided in waiting:
-                ready.append(waiting.pop(provided))
-        for position, (stage, op, microbatch) in rest[rank]:
-            at = stage * microbatches + microbatch
-            need, give = offsets[op]
-            if not present[at + need]:
-                waiting[at + need] = rank
-                gives[rank], stop = at + give, position
-                break
-            at += give
-            present[at] = 1
-            if at in waiting:
-                ready.append(waiting.pop(at))
-        else:
-            stop = len(rows[rank])
-        if stop > start:
-            runs += (rank, start, stop)
-            reached[rank] = stop
-    blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, rank in waiting.items())
-    return Walk(array("q", runs), tuple(sorted(blocked)))
+    microbatches = facts.microbatches
+    for position, (stage, op, microbatch) in enumerate(row):
+        at = stage * microbatches + microbatch
+        need, give = offsets[op]
+        while not present[at + need]:
+            yield position, at + need
+        present[at + give] = 1
+    yield len(row), facts.size

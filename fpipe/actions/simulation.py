@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from .action import Action, AnyAction, Carried, Row
-from .check import inspect_rows, stuck
+from .action_kinds import KINDS
+from .broken_rules import stuck
+from .check import inspect_rows
 from .costs import Beside, Costs, Predict, number
-from .dependencies import RULE, Facts, Walk
+from .dependencies import Facts, Walk
 from .placement import Placement
 from .timeline import Timeline
 
@@ -152,7 +154,7 @@ def _steps(
     links, transfers = costs.links(stages), costs.transfers(stages)
     sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
     users = {
-        kind: -by for _, needed in RULE.values() for kind, by in needed if by
+        kind: -by for each in KINDS.values() for kind, by in each.needs if by
     }  # of a fact: offset of its user
 
     def over(each: Sequence[float], stage: int, by: int) -> float:
@@ -163,8 +165,7 @@ def _steps(
         return each[min(stage, stage + by)] if crossed else 0.0
 
     def step(op: str, stage: int) -> _Step:
-        provided, needed = RULE[op]
-        by, user = needed[-1][1], users.get(provided[0], 0)
+        by, user = KINDS[op].needs[-1][1], users.get(KINDS[op].provides[0], 0)
         travel = (
             over(links, stage, by)
             + over(sending, stage, by)
@@ -177,4 +178,4 @@ def _steps(
         )
         return table[op][0][-1], travel, receive, length, send, table[op][1][0]
 
-    return {op: tuple(step(op, stage) for stage in range(stages)) for op in RULE}
+    return {op: tuple(step(op, stage) for stage in range(stages)) for op in KINDS}

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import ScheduleError
 from .action import MOST_SLICES, Action, AnyAction, Fused, Row, Slice, joined, unit
+from .action_kinds import OPS
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
-_ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}(?:[.]{_NUMBER})?")
+_ACTION = re.compile(f"{_NUMBER}([{OPS}]){_NUMBER}(?:[.]{_NUMBER})?")
 #: what the lowering of torch.distributed.pipelining adds; ours adds its own
 _DROPPED = re.compile(
     f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)(?:{_NUMBER})?)"

@@ -20,12 +20,13 @@ from os import PathLike
 
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Carried, Row, Span, Wait
-from .dependencies import RULE, Facts
+from .action_kinds import KINDS
+from .dependencies import Facts
 from .placement import Placement
 from .product import product
 
 #: op -> the change of the number of activations that its rank holds
-_ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
+_ACTIVATIONS = {op: kind.activations for op, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -313,7 +314,7 @@ class Timeline:
     def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
         """The boundaries between ranks that the messages of an action cross."""
         ranks = self.placement.paths[path]
-        for by in {by for _, by in RULE[op][1] if by}:
+        for by in {by for _, by in KINDS[op].needs if by}:
             if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
                 yield min(stage, stage + by)
 

@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from ..actions.action import Action, Op, Row
+from ..actions.action import Action, Row
+from ..actions.action_kinds import Op
 from ..schedule import Schedule
 from .patterns import deal, evenly, in_pairs, keep, tape
 

@@ -17,7 +17,8 @@ from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import TypeAlias
 
-from ..actions.action import Action, AnyAction, Fused, Op, Row, Slice, joined
+from ..actions.action import Action, AnyAction, Fused, Row, Slice, joined
+from ..actions.action_kinds import Op
 from ..actions.placement import Placement
 from ..errors import ScheduleError
 from ..schedule import Schedule

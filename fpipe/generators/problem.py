@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from ..actions.action import Action, Op
+from ..actions.action import Action
+from ..actions.action_kinds import Op
 from ..actions.costs import Costs
 from ..actions.placement import Placement
 from ..schedule import Schedule

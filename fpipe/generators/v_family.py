@@ -33,7 +33,8 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..actions.action import Action, Op
+from ..actions.action import Action
+from ..actions.action_kinds import Op
 from ..actions.placement import Placement
 from ..schedule import Schedule
 

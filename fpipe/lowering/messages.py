@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from ..actions.action import Action, plain
+from ..actions.action_kinds import KINDS
 from ..actions.costs import Costs
-from ..actions.dependencies import RULE
 from ..actions.simulation import simulate_rows
 from ..tree import Spec
 from .keys import Key
@@ -25,7 +25,7 @@ from .step import Step
 from .value_graph import Out
 
 #: op -> the facts that it provides to other ranks.
-_SENT = {op: tuple(fact for fact in provided if fact != "W") for op, (provided, _) in RULE.items()}
+_SENT = {op: tuple(fact for fact in kind.provides if fact != "W") for op, kind in KINDS.items()}
 #: Where all ranks follow one order: the sends to one rank that may be under way.
 _UNDER_WAY = 2
 

@@ -193,7 +193,7 @@ def test_cells_that_are_no_actions(cell, says: str) -> None:
 
 # ---- the oracle: run it ----
 def needs_of(part: Action, last: int) -> list[tuple[str, int]]:
-    """What a part needs, stated independently of ``RULE``, by op names."""
+    """What a part needs, stated independently of ``KINDS``, by op names."""
     if part.op == "F":
         return [("F", part.stage - 1)] if part.stage > 0 else []
     if part.op == "W":

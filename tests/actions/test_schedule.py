@@ -5,12 +5,24 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 import fpipe
-from fpipe import Action, FpipeError, Fused, Placement, Schedule, ScheduleError, make_schedule
-from fpipe.actions.dependencies import RULE, needs, provides
+from fpipe import (
+    Action,
+    Costs,
+    FpipeError,
+    Fused,
+    Placement,
+    Schedule,
+    ScheduleError,
+    make_schedule,
+)
+from fpipe.actions.action_kinds import KINDS, Op
+from fpipe.actions.dependencies import needs, provides
 from schedule_table import cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
@@ -34,13 +46,26 @@ def test_the_rule_says_what_the_textbook_says() -> None:
             f"{f.kind}{f.stage}" for f in provides(action)
         }
 
-    assert set(RULE) == {"F", "B", "I", "W"}
+    assert set(KINDS) == {"F", "B", "I", "W"} == set(get_args(Op))
     assert names("F", 0) == (set(), {"F0"})
     assert names("F", 2) == ({"F1"}, {"F2"})
     assert names("I", 0) == ({"F0", "I1"}, {"I0"})
     assert names("I", 2) == ({"F2"}, {"I2"})
     assert names("B", 1) == ({"F1", "I2"}, {"I1", "W1"})
     assert names("W", 1) == ({"I1"}, {"W1"})
+
+
+def test_a_whole_backward_is_its_two_parts() -> None:
+    """Of each kind there is a cost, and what B does to facts and memory is what I and W do."""
+    assert set(KINDS) <= {field.name for field in fields(Costs)}
+    whole, parts = KINDS["B"], (KINDS["I"], KINDS["W"])
+    assert whole.provides == tuple(fact for part in parts for fact in part.provides)
+    assert whole.needs == parts[0].needs
+    assert (whole.saved, whole.kept) == (
+        sum(part.saved for part in parts),
+        sum(part.kept for part in parts),
+    )
+    assert sum(kind.activations for op, kind in KINDS.items() if op != "B") == 0
 
 
 # ---- placements ----

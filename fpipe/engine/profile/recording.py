@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...actions.action import Action, plain
+from ...actions.action_kinds import OPS
 from ...collectives.group import Group, Pending
 from ...errors import FpipeError
 from ...lowering.plan import Instruction
@@ -28,7 +29,7 @@ from ..execute import WATCH, Executable
 from ..registers import Registers
 from ..steps import StepFn
 
-_BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")
+_BESIDE = re.compile(f"with ([0-9]+)([{OPS}])([0-9]+)")
 _QUESTIONS = 12
 _BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every device has
 

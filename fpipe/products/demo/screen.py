@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ...actions.action_kinds import OPS
 from ...actions.timeline import Timeline
 from ..pictures.colours import NAMES, fill
 from .rank import Measured, Ready, Step
@@ -133,7 +134,7 @@ def lanes(timeline: Timeline, width: int) -> Text:
         for letter, style in row:
             picture.append(letter, style=style)
         picture.append("\n")
-    for op in sorted(seen, key="FBIW".index):
+    for op in sorted(seen, key=OPS.index):
         picture.append(op, style=f"on {fill(op, 0, 1)}")
         picture.append(f" {NAMES[op]}   ")
     picture.rstrip()

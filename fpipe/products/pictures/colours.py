@@ -13,24 +13,16 @@ from __future__ import annotations
 from functools import lru_cache
 from math import dist
 
+from ...actions.action_kinds import KINDS
+
 #: op -> (the first chunk's colour, the last one's)
-RAMPS: dict[str, tuple[str, str]] = {
-    "F": ("#4ba3f5", "#c0e2fb"),
-    "B": ("#e0a712", "#ffe391"),
-    "I": ("#c03a2b", "#ee7d6b"),
-    "W": ("#0b4b49", "#4c827e"),
-}
+RAMPS: dict[str, tuple[str, str]] = {op: kind.colours for op, kind in KINDS.items()}
 
 #: the same on dark paper, where the dark teal of W could not be seen
-DARK_RAMPS: dict[str, tuple[str, str]] = {**RAMPS, "W": ("#82559d", "#8d7794")}
+DARK_RAMPS = {op: kind.dark or kind.colours for op, kind in KINDS.items()}
 
 #: op -> its name in the legend
-NAMES: dict[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-}
+NAMES: dict[str, str] = {op: kind.name for op, kind in KINDS.items()}
 
 #: name -> its colour on light and on dark paper; the causes of idle time are those of
 #: ``idle.CAUSES``

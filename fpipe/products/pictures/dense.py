@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+from ...actions.action_kinds import OPS
 from . import labels
 from .difference import TINTS
 from .idle import CAUSES, PHASES, phases, shares
@@ -17,10 +18,7 @@ from .scene import Scene
 
 KINDS = (
     *(f"t{k}" for k in range(TINTS)),
-    "F",
-    "B",
-    "I",
-    "W",
+    *OPS,
     "tail",
     "imbalance",
     "message",
@@ -76,7 +74,7 @@ def bands(
                 min(top + part.get(kind, 0.0), 1.0) for top, part in zip(tops, parts, strict=True)
             ]
             outlines.append(
-                (f"{kind}0" if kind in "FBIW" else kind, _outline(tops, edges, scale, height))
+                (f"{kind}0" if kind in OPS else kind, _outline(tops, edges, scale, height))
             )
     yield from reversed(outlines)
 
@@ -127,9 +125,7 @@ def lines_of_phases(scene: Scene) -> list[str]:
     for phase, kinds in zip(PHASES, totals, strict=True):
         time = sum(kinds.values())
         if time > 5e-4 * whole:
-            ops = [
-                f"{kind} {labels.percent(kinds[kind] / time)}" for kind in "FBIW" if kind in kinds
-            ]
+            ops = [f"{kind} {labels.percent(kinds[kind] / time)}" for kind in OPS if kind in kinds]
             idle = sum(share for kind, share in kinds.items() if kind in CAUSES) / time
             ops += [f"idle {labels.percent(idle)}"] if idle > 5e-4 else []
             lines.append(

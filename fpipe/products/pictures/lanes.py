@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...actions.action import AnyAction, Op
+from ...actions.action import AnyAction
+from ...actions.action_kinds import Op
 
 
 class Gap(NamedTuple):

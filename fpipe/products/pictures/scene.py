@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from ...actions.action import Action, Row, Span, Wait, plain
+from ...actions.action_kinds import OPS
 from ...actions.placement import Placement
 from ...errors import FpipeError, ScheduleError
 from .idle import CAUSES, critical, gaps
@@ -96,7 +97,7 @@ class Scene:
     def ops(self) -> tuple[str, ...]:
         """The ops that occur, in the order of the legend."""
         seen = {part.op for part in self._parts()}
-        return tuple(op for op in "FBIW" if op in seen)
+        return tuple(op for op in OPS if op in seen)
 
     @cached_property
     def fused(self) -> bool:
@@ -148,7 +149,7 @@ class Scene:
                     op, time = bar.action.parts[0].op, bar.end - bar.start
                     low, high = found.get(op, (time, time))
                     found[op] = min(low, time), max(high, time)
-        return {op: found[op] for op in "FBIW" if op in found}
+        return {op: found[op] for op in OPS if op in found}
 
     @cached_property
     def holds(self) -> tuple[float, float]:

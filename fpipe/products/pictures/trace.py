@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...actions.action import MOST_SLICES, Action, Carried, Slice, Span, Wait, joined
+from ...actions.action_kinds import OPS
 from ...actions.text_files import read_bytes
 from ...errors import FpipeError
 from .scene import Drawable, Scene
@@ -24,7 +25,7 @@ from .scene import Drawable, Scene
 Event: TypeAlias = dict[str, Any]
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
-_PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:[.]([0-9]{1,6}))?")
+_PART = re.compile(rf"([0-9]{{1,9}})([{OPS}])([0-9]{{1,9}})(?:[.]([0-9]{{1,6}}))?")
 _VERSION = 1
 MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of actions: one table, ``KINDS``, with a row for each.
+
+A row states what the letter stands for, what the action provides and needs, what it takes of time
+and memory, and its colours. The rule of dependence, the check, the simulator, the costs, the text
+and the pictures read this table. Nothing here knows tensors, placement or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+#: The letters of actions.
+Op: TypeAlias = Literal["F", "B", "I", "W"]
+#: What actions provide: an output, the gradient of an input, the gradient of parameters.
+FactKind: TypeAlias = Literal["F", "I", "W"]
+
+#: What a message calls each of these.
+FACTS: dict[FactKind, str] = {
+    "F": "the output",
+    "I": "the input gradient",
+    "W": "the weight gradient",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of action.
+
+    Args:
+        name: what the letter stands for.
+        provides: the facts that it provides. Other stages need the first one only.
+        needs: the facts that it needs, each with the offset of the stage. An offset that leaves the
+            model needs nothing. Only the last one may come from another stage.
+        slice: where microbatches have slices, the fact of the same stage that it needs besides,
+            with the offset of the slice. The state of a sequence goes from each slice to the next,
+            and its gradient back.
+        saved: how many times it adds ``Costs.saved`` to the memory of its rank.
+        kept: how many times it adds ``Costs.kept``.
+        colours: in pictures, of the first stage of a rank and of the last.
+        dark: the same on dark paper, where these cannot be seen there.
+
+    >>> KINDS["B"].name, KINDS["B"].provides, KINDS["B"].activations
+    ('backward', ('I', 'W'), -1)
+    """
+
+    name: str
+    provides: tuple[FactKind, ...]
+    needs: tuple[tuple[FactKind, int], ...]
+    slice: tuple[FactKind, int] | None
+    saved: int
+    kept: int
+    colours: tuple[str, str]
+    dark: tuple[str, str] | None = None
+
+    @property
+    def activations(self) -> int:
+        """The change of the number of activations that the rank holds."""
+        return self.saved + self.kept
+
+    @property
+    def before(self) -> tuple[FactKind, ...]:
+        """The facts of its own stage that it needs."""
+        return tuple(fact for fact, offset in self.needs if not offset)
+
+
+#: The kinds, in the order in which legends and tables list them.
+KINDS: dict[Op, Kind] = {
+    "F": Kind(
+        "forward",
+        provides=("F",),
+        needs=(("F", -1),),
+        slice=("F", -1),
+        saved=1,
+        kept=0,
+        colours=("#4ba3f5", "#c0e2fb"),
+    ),
+    "B": Kind(
+        "backward",
+        provides=("I", "W"),
+        needs=(("F", 0), ("I", +1)),
+        slice=("I", +1),
+        saved=-1,
+        kept=0,
+        colours=("#e0a712", "#ffe391"),
+    ),
+    "I": Kind(
+        "input gradient",
+        provides=("I",),
+        needs=(("F", 0), ("I", +1)),
+        slice=("I", +1),
+        saved=-1,
+        kept=1,
+        colours=("#c03a2b", "#ee7d6b"),
+    ),
+    "W": Kind(
+        "weight gradient",
+        provides=("W",),
+        needs=(("I", 0),),
+        slice=None,
+        saved=0,
+        kept=-1,
+        colours=("#0b4b49", "#4c827e"),
+        dark=("#82559d", "#8d7794"),
+    ),
+}
+#: The letters of all kinds, in that order.
+OPS = "".join(KINDS)
