@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..errors import GroupError
-from .data import MOST_BYTES, decode, encode
+from .codec import MOST_BYTES, decode, encode
 
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 

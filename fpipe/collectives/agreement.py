@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..errors import GroupError, MismatchError, PeerError
 from .bounded import BoundedStore
-from .data import decode, encode
+from .codec import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
 

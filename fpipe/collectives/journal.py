@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import GroupError
 from .bounded import BoundedStore, StoreLostError
-from .data import decode, encode
+from .codec import decode, encode
 from .watchdog import GRACE
 
 EVERY = 0.1

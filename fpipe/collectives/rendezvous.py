@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import GroupError
 from .bounded import BoundedStore
-from .data import decode, encode
+from .codec import decode, encode
 from .faults import FaultMonitor
 from .journal import BEAT, Entry
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..collectives.agreement import Difference
-from ..collectives.data import decode, encode
+from ..collectives.codec import decode, encode
 from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 from ..programs.spent import timed

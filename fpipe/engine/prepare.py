@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from .. import tree
 from ..actions.collector import uncollected
-from ..collectives.data import encode
+from ..collectives.codec import encode
 from ..errors import FpipeError, MismatchError, StageError
 from ..lowering.builder import sum_of
 from ..lowering.collective_order import Before, lower_together

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..collectives.group import Group
 from ..collectives.setup import MeshGroup
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FpipeError
 from ..lowering.sharding import Copies
 
 
@@ -118,7 +118,7 @@ def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:
         fault = error
         message = (
             str(error)
-            if isinstance(error, (CheckpointError, OSError))
+            if isinstance(error, (FpipeError, OSError))
             else f"{type(error).__name__}: {error}"
         )
     faults = [text for text in _gathered(axes(pipe), [message]) if text]

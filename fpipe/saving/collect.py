@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
+from ..collectives.codec import Node, to_bytes, to_node
 from ..errors import CheckpointError
 from ._pipe import Pipe, is_first
-from .files import plain, to_bytes
+from .files import plain
 from .keys import (
     Described,
     Names,
@@ -34,7 +35,6 @@ from .keys import (
     stage_tree,
     state_tree,
 )
-from .structure import Node, describe
 
 
 class Place(NamedTuple):
@@ -122,7 +122,7 @@ def collect(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any])
         holding.trees["params"] = ["stages", "params"]
         _slot(names, trees, {s: t.leaves for s, t in trees.items()}, "params", holding)
     for name, value in more.items():
-        holding.trees[name] = describe(
+        holding.trees[name] = to_node(
             value, name, lambda v, path: _special(names, trees, params, holding, v, path)
         )
     return holding
@@ -220,7 +220,7 @@ def _slot(
             def special(v, at, i=index, here=here):
                 return _part(names, here, i, holding, v, at)
 
-            node = describe(value, f"{path}/{key}", special)
+            node = to_node(value, f"{path}/{key}", special)
             if node != nodes.setdefault(key, node):
                 raise CheckpointError(
                     f"{path}: the tied leaves {key!r} differ in structure, {node} and "

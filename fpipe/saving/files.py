@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..collectives.codec import is_dense
 from ..errors import CheckpointError
 
 _LENGTH = struct.Struct("<Q")
@@ -89,32 +90,6 @@ class Written(NamedTuple):
     header: int
     sha256: str
     pieces: tuple[tuple[int, int, str], ...]
-
-
-# ---- tensors and bytes ----
-def to_bytes(tensor: Tensor) -> bytearray:
-    """The elements of a tensor in memory of their own on the host.
-
-    >>> bytes(to_bytes(torch.tensor([1, 256], dtype=torch.int16)))
-    b'\\x01\\x00\\x00\\x01'
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    raw = bytearray(flat.numel())
-    if raw:
-        torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)
-    return raw
-
-
-def from_bytes(raw: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A tensor on the host over these bytes.
-
-    >>> from_bytes(bytearray(b"\\x01\\x00\\x00\\x01"), torch.int16, (2,))
-    tensor([  1, 256], dtype=torch.int16)
-    """
-    if not raw:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    flat = torch.frombuffer(raw, dtype=torch.uint8)
-    return (flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(tuple(shape))
 
 
 # ---- writing ----
@@ -282,12 +257,7 @@ def plain(tensor: Tensor, name: str) -> Tensor:
     """The tensor, if it can be written; CheckpointError for other layouts and for classes with
     tensors inside.
     """
-    known = (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-    )
-    if not known or tensor.is_quantized or tensor.dtype not in {*NAMES, torch.complex128}:
+    if not is_dense(tensor) or tensor.dtype not in {*NAMES, torch.complex128}:
         kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
         raise CheckpointError(
             f"{name}: a tensor ({kind}) that safetensors cannot hold; save a plain dense tensor"

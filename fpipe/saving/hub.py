@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.codec import to_bytes
 from ..errors import CheckpointError
-from .files import Entry, grouped, to_bytes, write
+from .files import Entry, grouped, write
 from .receive import Stored
 
 INDEX = "model.safetensors.index.json"

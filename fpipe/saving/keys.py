@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import optree
 
 from .. import tree
+from ..collectives.codec import Node, Special, from_node, to_node, under
 from ..errors import CheckpointError
 from ..lowering.sharding import Layout
 from ..stage import Stage
 from ._pipe import Pipe
-from .structure import Node, Special, build, describe, under
 
 
 class Part(NamedTuple):
@@ -177,7 +177,7 @@ def describe_stage(names: Names, stage: int, params: Any) -> Described:
 
     def special(value: Any, path: str, inside: bool = False) -> Any:
         def within(item, at):
-            return describe(
+            return to_node(
                 item,
                 at,
                 lambda v, below: (
@@ -199,7 +199,7 @@ def describe_stage(names: Names, stage: int, params: Any) -> Described:
                     "of the list"
                 )
             nodes = [
-                describe(v, under(path, i), lambda v, at: special(v, at, True), fields=False)
+                to_node(v, under(path, i), lambda v, at: special(v, at, True), fields=False)
                 for i, v in enumerate(value)
             ]
             found.layers.setdefault(part.name, {}).update(
@@ -211,7 +211,7 @@ def describe_stage(names: Names, stage: int, params: Any) -> Described:
             found.rest.append(node[1])
         return NotImplemented if node is None else node
 
-    return found._replace(node=describe(params, "", special, fields=False))
+    return found._replace(node=to_node(params, "", special, fields=False))
 
 
 def _leaf(names: Names, stage: int, value: Any, path: str) -> Node | None:
@@ -220,7 +220,7 @@ def _leaf(names: Names, stage: int, value: Any, path: str) -> Node | None:
         return ["leaf", names.of(stage, path)]
     if value is None or not optree.tree_is_leaf(value, namespace=tree.NAMESPACE):
         return None
-    return ["at", names.of(stage, path), describe(value, path, lambda *_: NotImplemented)]
+    return ["at", names.of(stage, path), to_node(value, path)]
 
 
 def _size(value: Any) -> str:
@@ -243,7 +243,7 @@ def expand(
         if node[0] in ("leaf", "at"):
             return leaf(node, path)
         if node[0] == "part":
-            return build(_known(known, node[1]), path, special)
+            return from_node(_known(known, node[1]), path, special)
         if node[0] != "layers":
             return NotImplemented
         if node[1] not in numbers:
@@ -252,12 +252,12 @@ def expand(
                 "number them with layers="
             )
         blocks = [
-            build(block(layers, node[1], n), under(path, i), special)
+            from_node(block(layers, node[1], n), under(path, i), special)
             for i, n in enumerate(numbers[node[1]])
         ]
         return tuple(blocks) if node[2] == "tuple" else blocks
 
-    return build(node, "", special)
+    return from_node(node, "", special)
 
 
 def composed(of: StageNames) -> Node:

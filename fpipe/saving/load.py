@@ -24,13 +24,13 @@ from torch import Tensor
 
 from .. import tree
 from ..actions.progress import progress
+from ..collectives.codec import Node, from_bytes, from_node
 from ..errors import CheckpointError
 from ._pipe import Pipe, agree, everyone, folder_of, is_first, wait_for_writers
 from .collect import own
-from .files import checked, from_bytes, opened
+from .files import checked, opened
 from .keys import Names, StageTree, describe_stage, expand, stage_tree, state_tree, structure_of
 from .manifest import Leaf, Manifest, damaged
-from .structure import Node, build
 
 
 def load(
@@ -164,7 +164,7 @@ def _template(names: Names, manifest: Manifest, stage: int) -> Any:
 
     def leaf(node: Node, path: str) -> Any:
         if node[0] == "at":
-            return build(node[2], path, lambda *_: NotImplemented)
+            return from_node(node[2], path)
         stored = _leaf_of(names.pipe, manifest, f"params/{node[1]}")
         if stored is None:
             raise CheckpointError(
@@ -223,7 +223,7 @@ class Reader:
     def value(self, name: str) -> Any:
         """One of the trees."""
         try:
-            return build(self.manifest.trees[name], name, self._special)
+            return from_node(self.manifest.trees[name], name, self._special)
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -266,7 +266,7 @@ class Reader:
 
         def special(node: Node, path: str) -> Any:
             if node[0] == "at":
-                return build(node[2], path, lambda *_: NotImplemented)
+                return from_node(node[2], path)
             if node[0] != "leaf":
                 return NotImplemented
             leaf = _leaf_of(self.names.pipe, self.manifest, node[1])
@@ -279,7 +279,7 @@ class Reader:
                 tensor if leaf is not None and leaf.host and not leaf.shape else tensor.to(device)
             )
 
-        return build(node, f"{slot}/{key}", special)
+        return from_node(node, f"{slot}/{key}", special)
 
     def _tensor(self, key: str, span: tuple[int, int] | None) -> Tensor:
         """A leaf on the host, or elements of it along one axis."""

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .. import __version__
+from ..collectives.codec import DTYPES, Node, dtype_name
 from ..errors import CheckpointError
-from .files import NAMES, Entry, exactly, grouped, hashed, opened, size_of, write
-from .structure import Node
+from .files import Entry, exactly, grouped, hashed, opened, size_of, write
 
 NAME = "manifest.json"
 #: The number of this layout of manifests and files.
@@ -33,7 +33,6 @@ FORMAT = 1
 #: Bytes of a manifest at most.
 MOST = 1 << 30
 _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NAMES, torch.complex128)}
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -73,7 +72,7 @@ class Leaf(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype."""
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -242,7 +241,7 @@ def from_entries(
         for entry, place in zip(group, done.pieces, strict=True):
             piece = Piece(0, prod(entry.shape), name, *place)
             leaves[f"params/{entry.name}"] = Leaf(
-                str(entry.dtype).removeprefix("torch."), entry.shape, True, (piece,)
+                dtype_name(entry.dtype), entry.shape, True, (piece,)
             )
             slots[entry.name] = ["leaf", f"params/{entry.name}"]
     manifest = Manifest(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..collectives.codec import Node, from_bytes, from_node, under
 from ..errors import CheckpointError
 from ._pipe import Pipe, agree, everyone, is_first
-from .files import Header, exactly, from_bytes, header, opened
+from .files import Header, exactly, header, opened
 from .keys import Names, Part, StageNames, StageTree, describe_stage, nested, stage_tree
-from .structure import Node, build, under
 
 
 class Stored(NamedTuple):
@@ -266,7 +266,7 @@ def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Any:
     def leaf(node, path):
         return taken[node[1]] if node[0] == "leaf" else NotImplemented
 
-    return _lists(build(nested(rows), "", leaf))
+    return _lists(from_node(nested(rows), "", leaf))
 
 
 def _lists(value: Any) -> Any:

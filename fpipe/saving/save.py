@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 import torch
 
 from ..actions.progress import progress
+from ..collectives.codec import from_bytes, to_bytes
 from ..errors import CheckpointError
 from ._pipe import Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Holding, Place, collect, merged
-from .files import Entry, from_bytes, grouped, to_bytes, write
+from .files import Entry, grouped, write
 from .keys import Names
 from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..collectives.adapt import reduction
 from ..collectives.agreement import Difference, refusal, refusing
 from ..collectives.capabilities import Capabilities
-from ..collectives.data import decode, encode
+from ..collectives.codec import decode, encode
 from ..collectives.group import (
     Done,
     Facts,

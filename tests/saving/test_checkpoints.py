@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +28,9 @@ from checkpoint_model import (
 from common import same
 from fpipe import CheckpointError, testing
 from fpipe.saving.manifest import Manifest
+from fpipe.saving.receive import stored
+from fpipe.transforms.norms import ClipState
+from fpipe.transforms.optimizers import AdamState
 
 CUTS = [
     Layout(8, "ZBV", 4),
@@ -61,6 +66,45 @@ def test_two_homes_resume_and_convert(tmp_path: Path):
     )
     loaded = [second_half(layout, tmp_path / "c", optimizer) for layout in CUTS]
     assert all(same(one, loaded[0]) for one in loaded)
+
+
+# ---- checkpoints that were written before ----
+#: Written by fpipe 0.1.0: two steps of AdamW under the layout (2, 1F1B, 2), and other values.
+FORMAT_1 = Path(__file__).parent / "format_1"
+#: The classes of the states in it.
+STATES = AdamState, ClipState
+
+
+@pytest.mark.parametrize("layout", CUTS, ids=str)
+def test_a_checkpoint_of_the_first_format_is_loaded(layout: Layout):
+    pipe, _ = pipeline(layout)
+    params, state, step, other = fpipe.load(FORMAT_1, pipe, "params", "state", "step", "other")
+    raw = {name: read() for name, read in stored(FORMAT_1).items()}
+    clip, adam = state
+    assert tuple(map(type, state)) == STATES[::-1]
+    assert step == 2 and int(adam.step) == 2 and same(clip.norm, raw["state.0.norm"])
+    for tree, prefix in ((params, "params"), (adam.m, "state.1.m"), (adam.v, "state.1.v")):
+        named = {f"{prefix}/{name}": leaf for name, leaf in by_name(pipe, tree).items()}
+        assert same(named, {name: raw[name] for name in raw if name.startswith(f"{prefix}/")})
+    held = deque([torch.arange(3)], 4)
+    assert same(other[3]["a"], held) and other[3]["a"].maxlen == 4
+    assert list(other[3]) == ["b", "a"] and other[3]["b"] == [1]
+    assert other["numbers"] == (1, 2.5, float("inf"), True, None, "text")
+    assert other["dtype"] is torch.float16
+    assert same(other["complex"], torch.tensor([1 + 2j], dtype=torch.complex128))
+
+
+def test_a_checkpoint_is_written_as_in_the_first_format(tmp_path: Path):
+    """Names, structures, pieces and hashes; only the version may differ."""
+    pipe, _ = pipeline(CUTS[1])
+    names = "params", "state", "step", "other"
+    params, *more = fpipe.load(FORMAT_1, pipe, *names)
+    fpipe.save(tmp_path / "c", pipe, params=params, **dict(zip(names[1:], more, strict=True)))
+    old, new = (
+        json.loads((folder / "manifest.json").read_text())["manifest"]
+        for folder in (FORMAT_1, tmp_path / "c")
+    )
+    assert new == {**old, "fpipe": new["fpipe"]}
 
 
 # ---- copies ----

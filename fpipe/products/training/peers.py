@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives._store import Store, gloo
-from ...collectives.data import decode, encode
+from ...collectives.codec import decode, encode
 from ...errors import GroupError
 from ...tree import Tree, flatten, unflatten
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...collectives._store import connected, prefixed
 from ...collectives.bounded import BoundedStore
-from ...collectives.data import decode, encode
+from ...collectives.codec import decode, encode
 from ...collectives.group import Group
 from ...errors import GroupError
 from ...tree import Tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -15,7 +16,7 @@ import optree
 import pytest
 import torch
 
-from fpipe.collectives.data import MOST_LEVELS, decode, encode
+from fpipe.collectives.codec import MOST_LEVELS, decode, encode
 from fpipe.errors import GroupError
 from fpipe.tree import flatten
 
@@ -64,6 +65,9 @@ VALUES = [
     deque([1, 2], 3),
     Pair(1, Pair("x", None)),
     Node((1, 2), "name"),
+    OrderedDict([((1, 2), b"x")]),
+    torch.return_types.max((1, 2)),  # type: ignore[call-arg]
+    Node(1, [b"a constant", {None: 1}]),  # type: ignore[arg-type]
 ]
 
 
@@ -95,6 +99,11 @@ def test_a_tensor_comes_back(dtype: torch.dtype, shape: tuple[int, ...]):
 def test_a_structure_comes_back(tree: Any):
     structure = flatten(tree)[1]
     assert decode(encode(structure)) == structure
+
+
+def test_sets_have_one_encoding():
+    """Their order differs between processes, and encodings are compared."""
+    assert encode(set("abcdef")) == encode(set("fedcba")) == encode(set("cabfed"))
 
 
 def _loop() -> list[Any]:
@@ -138,29 +147,43 @@ def test_pickles_and_other_bytes_run_nothing(tmp_path: Path):
     assert not canary.exists()
 
 
-def _tuple(tag: bytes, *parts: Any) -> bytes:
-    return tag + struct.pack("<Q", len(parts)) + b"".join(map(encode, parts))
+def forged(node: Any, *buffers: bytes, sizes: Any = None) -> bytes:
+    text = json.dumps([node, list(map(len, buffers)) if sizes is None else sizes]).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(buffers)
 
 
+def _deep(levels: int) -> Any:
+    return ["tuple", [_deep(levels - 1)]] if levels else ["none"]
+
+
+ONE, TEXT = ["value", 1], ["value", "true"]
 FORGED = {
     "empty": b"",
-    "a length beyond the end": b"s" + struct.pack("<Q", 1 << 60),
-    "parts beyond the end": b"t" + struct.pack("<Q", 1 << 60),
-    "deep": b"".join([b"t" + struct.pack("<Q", 1)] * (MOST_LEVELS + 2)) + b"N",
-    "more than a value": encode(1) + b"N",
-    "a flag of two": b"B\2",
-    "an unhashable key": _tuple(b"d", [1], 2),
-    "a key without value": _tuple(b"d", 1),
-    "an unknown dtype": _tuple(b"y", "torch.save"),
-    "a tensor of other size": _tuple(b"x", "torch.float32", (1 << 40,), b"1234"),
-    "a tensor of negative size": _tuple(b"x", "torch.float32", (-1, -1), b"1234"),
-    "a function as a class": _tuple(b"n", "os", "system", "true"),
-    "another class": _tuple(b"n", "subprocess", "Popen", "true"),
-    "a module that is not loaded": _tuple(b"n", "antigravity", "X"),
-    "a named tuple without fields": _tuple(b"n", Pair.__module__, "Pair", 1),
-    "an unknown node": _tuple(b"r", "os", "system", None, "true"),
-    "a factory": _tuple(b"D", "eval", "x", 1),
-    "other text": b"s" + struct.pack("<Q", 1) + b"\xff",
+    "a length beyond the end": struct.pack("<Q", 1 << 60) + b"[]",
+    "a buffer beyond the end": forged(["bytes", 0], sizes=[1 << 60]),
+    "a buffer of negative size": forged(["bytes", 0], b"1", sizes=[2, -1]),
+    "a buffer that is not there": forged(["bytes", 1], b"1"),
+    "a buffer twice": forged(["list", [["bytes", 0], ["bytes", 0]]], b"1"),
+    "deep": forged(_deep(MOST_LEVELS + 2)),
+    "deeper": forged(0).replace(b"0", b"[" * 100_000),
+    "more than a value": forged(["none"]) + b"N",
+    "a buffer without use": forged(["none"], b"N"),
+    "no tag": forged(ONE[1:]),
+    "no node": forged(7),
+    "another tag": forged(["run", "rm"]),
+    "another value": forged(["value", [1]]),
+    "an unhashable key": forged(["dict", [[["list", [ONE]], ONE]]]),
+    "a key without value": forged(["dict", [[1]]]),
+    "an unknown dtype": forged(["dtype", "save"]),
+    "a tensor of other size": forged(["tensor", "float32", [1 << 40], 0], b"1234"),
+    "a tensor of negative size": forged(["tensor", "float32", [-1, -1], 0], b"1234"),
+    "a function as a class": forged(["named", "os", "system", [["x", TEXT]]]),
+    "another class": forged(["named", "subprocess", "Popen", [["x", TEXT]]]),
+    "a module that is not loaded": forged(["named", "antigravity", "X", []]),
+    "a named tuple without fields": forged(["named", Pair.__module__, "Pair", [["one", ONE]]]),
+    "an unknown node": forged(["node", "os", "system", ["none"], [["x", TEXT]]]),
+    "a factory": forged(["default", "eval", ["dict", []]]),
+    "other text": forged(["none"])[:-1] + b"\xff",
 }
 
 

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values as JSON and as bytes, without pickle: to decode them runs no code that they name.
+
+A value becomes a node: a list of a tag and JSON. Manifests of checkpoints hold nodes
+(``to_node``, ``from_node``), and ranks send each other nodes and the bytes of tensors (``encode``,
+``decode``). Values are None, bool, int, float, complex, str, torch's dtype, device and Size, list,
+tuple, dict, set, frozenset, named tuples, structures of pytrees, and classes that are registered as
+pytree nodes. Classes are found among those that are loaded; nothing is imported. This module must
+not know groups, stores and files.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import GroupError
+from ..tree import NAMESPACE, flatten, unflatten
+
+#: Bytes of a value, and levels of nesting, at most.
+MOST_BYTES, MOST_LEVELS = 1 << 30, 100
+#: A tag, and what follows from it.
+Node: TypeAlias = list[Any]
+#: Called for each value or node and its path; NotImplemented: it is treated as any other.
+Special: TypeAlias = Callable[[Any, str], Any]
+_LENGTH = struct.Struct("<Q")
+#: torch's dtypes by name.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def under(path: str, name: object) -> str:
+    """The path of an entry.
+
+    >>> under("", 3), under("a", "w")
+    ('3', 'a.w')
+    """
+    return f"{path}.{name}" if path else str(name)
+
+
+def plain(value: object, path: str) -> Any:
+    """No value and no node is special."""
+    return NotImplemented
+
+
+# ---- bytes ----
+def encode(value: object) -> bytes:
+    """A value as bytes, with its tensors; GroupError, which names the type, if it is not data.
+
+    >>> decode(encode({"loss": 0.5, ("a", 1): [None, torch.float32]}))
+    {'loss': 0.5, ('a', 1): [None, torch.float32]}
+    >>> encode([object()])
+    Traceback (most recent call last):
+        ...
+    fpipe.errors.GroupError: value.0 is of type builtins.object, which cannot be sent or saved; ...
+    """
+    buffers: list[bytes | bytearray] = []
+
+    def special(part: object, path: str) -> Any:
+        if type(part) is bytes:
+            buffers.append(part)
+            return ["bytes", len(buffers) - 1]
+        if isinstance(part, Tensor) and is_dense(part):
+            buffers.append(to_bytes(part))
+            return ["tensor", dtype_name(part.dtype), list(part.shape), len(buffers) - 1]
+        return NotImplemented
+
+    node = to_node(value, "value", special, wire=True)
+    text = json.dumps([node, list(map(len, buffers))], separators=(",", ":")).encode()
+    raw = b"".join([_LENGTH.pack(len(text)), text, *buffers])
+    if len(raw) > MOST_BYTES:
+        raise GroupError(
+            f"a value of {len(raw)} bytes cannot be sent to other ranks as data, at most "
+            f"{MOST_BYTES}; send large tensors with share or all_reduce"
+        )
+    return raw
+
+
+def decode(raw: bytes) -> Any:
+    """The value of bytes that ``encode`` wrote; GroupError for all others.
+
+    >>> decode(b"12345678")
+    Traceback (most recent call last):
+        ...
+    fpipe.errors.GroupError: bytes from another rank are not data (...); ...
+    """
+    try:
+        return _decoded(raw)
+    except Exception as error:  # whatever a forged value causes
+        raise GroupError(
+            f"bytes from another rank are not data ({error}); all ranks must run the same version "
+            "of fpipe, and nothing else may write to the store of the job"
+        ) from error
+
+
+def _decoded(raw: bytes) -> Any:
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES}")
+    stream = BytesIO(raw)
+    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+    node, sizes = json.loads(str(stream.read(min(length, len(raw))), "ascii"))
+    if sum(sizes) != len(raw) - stream.tell() or min(sizes, default=0) < 0:
+        raise ValueError(f"{len(raw) - stream.tell()} bytes are left, and {sum(sizes)} announced")
+    buffers = dict(enumerate(map(stream.read, sizes)))  # each is used once
+
+    def special(node: Node, path: str) -> Any:
+        if node[0] == "bytes":
+            return buffers.pop(node[1])
+        if node[0] == "tensor":
+            _, dtype, shape, buffer = node
+            return from_bytes(bytearray(buffers.pop(buffer)), DTYPES[dtype], shape)
+        return NotImplemented
+
+    value = from_node(node, "value", special)
+    if buffers:
+        raise ValueError(f"{len(buffers)} buffers too many")
+    return value
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but elements in memory."""
+    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return dense and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def to_bytes(tensor: Tensor) -> bytearray:
+    """The elements of a tensor in memory of their own on the host.
+
+    >>> bytes(to_bytes(torch.tensor([1, 256], dtype=torch.int16)))
+    b'\\x01\\x00\\x00\\x01'
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    raw = bytearray(flat.numel())
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)
+    return raw
+
+
+def from_bytes(raw: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor on the host over these bytes.
+
+    >>> from_bytes(bytearray(b"\\x01\\x00\\x00\\x01"), torch.int16, (2,))
+    tensor([  1, 256], dtype=torch.int16)
+    """
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes for a tensor {dtype_name(dtype)}{list(shape)}")
+    if not raw:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    flat = torch.frombuffer(raw, dtype=torch.uint8)
+    return (flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(tuple(shape))
+
+
+# ---- nodes ----
+class _Scalar(NamedTuple):
+    """Values without parts: their classes, the JSON of a value, and the value of that JSON."""
+
+    classes: tuple[type, ...]
+    to_json: Callable[[Any], Sequence[Any]]
+    from_json: Callable[..., Any]
+
+
+class _Leaf:
+    """The place of a leaf in a structure."""
+
+
+def _json_scalar(value: object) -> object:
+    if type(value) not in (bool, int, str):
+        raise ValueError(f"a value of type {type(value).__name__}")
+    return value
+
+
+_LEAF = _Leaf()
+_SCALARS = {
+    "none": _Scalar((type(None),), lambda _: (), lambda: None),
+    "value": _Scalar((bool, int, str), lambda value: (value,), _json_scalar),
+    "float": _Scalar((float,), lambda number: (number.hex(),), float.fromhex),
+    "complex": _Scalar(
+        (complex,),
+        lambda z: (z.real.hex(), z.imag.hex()),
+        lambda real, imag: complex(float.fromhex(real), float.fromhex(imag)),
+    ),
+    "dtype": _Scalar((torch.dtype,), lambda dtype: (dtype_name(dtype),), DTYPES.__getitem__),
+    "device": _Scalar((torch.device,), lambda device: (str(device),), torch.device),
+    "any leaf": _Scalar((_Leaf,), lambda _: (), lambda: _LEAF),
+}
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_MAPPINGS: dict[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "ordered": OrderedDict}
+_TAGS: dict[object, str] = {
+    **{cls: tag for tag, kind in _SCALARS.items() for cls in kind.classes},
+    **{cls: tag for tag, cls in [*_SEQUENCES.items(), *_MAPPINGS.items()]},
+}
+#: What may make the entries of a defaultdict.
+_FACTORIES = {
+    "none": None,
+    **{cls.__name__: cls for cls in (list, dict, set, tuple, int, float, str)},
+}
+
+
+def to_node(
+    value: Any,
+    path: str,
+    special: Special = plain,
+    *,
+    fields: bool = True,
+    wire: bool = False,
+    level: int = 0,
+) -> Node:
+    """The node of a value; GroupError, which names path and type, for what is not data.
+
+    Args:
+        value: what to describe.
+        path: what it is called in errors.
+        special: decides about tensors, and may decide about anything else.
+        fields: whether paths have the names of the fields of named tuples, or their numbers, as
+            paths of pytrees.
+        wire: whether keys of dicts may be any data, and ``special`` decides about constants too.
+        level: how deep the value is in another one.
+
+    >>> to_node({"a": (1, None)}, "")
+    ['dict', [['a', ['tuple', [['value', 1], ['none']]]]]]
+    """
+    if level > MOST_LEVELS:
+        raise GroupError(
+            f"{path[:60]}... has more than {MOST_LEVELS} levels, or contains itself; such a value "
+            "cannot be sent or saved"
+        )
+    node = special(value, path)
+    if node is not NotImplemented:
+        return node
+    cls = type(value)
+    tag = _TAGS.get(cls, "")
+
+    def part(item: Any, name: object) -> Node:
+        below = under(path, name)
+        return to_node(item, below, special, fields=fields, wire=wire, level=level + 1)
+
+    def key(name: Any) -> Any:
+        if type(name) in (str, int):
+            return name
+        if not wire:
+            raise GroupError(
+                f"{path}: a dict with the key {name!r}; checkpoints hold dicts with text or "
+                "integers as keys"
+            )
+        return part(name, "key")
+
+    if tag in _SCALARS:
+        return [tag, *_SCALARS[tag].to_json(value)]
+    if tag in _SEQUENCES:
+        parts = [part(item, i) for i, item in enumerate(value)]
+        return [tag, sorted(parts, key=json.dumps) if tag in ("set", "frozenset") else parts]
+    if tag in _MAPPINGS:
+        return [tag, [[key(name), part(item, name)] for name, item in value.items()]]
+    if cls is defaultdict and value.default_factory in _FACTORIES.values():
+        factory = next(n for n, known in _FACTORIES.items() if known is value.default_factory)
+        return ["default", factory, part(dict(value), "items")]
+    if cls is optree.PyTreeSpec:
+        return ["structure", part(unflatten(value, [_LEAF] * value.num_leaves), "tree")]
+    if _named_class(cls.__module__, cls.__qualname__) is cls:
+        pairs = enumerate(zip(_fields(cls), value, strict=True))
+        rows = [[name, part(item, name if fields else i)] for i, (name, item) in pairs]
+        return ["named", cls.__module__, cls.__qualname__, rows]
+    if cls in _node_classes():
+        children, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+        what = f"{path}, a constant of {cls.__qualname__},"
+        constants = to_node(metadata, what, special if wire else plain, wire=wire, level=level + 1)
+        rows = [[key(name), part(v, name)] for name, v in zip(entries, children, strict=True)]
+        return ["node", cls.__module__, cls.__qualname__, constants, rows]
+    raise GroupError(
+        f"{path} is of type {cls.__module__}.{cls.__qualname__}, which cannot be sent or saved; "
+        "pass tensors, numbers, text, and containers of them (a class of yours must be a named "
+        "tuple or a registered pytree node)"
+    )
+
+
+def from_node(node: Node, path: str, special: Special = plain, level: int = 0) -> Any:
+    """The value of a node; ValueError and the like for what ``to_node`` does not write.
+
+    >>> from_node(["dict", [["a", ["tuple", [["float", "0x1.8p+0"], ["none"]]]]]], "")
+    {'a': (1.5, None)}
+    """
+    if level > MOST_LEVELS:
+        raise ValueError(f"more than {MOST_LEVELS} levels")
+    value = special(node, path)
+    if value is not NotImplemented:
+        return value
+
+    def part(item: Node, name: object) -> Any:
+        return from_node(item, under(path, name), special, level + 1)
+
+    def pairs(rows: Iterable[Any]) -> list[tuple[Any, Any]]:
+        keyed = ((part(k, "key") if isinstance(k, list) else k, item) for k, item in rows)
+        return [(name, part(item, name)) for name, item in keyed]
+
+    tag, *rest = node
+    if tag in _SCALARS:
+        return _SCALARS[tag].from_json(*rest)
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([part(item, i) for i, item in enumerate(rest[0])])
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag](pairs(rest[0]))
+    if tag == "default":
+        return defaultdict(_FACTORIES[rest[0]], part(rest[1], "items"))
+    if tag == "structure":
+        return flatten(part(rest[0], "tree"))[1]
+    if tag == "named":
+        module, name, rows = rest
+        return _named(module, name, dict(pairs(rows)), path)
+    if tag == "node":
+        module, name, constants, rows = rest
+        metadata = from_node(constants, path, special, level + 1)
+        return _node(module, name, metadata, [child for _, child in pairs(rows)], path)
+    raise ValueError(f"there is no structure {tag!r}")
+
+
+# ---- classes ----
+def _fields(cls: Any) -> tuple[str, ...]:
+    return cls._fields if optree.is_namedtuple_class(cls) else optree.structseq_fields(cls)
+
+
+def _named_class(module: str, name: str) -> type | None:
+    """A class of named tuples of a loaded module. Attributes are not asked for: that may run code
+    of a module.
+    """
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = None if found is None else vars(found).get(part)
+        if found is not None and not isinstance(found, type):
+            return None
+    named = optree.is_namedtuple_class(found) or optree.is_structseq_class(found)
+    return found if named else None
+
+
+def _named(module: str, name: str, values: Mapping[str, Any], path: str) -> Any:
+    cls: Any = _named_class(module, name)
+    if cls is None:
+        raise ValueError(
+            f"{path} is a named tuple {module}.{name}, and this process has not imported it; "
+            "import its module first"
+        )
+    if tuple(values) != tuple(_fields(cls)):
+        raise ValueError(
+            f"{path}: {name} has the fields {list(_fields(cls))}, and the data {list(values)}"
+        )
+    parts = tuple(values.values())
+    return cls(parts) if optree.is_structseq_class(cls) else tuple.__new__(cls, parts)
+
+
+def _node_classes() -> Mapping[type, Any]:
+    """The classes that are registered as pytree nodes, and how they are put together."""
+    return optree.register_pytree_node.get(namespace=NAMESPACE)  # type: ignore[attr-defined]
+
+
+def _node(module: str, name: str, metadata: Any, children: Sequence[Any], path: str) -> Any:
+    found = [
+        entry
+        for cls, entry in _node_classes().items()
+        if (cls.__module__, cls.__qualname__) == (module, name)
+    ]
+    if not found:
+        raise ValueError(
+            f"{path} is a {module}.{name}, which is not registered as a pytree node in this "
+            "process; import its module first"
+        )
+    return found[-1].unflatten_func(metadata, tuple(children))  # the last that was defined
