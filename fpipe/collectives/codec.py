@@ -121,8 +121,9 @@ def _decoded(raw: bytes) -> Any:
     stream = BytesIO(raw)
     (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
     node, sizes = json.loads(str(stream.read(min(length, len(raw))), "ascii"))
-    if sum(sizes) != len(raw) - stream.tell() or min(sizes, default=0) < 0:
-        raise ValueError(f"{len(raw) - stream.tell()} bytes are left, and {sum(sizes)} announced")
+    left = len(raw) - stream.tell()
+    if sum(sizes) != left or min(sizes, default=0) < 0:
+        raise ValueError(f"{left} bytes are left, and {sum(sizes)} announced")
     buffers = dict(enumerate(map(stream.read, sizes)))  # each is used once
 
     def special(node: Node, path: str) -> Any:
@@ -141,8 +142,12 @@ def _decoded(raw: bytes) -> Any:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but elements in memory."""
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return dense and type(tensor) in (Tensor, torch.nn.Parameter)
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
 
 
 def to_bytes(tensor: Tensor) -> bytearray:
