@@ -230,13 +230,7 @@ _FACTORIES = {
 
 
 def to_node(
-    value: Any,
-    path: str,
-    special: Special = plain,
-    *,
-    fields: bool = True,
-    wire: bool = False,
-    level: int = 0,
+    value: object, path: str, special: Special = plain, *, fields: bool = True, wire: bool = False
 ) -> Node:
     """The node of a value; GroupError, which names path and type, for what is not data.
 
@@ -247,63 +241,80 @@ def to_node(
         fields: whether paths have the names of the fields of named tuples, or their numbers, as
             paths of pytrees.
         wire: whether keys of dicts may be any data, and ``special`` decides about constants too.
-        level: how deep the value is in another one.
 
     >>> to_node({"a": (1, None)}, "")
     ['dict', [['a', ['tuple', [['value', 1], ['none']]]]]]
     """
-    if level > MOST_LEVELS:
-        raise GroupError(
-            f"{path[:60]}... has more than {MOST_LEVELS} levels, or contains itself; such a value "
-            "cannot be sent or saved"
-        )
-    node = special(value, path)
-    if node is not NotImplemented:
-        return node
-    cls = type(value)
-    tag = _TAGS.get(cls, "")
+    return _Writer(special, fields, wire).node(value, path)
 
-    def part(item: Any, name: object) -> Node:
-        below = under(path, name)
-        return to_node(item, below, special, fields=fields, wire=wire, level=level + 1)
 
-    def key(name: Any) -> Any:
-        if type(name) in (str, int):
-            return name
-        if not wire:
+class _Writer(NamedTuple):
+    """The arguments of ``to_node``; level and path are those of the value in another one."""
+
+    special: Special
+    fields: bool
+    wire: bool
+    level: int = 0
+    path: str = ""
+
+    def node(self, value: Any, path: str) -> Node:
+        if self.level > MOST_LEVELS:
             raise GroupError(
-                f"{path}: a dict with the key {name!r}; checkpoints hold dicts with text or "
+                f"{path[:60]}... has more than {MOST_LEVELS} levels, or contains itself; such a "
+                "value cannot be sent or saved"
+            )
+        found = self.special(value, path)
+        if found is not NotImplemented:
+            return found
+        tag = _TAGS.get(type(value), "")
+        if tag in _SCALARS:
+            return [tag, *_SCALARS[tag].to_json(value)]
+        inside = self._replace(level=self.level + 1, path=path)
+        if tag in _SEQUENCES:
+            parts = [inside.part(item, i) for i, item in enumerate(value)]
+            return [tag, sorted(parts, key=json.dumps) if tag in ("set", "frozenset") else parts]
+        if tag in _MAPPINGS:
+            return [tag, [inside.row(name, item) for name, item in value.items()]]
+        return inside.instance(value)
+
+    def part(self, item: object, name: object) -> Node:
+        return self.node(item, under(self.path, name))
+
+    def row(self, name: object, item: object) -> list[Any]:
+        """A key with the node of its value."""
+        if type(name) in (str, int):
+            return [name, self.part(item, name)]
+        if not self.wire:
+            raise GroupError(
+                f"{self.path}: a dict with the key {name!r}; checkpoints hold dicts with text or "
                 "integers as keys"
             )
-        return part(name, "key")
+        return [self.part(name, "key"), self.part(item, name)]
 
-    if tag in _SCALARS:
-        return [tag, *_SCALARS[tag].to_json(value)]
-    if tag in _SEQUENCES:
-        parts = [part(item, i) for i, item in enumerate(value)]
-        return [tag, sorted(parts, key=json.dumps) if tag in ("set", "frozenset") else parts]
-    if tag in _MAPPINGS:
-        return [tag, [[key(name), part(item, name)] for name, item in value.items()]]
-    if cls is defaultdict and value.default_factory in _FACTORIES.values():
-        factory = next(n for n, known in _FACTORIES.items() if known is value.default_factory)
-        return ["default", factory, part(dict(value), "items")]
-    if cls is optree.PyTreeSpec:
-        return ["structure", part(unflatten(value, [_LEAF] * value.num_leaves), "tree")]
-    if _named_class(cls.__module__, cls.__qualname__) is cls:
-        pairs = enumerate(zip(_fields(cls), value, strict=True))
-        rows = [[name, part(item, name if fields else i)] for i, (name, item) in pairs]
-        return ["named", cls.__module__, cls.__qualname__, rows]
-    if cls in _node_classes():
-        children, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
-        what = f"{path}, a constant of {cls.__qualname__},"
-        constants = to_node(metadata, what, special if wire else plain, wire=wire, level=level + 1)
-        rows = [[key(name), part(v, name)] for name, v in zip(entries, children, strict=True)]
-        return ["node", cls.__module__, cls.__qualname__, constants, rows]
-    raise GroupError(
-        f"{path} is of type {cls.__module__}.{cls.__qualname__}, which cannot be sent or saved; "
-        "pass tensors, numbers, text, and containers of them (a class of yours must be a named "
-        "tuple or a registered pytree node)"
-    )
+    def instance(self, value: Any) -> Node:
+        """The node of an instance of a class that is no plain container."""
+        cls = type(value)
+        if cls is defaultdict and value.default_factory in _FACTORIES.values():
+            factory = next(n for n, known in _FACTORIES.items() if known is value.default_factory)
+            return ["default", factory, self.part(dict(value), "items")]
+        if cls is optree.PyTreeSpec:
+            return ["structure", self.part(unflatten(value, [_LEAF] * value.num_leaves), "tree")]
+        name = cls.__module__, cls.__qualname__
+        if _named_class(*name) is cls:
+            pairs = enumerate(zip(_fields(cls), value, strict=True))
+            rows = [[n, self.part(item, n if self.fields else i)] for i, (n, item) in pairs]
+            return ["named", *name, rows]
+        if cls in _node_classes():
+            parts, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+            writer = self if self.wire else self._replace(special=plain)
+            constants = writer.node(metadata, f"{self.path}, a constant of {cls.__qualname__},")
+            rows = [self.row(n, part) for n, part in zip(entries, parts, strict=True)]
+            return ["node", *name, constants, rows]
+        raise GroupError(
+            f"{self.path} is of type {'.'.join(name)}, which cannot be sent or saved; pass "
+            "tensors, numbers, text, and containers of them (a class of yours must be a named "
+            "tuple or a registered pytree node)"
+        )
 
 
 def from_node(node: Node, path: str, special: Special = plain, level: int = 0) -> Any:
