@@ -272,7 +272,9 @@ class _Writer(NamedTuple):
         inside = self._replace(level=self.level + 1, path=path)
         if tag in _SEQUENCES:
             parts = [inside.part(item, i) for i, item in enumerate(value)]
-            return [tag, sorted(parts, key=json.dumps) if tag in ("set", "frozenset") else parts]
+            if tag in ("set", "frozenset"):
+                parts.sort(key=json.dumps)
+            return [tag, parts]
         if tag in _MAPPINGS:
             return [tag, [inside.row(name, item) for name, item in value.items()]]
         return inside.instance(value)
@@ -301,9 +303,14 @@ class _Writer(NamedTuple):
             return ["structure", self.part(unflatten(value, [_LEAF] * value.num_leaves), "tree")]
         name = cls.__module__, cls.__qualname__
         if _named_class(*name) is cls:
-            pairs = enumerate(zip(_fields(cls), value, strict=True))
-            rows = [[n, self.part(item, n if self.fields else i)] for i, (n, item) in pairs]
-            return ["named", *name, rows]
+            fields = _fields(cls)
+            parts = fields if self.fields else range(len(fields))
+            nodes = map(self.part, value, parts)
+            return [
+                "named",
+                *name,
+                [[field, node] for field, node in zip(fields, nodes, strict=True)],
+            ]
         if cls in _node_classes():
             parts, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
             writer = self if self.wire else self._replace(special=plain)
