@@ -1,6 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as data: actions, the rule of dependence, text, checks, simulation, timelines and
-pictures.
+"""Schedules as data: kinds of actions, the rule of dependence, text, checks, costs, simulation and
+timelines.
 
-The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch.
+The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch. What is exported here
+is for all of the package; the other names are for this folder, ``schedule`` and ``lowering``.
 """
+
+from .action import MOST_SLICES, Action, AnyAction, Fused, Row, Slice, joined, plain, unit
+from .action_kinds import KINDS, OPS, Kind, Op
+from .collector import uncollected
+from .costs import Beside, Costs, PerStage, as_costs
+from .placement import Placement
+from .progress import Track, progress
+from .text import counted, number
+from .text_files import read_bytes, write_bytes
+from .timeline import Carried, Span, Timeline, Wait
+
+__all__ = [
+    "KINDS",
+    "MOST_SLICES",
+    "OPS",
+    "Action",
+    "AnyAction",
+    "Beside",
+    "Carried",
+    "Costs",
+    "Fused",
+    "Kind",
+    "Op",
+    "PerStage",
+    "Placement",
+    "Row",
+    "Slice",
+    "Span",
+    "Timeline",
+    "Track",
+    "Wait",
+    "as_costs",
+    "counted",
+    "joined",
+    "number",
+    "plain",
+    "progress",
+    "read_bytes",
+    "uncollected",
+    "unit",
+    "write_bytes",
+]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and
-``Carried``, of a timeline.
+"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule.
 
 Standard library only; nothing here knows tensors or order.
 
@@ -163,31 +162,3 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
     """
     for action in row:
         yield from action.parts
-
-
-class Span(NamedTuple):
-    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's
-    row.
-    """
-
-    rank: int
-    position: int
-    action: AnyAction
-    start: float
-    end: float
-
-
-class Wait(NamedTuple):
-    """What an action waited for: its rank and position, and how long the waiting rank was idle."""
-
-    rank: int
-    position: int
-    time: float
-
-
-class Carried(NamedTuple):
-    """What a rank's link carries beside its computing, as predicted for a woven action."""
-
-    start: float
-    end: float
-    what: str

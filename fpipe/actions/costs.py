@@ -6,14 +6,16 @@ schedule.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import ScheduleError
 from .action import AnyAction
+from .action_kinds import KINDS
 
 PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 
@@ -30,16 +32,29 @@ class Beside(NamedTuple):
 #: From an action, fused or plain, to its time, or None for the time that it would take otherwise.
 Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 
+_OF_STAGE = (*KINDS, "overlap", "saved", "kept")
+_OF_BOUNDARY = ("comm", "boundary", "bandwidth", "send", "receive")
+#: The names of numbers, and what may have one each.
+_EACH = {
+    **dict.fromkeys(_OF_STAGE, "stages"),
+    **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
+    **dict.fromkeys(("load", "size"), "microbatches"),
+}
+_refuse = partial(ScheduleError, rule="costs")
+
 
 @dataclass(frozen=True)
 class Costs:
     """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to
     number).
 
-    A message between different ranks takes ``comm + boundary / bandwidth``. F adds ``saved`` bytes
-    to what its rank holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+    This is the one model of costs: pictures and comparisons simulate with it, the solver and the
+    plans of large runs search with it, and ``fpipe.profile`` and ``pipe.plan`` return it.
 
-    Where microbatches have slices, a slice has an equal share of the costs.
+    *Time.* An action takes its number of F, I, W or B. *Messages.* One between different ranks
+    takes ``comm + boundary / bandwidth``. *Memory.* F adds ``saved`` bytes to what its rank holds,
+    I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``. *Microbatches.* They may differ by
+    ``load`` and ``size``. Where microbatches have slices, a slice has an equal share of the costs.
 
     Args:
         F, I, W: the times of these actions.
@@ -83,13 +98,20 @@ class Costs:
     unit: str = ""  #: of time, for people
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
+        for name in _EACH:
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if not isinstance(self.unit, str):
             raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
 
     def __repr__(self) -> str:
-        return self._shown(repr)
+        """F, I, W and what differs from its default."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        shown = (
+            f"{name}={value!r}"
+            for name, (value, default) in values.items()
+            if name in "FIW" or value != default
+        )
+        return f"Costs({', '.join(shown)})"
 
     def __str__(self) -> str:
         """As ``repr``, with four digits of each number.
@@ -97,20 +119,7 @@ class Costs:
         >>> print(Costs(F=(1 / 3, 2), I=0.5, W=1e-5 / 3))
         Costs(F=(0.3333, 2), I=0.5, W=3.333e-06)
         """
-
-        def short(value: Any) -> str:
-            if isinstance(value, tuple):
-                return f"({', '.join(map(short, value))}{',' if len(value) == 1 else ''})"
-            return f"{value:.4g}" if isinstance(value, float) else repr(value)
-
-        return self._shown(short)
-
-    def _shown(self, text: Callable[[Any], str]) -> str:
-        """F, I, W and what differs from its default."""
-        shown = [
-            f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default
-        ]
-        return f"Costs({', '.join(f'{name}={text(getattr(self, name))}' for name in shown)})"
+        return re.sub(r"\d+\.\d+(e[+-]\d+)?", lambda found: f"{float(found[0]):.4g}", repr(self))
 
     # ---- text ----
     @classmethod
@@ -131,21 +140,18 @@ class Costs:
         """
         values: dict[str, Any] = {}
         for item in filter(None, map(str.strip, text.split(","))):
-            name, sign, value = (word.strip() for word in item.partition("="))
-            if not sign or name not in _NUMBERS or name in values:
-                why = (
-                    f"{name} occurs twice"
-                    if name in values
-                    else f"the names are {', '.join(_NUMBERS)}"
-                )
+            name, _, value = (word.strip() for word in item.partition("="))
+            if not value or name not in _EACH or name in values:
+                names = f"the names are {', '.join(_EACH)}"
+                why = f"{name} occurs twice" if name in values else names
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
-                numbers = [float(number) for number in value.split(":")]
+                first, *more = map(float, value.split(":"))
             except ValueError:
                 raise _refuse(
                     f"{name}={value[:60]} is not a number, nor numbers with ':' between"
                 ) from None
-            values[name] = numbers if ":" in value else numbers[0]
+            values[name] = (first, *more) if more else first
         return cls(**values)
 
     def to_json(self) -> str:
@@ -189,10 +195,48 @@ class Costs:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refuse(f"these costs are not JSON: {error}") from None
-        names = (*_NUMBERS, "unit")
+        names = (*_EACH, "unit")
         if not isinstance(values, dict) or not set(values) <= set(names):
             raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
         return cls(**values)
+
+    # ---- other costs ----
+    @property
+    def counts(self) -> set[int]:
+        """For how many stages there are numbers; empty where all costs are one number.
+
+        >>> Costs(F=[1, 2], saved=3).counts
+        {2}
+        """
+        values = (getattr(self, name) for name in _OF_STAGE)
+        return {len(value) for value in values if isinstance(value, tuple)}
+
+    def scaled(self, share: float) -> Costs:
+        """The costs of a stage with this share of the work and of the memory; messages as they are.
+
+        Args:
+            share: a number, such as a half where these costs are those of two stages.
+
+        Returns:
+            The costs.
+
+        Raises:
+            ScheduleError: if a cost is one number per stage.
+
+        >>> Costs(F=2, comm=0.5).scaled(0.5)
+        Costs(F=1.0, I=0.5, W=0.5, comm=0.5, saved=0.5)
+        """
+        values = {name: getattr(self, name) for name in _OF_STAGE}
+        for name, value in values.items():
+            if value is not None and not isinstance(value, float):
+                rule = (
+                    "schedules with different stages are compared by a rank's whole share; give "
+                    "one number"
+                )
+                raise _refuse(f"{name}={value!r} is one number per stage, but {rule}")
+        return replace(
+            self, **{name: value * share for name, value in values.items() if value is not None}
+        )
 
     # ---- by stage ----
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
@@ -210,12 +254,15 @@ class Costs:
         >>> Costs(I=2).times(2)["B"]
         (3.0, 3.0)
         """
-        by_op = {name: self.spread(name, stages) for name in ("F", "I", "W")}
-        by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
-        for name in ("B", "overlap"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                by_op[name] = self.spread(name, stages)
-        return by_op
+        values = {name: getattr(self, name) for name in (*KINDS, "overlap")}
+        times = {
+            name: self.spread(name, stages)
+            for name, value in values.items()
+            if value is not None and not callable(value)
+        }
+        if "B" not in times:
+            times["B"] = tuple(map(sum, zip(times["I"], times["W"], strict=True)))
+        return times
 
     def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
         """op -> what it adds to the bytes that its rank holds, for each stage.
@@ -230,36 +277,27 @@ class Costs:
             ScheduleError: if a cost is a sequence of another length.
 
         >>> Costs(saved=10, kept=4).memory(1)
-        {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}
+        {'F': (10.0,), 'B': (-10.0,), 'I': (-6.0,), 'W': (-4.0,)}
         """
         saved = self.spread("saved", stages)
         kept = saved if self.kept is None else self.spread("kept", stages)
-        inwards = tuple(k - s for k, s in zip(kept, saved, strict=True))
         return {
-            "F": saved,
-            "I": inwards,
-            "W": tuple(-k for k in kept),
-            "B": tuple(-s for s in saved),
+            op: tuple(kind.saved * s + kind.kept * k for s, k in zip(saved, kept, strict=True))
+            for op, kind in KINDS.items()
         }
 
-    def links(self, stages: int) -> tuple[float, ...]:
-        """The time that a message takes over each boundary once it is sent, where its ends are on
-        different ranks.
+    def links(self, stages: int, size: float = 1.0) -> tuple[float, ...]:
+        """The time that a message of a microbatch of this size takes over each boundary once it is
+        sent, where its ends are on different ranks.
 
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
         """
-        comm = self.spread("comm", stages - 1)
-        return tuple(c + t for c, t in zip(comm, self.transfers(stages), strict=True))
-
-    def transfers(self, stages: int) -> tuple[float, ...]:
-        """The part of ``links`` that grows with the size of a microbatch: bytes over bandwidth.
-
-        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).transfers(3)
-        (1.0, 2.0)
-        """
-        size, width = (self.spread(name, stages - 1) for name in ("boundary", "bandwidth"))
-        return tuple(s / w for s, w in zip(size, width, strict=True))
+        numbers = (self.spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
+        return tuple(
+            latency + size * (nbytes / speed)
+            for latency, nbytes, speed in zip(*numbers, strict=True)
+        )
 
     def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
         """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
@@ -269,13 +307,10 @@ class Costs:
         ((0.5, 0.5, 1.5, 1.5), (0.5, 1.5, 0.5, 1.5))
         """
         value = getattr(self, name)
-        if slices == 1 or not isinstance(value, tuple) or len(value) == count:
-            factors = self.spread(name, count)
-        else:
-            factors = tuple(
-                factor for factor in self.spread(name, count // slices) for _ in range(slices)
-            )
-        return factors if slices == 1 else tuple(factor / slices for factor in factors)
+        whole = slices > 1 and isinstance(value, tuple) and len(value) != count
+        factors = self.spread(name, count // slices if whole else count)
+        repeats = slices if whole else 1
+        return tuple(factor / slices for factor in factors for _ in range(repeats))
 
     def spread(self, name: str, count: int) -> tuple[float, ...]:
         """The cost ``name`` for each of ``count`` stages, boundaries between stages, or
@@ -285,18 +320,9 @@ class Costs:
         if not isinstance(value, tuple):
             return (value,) * count
         if len(value) != count:
-            things = _THINGS.get(name, "stages")
-            what = f"{name} has {len(value)} numbers, but there are {count} {things}"
+            what = f"{name} has {len(value)} numbers, but there are {count} {_EACH[name]}"
             raise _refuse(f"{what}; give one number, or {count}")
         return value
-
-
-_NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
-_THINGS: dict[str, str] = dict.fromkeys(
-    ("comm", "boundary", "bandwidth", "send", "receive"), "boundaries between stages"
-)
-_THINGS |= dict.fromkeys(("load", "size"), "microbatches")
-_refuse = partial(ScheduleError, rule="costs")
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -13,14 +13,14 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Carried, Row
+from .action import Action, AnyAction, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import inspect_rows
 from .costs import Beside, Costs, Predict, number
 from .dependencies import Facts, Walk
 from .placement import Placement
-from .timeline import Timeline
+from .timeline import Carried, Timeline
 
 #: How an op runs on a stage; a plain tuple, since unpacking that is three times as fast:
 #: the offset of the last fact that it needs, the only one that it can wait for; the time from the
@@ -49,71 +49,71 @@ def simulate_rows(
     >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
     7.0
     """
-    walked, stages = (
-        walked or inspect_rows(rows, placement, microbatches, slices).walk,
-        placement.stages,
-    )
+    walked = walked or inspect_rows(rows, placement, microbatches, slices).walk
+    stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
     facts = Facts(stages, microbatches)
+    sizes = costs.of_units("size", microbatches, slices)
+    steps = _steps_of_all(facts, placement, costs, sizes, slices)
+    overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
-    steps, size = _steps_of_all(facts, placement, costs, slices)
     arrivals, clocks = array("d", bytes(8 * facts.size)), [0.0] * len(rows)
-    overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
-    tables = tuple(
-        (row, s.append, e.append, c.append)
-        for row, s, e, c in zip(rows, starts, ends, causes, strict=True)
-    )
+    append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
     for rank, first, stop in walked.runs:
-        (row, begin, end, cause), clock = tables[rank], clocks[rank]
-        for action in row[first:stop]:
+        clock, (begin, end, cause) = clocks[rank], append[rank]
+        for action in rows[rank][first:stop]:
             waited = -1
-            if overlap is None and isinstance(
-                action, Action
-            ):  # as below, for an action that is not fused
+            if overlap is None and isinstance(action, Action):  # as below, for one part
                 stage, op, microbatch = action
-                need, travel, receive, takes, send, provided = steps[microbatch][op][stage]
+                need, travel, receive, length, send, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
                 arrival = arrivals[need + fact] + travel
                 if arrival > clock:
                     clock, waited = arrival, need + fact
-                cause(waited)
                 clock += receive
                 begin(clock)
-                clock += takes
-                end(clock)
+                clock += length
                 arrivals[fact + provided] = clock
-                clock += send
-                continue
-            receive, length, send = 0.0, 0.0, 0.0
-            for stage, op, microbatch in action.parts:
-                need, travel, receives, takes, sends, _ = steps[microbatch][op][stage]
-                need += stage * microbatches + microbatch
-                arrival = arrivals[need] + travel
-                if arrival > clock:
-                    clock, waited = arrival, need
-                receive += receives
-                length += takes
-                send += sends
-            clock += receive
-            begin(clock)
+            else:
+                receive, length, send, given = 0.0, 0.0, 0.0, []
+                for stage, op, microbatch in action.parts:
+                    need, travel, receives, takes, sends, provided = steps[microbatch][op][stage]
+                    fact = stage * microbatches + microbatch
+                    arrival = arrivals[need + fact] + travel
+                    if arrival > clock:
+                        clock, waited = arrival, need + fact
+                    receive += receives
+                    length += takes
+                    send += sends
+                    given.append(fact + provided)
+                clock += receive
+                begin(clock)
+                if overlap is not None:
+                    length, beside = _overlapped(overlap, action, length, clock, slices)
+                    carried[rank] += beside
+                clock += length
+                for fact in given:
+                    arrivals[fact] = clock
             cause(waited)
-            if overlap is not None:
-                length, beside = _overlapped(overlap, action, length, clock, slices)
-                carried[rank] += beside
-            clock += length
             end(clock)
-            for stage, op, microbatch in action.parts:
-                arrivals[stage * microbatches + microbatch + steps[microbatch][op][stage][5]] = (
-                    clock
-                )
             clock += send
         clocks[rank] = clock
-    memory, sizes = costs.memory(stages), costs.spread("boundary", stages - 1)
-    links = tuple(map(tuple, carried))
-    figures = memory, sizes, name, costs.unit, links, size if set(size) != {1.0} else ()
-    return Timeline(rows, starts, ends, placement, microbatches, causes, *figures)
+    return Timeline(
+        rows,
+        starts,
+        ends,
+        placement,
+        microbatches,
+        causes,
+        memory=costs.memory(stages),
+        boundary=costs.spread("boundary", stages - 1),
+        name=name,
+        unit=costs.unit,
+        carried=tuple(map(tuple, carried)),
+        sizes=sizes if set(sizes) != {1.0} else (),
+    )
 
 
 def _overlapped(
@@ -123,27 +123,29 @@ def _overlapped(
     meanwhile.
     """
     if not callable(overlap):
-        return (length if len(action.parts) == 1 else overlap[action.parts[0].stage] / slices), ()
+        fused = len(action.parts) > 1
+        return (overlap[action.parts[0].stage] / slices if fused else length), ()
     predicted = overlap(action)
     if isinstance(predicted, Beside):
-        return predicted.time, [
-            Carried(start + begin, start + end, what) for begin, end, what in predicted.carried
+        carried = [
+            Carried(start + first, start + last, what) for first, last, what in predicted.carried
         ]
+        return predicted.time, carried
     return (length if predicted is None else number("overlap", predicted)), ()
 
 
 def _steps_of_all(
-    facts: Facts, placement: Placement, costs: Costs, slices: int
-) -> tuple[list[dict[str, tuple[_Step, ...]]], Sequence[float]]:
-    """For each microbatch how ops run on it, and its size; computed once for equal path, load and
-    size.
-    """
-    load, size = (costs.of_units(name, facts.microbatches, slices) for name in ("load", "size"))
-    kinds = list(zip(map(placement.path_index, range(facts.microbatches)), load, size, strict=True))
-    by_kind = {
-        kind: _steps(facts, placement.paths[kind[0]], costs, *kind[1:]) for kind in set(kinds)
+    facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
+) -> list[dict[str, tuple[_Step, ...]]]:
+    """For each microbatch how ops run on it; computed once for equal path, load and size."""
+    paths = map(placement.path_index, range(facts.microbatches))
+    loads = costs.of_units("load", facts.microbatches, slices)
+    groups = list(zip(paths, loads, sizes, strict=True))
+    steps = {
+        (path, load, size): _steps(facts, placement.paths[path], costs, load, size)
+        for path, load, size in set(groups)
     }
-    return [by_kind[kind] for kind in kinds], size
+    return [steps[group] for group in groups]
 
 
 def _steps(
@@ -151,31 +153,28 @@ def _steps(
 ) -> dict[str, tuple[_Step, ...]]:
     """op -> how it runs on each stage, for microbatches with this path, load and size."""
     stages, table, times = facts.stages, facts.table, costs.times(facts.stages)
-    links, transfers = costs.links(stages), costs.transfers(stages)
     sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
-    users = {
-        kind: -by for each in KINDS.values() for kind, by in each.needs if by
-    }  # of a fact: offset of its user
+    travels = [a + b for a, b in zip(costs.links(stages, size), sending, strict=True)]
+    #: fact -> the offset of the other stage that needs it
+    users = {fact: -by for kind in KINDS.values() for fact, by in kind.needs if by}
 
-    def over(each: Sequence[float], stage: int, by: int) -> float:
+    def crossing(numbers: Sequence[float], stage: int, by: int) -> float:
         """The number of the boundary between two stages; 0 where there is none or both are on one
         rank.
         """
         crossed = 0 <= stage + by < stages and path[stage + by] != path[stage]
-        return each[min(stage, stage + by)] if crossed else 0.0
+        return numbers[min(stage, stage + by)] if crossed else 0.0
 
     def step(op: str, stage: int) -> _Step:
-        by, user = KINDS[op].needs[-1][1], users.get(KINDS[op].provides[0], 0)
-        travel = (
-            over(links, stage, by)
-            + over(sending, stage, by)
-            + (size - 1) * over(transfers, stage, by)
-        )
-        receive, length, send = (
-            over(receiving, stage, by),
+        kind, (needed, provided) = KINDS[op], table[op]
+        source, user = kind.needs[-1][1], users.get(kind.provides[0], 0)
+        return (
+            needed[-1],
+            crossing(travels, stage, source),
+            crossing(receiving, stage, source),
             times[op][stage] * load,
-            over(sending, stage, user),
+            crossing(sending, stage, user),
+            provided[0],
         )
-        return table[op][0][-1], travel, receive, length, send, table[op][1][0]
 
     return {op: tuple(step(op, stage) for stage in range(stages)) for op in KINDS}

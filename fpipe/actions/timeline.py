@@ -9,7 +9,7 @@ this value.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,16 +17,42 @@ from itertools import accumulate, chain, count, repeat
 from math import fsum, inf
 from operator import sub
 from os import PathLike
+from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Carried, Row, Span, Wait
+from .action import Action, AnyAction, Fused, Row
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .placement import Placement
 from .product import product
 
-#: op -> the change of the number of activations that its rank holds
-_ACTIVATIONS = {op: kind.activations for op, kind in KINDS.items()}
+
+class Span(NamedTuple):
+    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's
+    row.
+    """
+
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Wait(NamedTuple):
+    """What an action waited for: its rank and position, and how long the waiting rank was idle."""
+
+    rank: int
+    position: int
+    time: float
+
+
+class Carried(NamedTuple):
+    """What a rank's link carries beside its computing, as predicted for a woven action."""
+
+    start: float
+    end: float
+    what: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,15 +187,6 @@ class Timeline:
             map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank])
         )
 
-    def _at(self, rank: int, position: int) -> Span:
-        return Span(
-            rank,
-            position,
-            self.rows[rank][position],
-            self.starts[rank][position],
-            self.ends[rank][position],
-        )
-
     # ---- time ----
     @cached_property
     def start(self) -> float:
@@ -216,31 +233,20 @@ class Timeline:
         """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W
         or B.
         """
-        return tuple(max(accumulate(_changes(row), initial=0)) for row in self.rows)
+        held = {op: (kind.activations,) * self.placement.stages for op, kind in KINDS.items()}
+        return tuple(max(accumulate(_changes(row, held), initial=0)) for row in self.rows)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per rank, the most that is held at once by the costs' ``saved`` and ``kept``."""
-        return tuple(map(self._most, self.rows))
+        changes = (_changes(row, self._held, self.sizes) for row in self.rows)
+        return tuple(max(accumulate(each, initial=0.0)) for each in changes)
 
-    def _most(self, row: Row) -> float:
-        """The most that a rank with this row holds: ``curve`` without its points."""
-        plain = [action for action in row if isinstance(action, Action)]
-        if not self.sizes and len(plain) == len(
-            row
-        ):  # of each action the one change; the usual case
-            table = {
-                op: self.memory[op] if self.memory else (adds,) * self.placement.stages
-                for op, adds in _ACTIVATIONS.items()
-            }
-            return max(accumulate([table[op][stage] for stage, op, _ in plain], initial=0.0))
-        held = most = 0.0
-        for action in row:
-            added, freed = self._change(action)
-            held += added
-            most = max(most, held)
-            held += freed
-        return most
+    @cached_property
+    def _held(self) -> Mapping[str, Sequence[float]]:
+        """op -> what it adds to the memory of its rank, by stage: bytes, else activations."""
+        stages = self.placement.stages
+        return self.memory or {op: (kind.activations,) * stages for op, kind in KINDS.items()}
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """What a rank holds over time: an action adds at its start and frees at its end.
@@ -256,27 +262,13 @@ class Timeline:
         >>> t.curve(1)
         ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
         """
-        held = 0.0
-        points: list[tuple[float, float]] = []
-        for action, start, end in zip(
-            self.rows[rank], self.starts[rank], self.ends[rank], strict=True
-        ):
-            for time, delta in zip((start, end), self._change(action), strict=True):
-                if delta:
-                    held += delta
-                    points.append((time, held))
+        row, held, points = self.rows[rank], 0.0, []
+        times = chain.from_iterable(zip(self.starts[rank], self.ends[rank], strict=True))
+        for time, change in zip(times, _fused_changes(row, self._held, self.sizes), strict=True):
+            if change:
+                held += change
+                points.append((time, held))
         return tuple(points)
-
-    def _change(self, action: AnyAction) -> tuple[float, float]:
-        """What an action adds at its start, and what it frees at its end, as a number below
-        zero.
-        """
-        deltas = [self._adds(*part) for part in action.parts]
-        return sum([d for d in deltas if d > 0]), sum([d for d in deltas if d < 0])
-
-    def _adds(self, stage: int, op: str, microbatch: int) -> float:
-        adds = self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
-        return adds * self.sizes[microbatch] if self.sizes else adds
 
     # ---- messages ----
     @property
@@ -291,32 +283,26 @@ class Timeline:
 
     @cached_property
     def _sent(self) -> tuple[int, float]:
-        """Messages between different ranks, and their bytes. Boundary s is between stage s and
-        stage s + 1.
-        """
-        counts: Counter[tuple[int, str, int]] = Counter()
-        amounts: defaultdict[tuple[int, str, int], float] = defaultdict(float)
-        route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
+        """Messages between different ranks, and their bytes."""
+        crossed = [
+            {
+                (op, stage): list(_boundaries(path, op, stage))
+                for op in KINDS
+                for stage in range(len(path))
+            }
+            for path in self.placement.paths
+        ]
+        route = [crossed[self.placement.path_index(mb)] for mb in range(self.microbatches)]
+        counts: Counter[tuple[int, float]] = Counter()  # (boundary, size) -> messages
         for row in self.rows:
-            parts = [(stage, op, mb) for action in row for stage, op, mb in action.parts]
-            counts.update([(stage, op, route[mb]) for stage, op, mb in parts])
-            for stage, op, mb in parts if self.sizes else ():
-                amounts[stage, op, route[mb]] += self.sizes[mb]
-        crossed = {key: list(self._crossed(*key)) for key in counts}
-        messages = sum(count * len(crossed[key]) for key, count in counts.items())
+            for action in row:
+                for stage, op, mb in action.parts:
+                    for boundary in route[mb][op, stage]:
+                        counts[boundary, self.sizes[mb] if self.sizes else 1.0] += 1
         if not self.boundary:
-            return messages, 0.0
-        size = amounts if self.sizes else counts
-        return messages, fsum(
-            size[key] * self.boundary[at] for key, places in crossed.items() for at in places
-        )
-
-    def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
-        """The boundaries between ranks that the messages of an action cross."""
-        ranks = self.placement.paths[path]
-        for by in {by for _, by in KINDS[op].needs if by}:
-            if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
-                yield min(stage, stage + by)
+            return counts.total(), 0.0
+        nbytes = (count * size * self.boundary[at] for (at, size), count in counts.items())
+        return counts.total(), fsum(nbytes)
 
     # ---- causes ----
     @cached_property
@@ -356,7 +342,8 @@ class Timeline:
         position = len(self.rows[rank]) - 1
         path: list[Span] = []
         while position >= 0:
-            path.append(self._at(rank, position))
+            start, end = self.starts[rank][position], self.ends[rank][position]
+            path.append(Span(rank, position, self.rows[rank][position], start, end))
             wait = self.waited_for(rank, position)
             rank, position = (wait.rank, wait.position) if wait else (rank, position - 1)
         return tuple(reversed(path))
@@ -424,15 +411,35 @@ class Timeline:
         product("pictures").save(self if against is None else [against, self], path, look)
 
 
-def _changes(row: Row) -> Iterator[int]:
-    """The changes of the number of activations, part by part; of a fused action those that add come
-    first.
-    """
+def _changes(
+    row: Row, held: Mapping[str, Sequence[float]], sizes: Sequence[float] = ()
+) -> Iterator[float]:
+    """What the actions of a row add to the memory of its rank; fused ones first add, then free."""
+    if sizes or any(isinstance(action, Fused) for action in row):
+        return _fused_changes(row, held, sizes)
+    return (held[op][stage] for stage, op, _ in cast(Sequence[Action], row))
+
+
+def _fused_changes(
+    row: Row, held: Mapping[str, Sequence[float]], sizes: Sequence[float]
+) -> Iterator[float]:
+    """For each action two numbers: what it adds at its start, and what it frees at its end."""
     for action in row:
-        if isinstance(action, Action):
-            yield _ACTIVATIONS[action.op]
-        else:
-            yield from sorted((_ACTIVATIONS[part.op] for part in action.parts), reverse=True)
+        changes = [
+            held[op][stage] * sizes[mb] if sizes else held[op][stage]
+            for stage, op, mb in action.parts
+        ]
+        yield sum([change for change in changes if change > 0])
+        yield sum([change for change in changes if change < 0])
+
+
+def _boundaries(path: Sequence[int], op: str, stage: int) -> Iterator[int]:
+    """The boundaries between ranks that the messages of an action cross. Boundary s is between
+    stage s and stage s + 1.
+    """
+    for by in {by for _, by in KINDS[op].needs if by}:
+        if 0 <= stage + by < len(path) and path[stage + by] != path[stage]:
+            yield min(stage, stage + by)
 
 
 def _causes(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from ...actions.text_files import read_bytes
+from ...actions import read_bytes
 from ...errors import PlanError
 
 MOST = 4 << 20  #: bytes of a config.json

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any, TypeVar
 
-from ...actions.text_files import read_bytes
+from ...actions import read_bytes
 from ...errors import PlanError
 from .hardware import Gpu
 from .layout import Job, Layout, Precision

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ...actions.action import Row, plain
-from ...actions.costs import Costs
-from ...actions.timeline import Timeline
+from ...actions import Costs, Row, Timeline, plain
 from ...generators import make_schedule
 from ...schedule import Schedule
 from .hardware import LATENCY, LINK, MEMORY, NETWORK, USABLE

@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 
-from ...actions.costs import Costs
-from ...actions.progress import progress
-from ...actions.text_files import write_bytes
+from ...actions import Costs, progress, write_bytes
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from ...generators.memory_limit import in_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from ...actions.progress import progress
+from ...actions import progress
 from ...errors import CheckpointError
 from ...saving import hub
 from ...saving.load import read_leaf

@@ -11,8 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ...actions.progress import progress
-from ...actions.text_files import write_bytes
+from ...actions import progress, write_bytes
 from ...errors import ScheduleError
 from ...generators.memory_limit import in_bytes
 from ..clusters.hardware import TABLE, find_gpu

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
-from ...actions.progress import progress
+from ...actions import progress
 from ...collectives.adapt import OPS, reduction, sending
 from ...collectives.c10d import C10dGroup
 from ...collectives.capabilities import DTYPES, Capabilities, Status

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from ...actions.costs import Costs
-from ...actions.progress import progress
+from ...actions import Costs, progress
 from .. import pictures
 from . import options
 

@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from ...actions.costs import Costs
-from ...actions.progress import progress
-from ...actions.text_files import read_bytes
+from ...actions import Costs, progress, read_bytes
 from ...errors import ScheduleError
 from ...generators import is_path, read_schedule, schedule_from, schedule_names
 from ...schedule import Schedule
@@ -167,13 +165,8 @@ def priced(costs: Costs, schedule: Schedule, per: str, alone: bool = True) -> Co
     """The costs of the stages of ``schedule``; of one drawn ``alone``, costs by stage are taken as
     they are.
     """
-    by_stage = any(
-        isinstance(getattr(costs, name), tuple)
-        for name in ("F", "I", "W", "B", "overlap", "saved", "kept")
-    )
-    return (
-        costs if per == "stage" or (alone and by_stage) else comparison.per_share(costs, schedule)
-    )
+    by_stage = per == "stage" or (alone and costs.counts)
+    return costs if by_stage else comparison.per_share(costs, schedule)
 
 
 def parse_costs(text: str) -> Costs:

@@ -18,10 +18,7 @@ from typing import Any
 
 import click
 
-from ...actions.costs import Costs
-from ...actions.progress import progress
-from ...actions.text_files import write_bytes
-from ...actions.timeline import Timeline
+from ...actions import Costs, Timeline, progress, write_bytes
 from ...errors import StageError
 from ...generators import is_path
 from ...schedule import Schedule

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import torch
 
-from ...actions.progress import progress
+from ...actions import progress
 from ...collectives.local import local
 from ...engine.building import pipeline
 from ...errors import PlanError

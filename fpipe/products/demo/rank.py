@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import tree
-from ...actions.timeline import Timeline
+from ...actions import Timeline
 from ...collectives.setup import init
 from ...engine.building import pipeline
 from ...engine.gradients import value_and_grad

@@ -24,8 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ...actions.action_kinds import OPS
-from ...actions.timeline import Timeline
+from ...actions import OPS, Timeline
 from ..pictures.colours import NAMES, fill
 from .rank import Measured, Ready, Step
 

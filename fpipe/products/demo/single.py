@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...actions.action import plain
+from ...actions import plain
 from ...schedule import Schedule
 
 

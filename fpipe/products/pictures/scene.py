@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
-from ...actions.action import Action, Row, Span, Wait, plain
+from ...actions import Action, Row, Span, Wait, plain
 from ...actions.action_kinds import OPS
 from ...actions.placement import Placement
 from ...errors import FpipeError, ScheduleError

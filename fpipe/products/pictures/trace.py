@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...actions.action import MOST_SLICES, Action, Carried, Slice, Span, Wait, joined
+from ...actions import MOST_SLICES, Action, Carried, Slice, Span, Wait, joined
 from ...actions.action_kinds import OPS
 from ...actions.text_files import read_bytes
 from ...errors import FpipeError

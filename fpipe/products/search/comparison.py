@@ -8,7 +8,6 @@ rank pays half for each, and memory is counted in whole shares too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...actions.collector import uncollected
@@ -41,20 +40,7 @@ def per_share(costs: Costs, schedule: Schedule) -> Costs:
     >>> per_share(Costs(comm=0.5), make_schedule("ZBV", 2, 4))
     Costs(F=0.5, I=0.5, W=0.5, comm=0.5, saved=0.5)
     """
-    part = schedule.ranks / schedule.stages
-    scaled: dict[str, Any] = {}
-    for name in ("F", "I", "W", "B", "overlap", "saved", "kept"):
-        value = getattr(costs, name)
-        if value is not None and not isinstance(value, (int, float)):
-            rule = (
-                "schedules with different stages are compared by a rank's whole share; give "
-                "one number"
-            )
-            raise ScheduleError(
-                f"{name}={value!r} is one number per stage, but {rule}", rule="costs"
-            )
-        scaled[name] = None if value is None else value * part
-    return replace(costs, **scaled)
+    return costs.scaled(schedule.ranks / schedule.stages)
 
 
 def compare(

@@ -6,9 +6,8 @@ and as a drawing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...actions.costs import Costs
 from ...actions.text import number
@@ -52,10 +51,9 @@ def solved_entries(
     entries = []
     for limit in note(limits):
         for placement, per_rank in kinds:
-            scaled = scaled_costs(costs, per_rank)
             try:
                 found = solve(
-                    scaled,
+                    costs.scaled(1 / per_rank),
                     ranks,
                     microbatches,
                     placement,
@@ -68,15 +66,6 @@ def solved_entries(
                 continue
             entries.append(entry_of(f"Solved {placement} {number(limit)}", found, costs))
     return entries
-
-
-def scaled_costs(costs: Costs, per_rank: int) -> Costs:
-    """The costs of a stage, where a rank's share is cut into so many."""
-    names = ("F", "I", "W", "B", "overlap", "saved", "kept")
-    scaled: dict[str, Any] = {
-        n: v / per_rank for n in names if isinstance(v := getattr(costs, n), (int, float))
-    }
-    return replace(costs, **scaled)
 
 
 def points(entries: Sequence[Entry]) -> list[Point]:

@@ -198,12 +198,7 @@ def _stages(
                 rule="ranks",
             )
         return placement.stages
-    counts = {
-        len(v)
-        for name in ("F", "I", "W", "B", "saved", "kept")
-        if isinstance(v := getattr(costs, name), tuple)
-    }
-    count = stages or next(iter(counts), ranks if placement == "one" else 2 * ranks)
+    count = stages or next(iter(costs.counts), ranks if placement == "one" else 2 * ranks)
     if count % ranks:
         what = f"{count} stages cannot be placed evenly on {ranks} ranks"
         raise ScheduleError(
