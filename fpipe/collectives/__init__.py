@@ -4,3 +4,7 @@
 ``group`` is the protocol that other packages use; ``local``, ``c10d`` and the fakes of
 ``fpipe.testing`` implement it. This package must not know schedules, stages or plans.
 """
+
+from .group import Group
+
+__all__ = ["Group"]

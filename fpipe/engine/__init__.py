@@ -3,3 +3,7 @@
 
 Nothing here knows the names of schedules or the kinds of backends.
 """
+
+from .action_hooks import around_actions
+
+__all__ = ["around_actions"]

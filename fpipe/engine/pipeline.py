@@ -171,7 +171,7 @@ class Pipeline(Generic[Y, R]):
         try:
             call = Call.of(self.config, mode, params, x, targets, side, **options)
         except Exception as error:
-            calls.refuse(self.config, error)
+            self.refuse(error)
             raise
         auto = self.config.schedule
         if isinstance(auto, Auto) and mode == "grad" and call.number not in auto.chosen:
@@ -195,6 +195,19 @@ class Pipeline(Generic[Y, R]):
             return self.under(schedule).plan(params, x, *targets, **side)
 
         auto.estimated(call.number, plans_of, self.schedule(call.number), self.config.device.type)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one refuses the arguments of the next call.
+
+        They raise at once instead of waiting. The caller raises the error itself.
+
+        Args:
+            error: what is wrong with the arguments.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).refuse(ValueError("no target"))
+        """
+        calls.refuse(self.config, error)
 
     @property
     def why(self) -> str:

@@ -25,11 +25,11 @@ from .. import tree
 from ..errors import StageError
 from ..stage import remat
 from ._flow import Flow, Part, blank_sizes
-from ._layers import as_block
-from ._pure import Claim, Pure, clone, without_buffers
 from ._recorder import Value, dicts_in, restored, returned, writes
 from ._router import Router, Totals
 from ._structure import Structure, is_rotary, outside
+from .layer_blocks import make_block
+from .module_function import Claim, ModuleFunction, clone, without_buffers
 
 #: Arguments of forward that are side inputs of all stages.
 SIDES = (
@@ -221,7 +221,7 @@ def part_module(
         unit = structure.units[old]
         if unit in mine and unit in structure.layers:
             if as_blocks and unit not in writing:
-                as_block(new)
+                make_block(new)
             if old.training and _is_checkpointed(model, unit):
                 new.forward = _checkpointed(new)
         new.forward = partial(_visit, unit, new.forward)
@@ -307,7 +307,7 @@ def names_of(module: nn.Module, structure: Structure, flow: Flow, part: Part) ->
 
 
 # ---- a stage ----
-class DecoderPart(Pure):
+class DecoderPart(ModuleFunction):
     """Some layers of a model as a stage function; the first also embeds, the last also computes
     logits.
 
@@ -334,7 +334,7 @@ class DecoderPart(Pure):
         self.first, self.last = part.first == 0, part.stop == len(flow.visits)
         self.gives = frozenset(part.gives)
         self.forwarded = [side for side in sides if side != "position_embeddings"]
-        super().__init__(module, claim, sides=sides, state=(), name=name)
+        super().__init__(module, claim.aliases, sides=sides, name=name)
         self.keywords = keywords_of(module)
         self.blanks: dict[Value, Any] = {}
         if not self.first or router is not None:

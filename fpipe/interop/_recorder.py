@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree
-from ._pieces import as_node
+from .module_function import as_node
 
 _PLAIN = (bool, int, float, str)
 #: Operations whose results depend on the sizes of their inputs alone.

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from ..errors import StageError
-from ..programs import fake
+from ..programs import fake_tensors
 from ._decoder import SIDES, keywords_of, result_of, sides_of, with_configs
 from ._flow import Flow, flow_of
-from ._places import tensors_of
-from ._pure import clone
 from ._recorder import Recording, record
 from ._router import Router
 from ._structure import Structure
 from ._verify import brief, count, forked
+from .module_function import clone, tensors_of
 
 #: Rows and tokens of the first forward, tokens for a decoder behind an encoder; and those of the
 #: second.
@@ -138,7 +137,7 @@ def _record(
 
     tensors = tensors_of(model)
     try:
-        with fake.entered(fake.mode()) if without else forked(next(model.parameters()).device):
+        with fake_tensors() if without else forked(next(model.parameters()).device):
             if without:
                 tensors, inputs, side = _empty(tensors), _empty(inputs), _empty(side)
             return record(whole, tensors, units, inputs, side, keywords, finish)

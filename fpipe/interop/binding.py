@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bind``: modules as stages whose gradients go into ``.grad``, for torch's optimizers and
-learning rate schedulers.
+"""``bind``: modules as stages whose gradients go into ``.grad``, for torch's optimizers.
 
 A pipeline takes parameters and returns gradients. Trainers keep parameters in modules and gradients
 in ``.grad``. This module connects both, and must not know schedules or ranks.
@@ -10,61 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import tree
-from ..engine.steps import add_each
 from ..errors import StageError
 from ..stage import Stage, keyword_only
-from ._places import Place, places_of, tensors_of
-from ._pure import InMode, running, signature
-from ._replaced import replaced, replacements
+from ..tree import Tree
+from .module_function import ModuleFunction, changing_buffers, tensors_of
 from .modules import from_module
+from .replacements import replaced, replacements
 
 #: By stage, tensors by name; None for a stage that this process does not have.
 ByStage: TypeAlias = list[dict[str, Tensor] | None]
+#: Gradients, or states, as calls return them.
+Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
-class ModuleCall:
-    """A module as a pure function of its parameters and buffers; a tuple is passed as several
-    arguments.
+class BoundFunction(ModuleFunction):
+    """A module that keeps its tensors, as a function of parameters and buffers.
+
+    All buffers but those in ``state`` are leaves of the parameters. A tuple is passed to the module
+    as several arguments.
     """
 
-    def __init__(self, module: nn.Module, state: Sequence[str] = (), sides: Sequence[str] = ()):
-        self.module, self.state = module, tuple(state)
-        self.__qualname__, self.replacements = type(module).__name__, replacements(module)
-        self.__signature__ = signature("params", *(["state"] if state else []), "x", sides=sides)
+    def __init__(self, module: nn.Module, state: Sequence[str], sides: Sequence[str]):
+        first = dict[int, str]()
+        named = {name: t for name, t in tensors_of(module).items() if name not in state}
+        aliases = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
+        super().__init__(module, aliases, sides=sides, state=state, name=type(module).__name__)
+        self.leaves = tuple(dict.fromkeys(aliases.values()))
+        self.replacements = replacements(module)
 
-    def __call__(self, params: Mapping[str, Tensor], *rest: Any, **side: Any) -> Any:
-        state, x = rest if self.state else ({}, *rest)
-        tensors = {
-            **params,
-            **{name: value.clone() for name, value in state.items()},
-        }  # norms update theirs in place
-        y = self.call(
-            tensors,
-            x if isinstance(x, tuple) else (x,),
-            {k: v for k, v in side.items() if v is not None},
-        )
-        return (y, {name: tensors[name] for name in self.state}) if self.state else y
-
-    def call(self, tensors: dict[str, Tensor], x: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
+    def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the module with these parameters and buffers."""
+        x = x if isinstance(x, tuple) else (x,)
         with replaced(self.replacements):
-            return functional_call(self.module, tensors, x, dict(side))
-
-    def in_mode(self, training: bool) -> InMode:
-        """The same function with the module in training or in evaluation."""
-        return InMode(self, training)
+            return functional_call(self.module, tensors, x, side, tie_weights=False)
 
 
 class Bound:
-    """Modules bound to the stages of a pipeline; :func:`bind` returns it. ``stages`` are for
-    ``fpipe.pipeline``.
+    """Modules bound to the stages of a pipeline; :func:`bind` returns it.
+
+    ``stages`` are for ``fpipe.pipeline``.
 
     >>> from fpipe import local, pipeline, value_and_grad
     >>> layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
@@ -83,56 +73,31 @@ class Bound:
         self,
         modules: Sequence[nn.Module | None],
         stages: Sequence[Stage],
-        names: Sequence[Sequence[str]],
+        leaves: Sequence[Sequence[str]],
     ):
-        places = {module: places_of(module) for module in modules if module is not None}
-        self.modules, self.stages = tuple(modules), list(stages)
-        self._leaves: list[dict[str, Place] | None] = [
-            None if module is None else {name: places[module][name] for name in row}
-            for module, row in zip(modules, names, strict=True)
-        ]
-        self._frozen = [
-            row[name]
-            for row, stage in zip(self._leaves, stages, strict=True)
-            if row is not None
-            for name in stage.frozen
-        ]
-        self._state: list[dict[str, Place] | None] = [
-            None
-            if module is None or not stage.state
-            else {n: places[module][n] for n in stage.initial_state}
-            for module, stage in zip(modules, stages, strict=True)
+        self.modules, self.stages, self._leaves = tuple(modules), list(stages), list(leaves)
+
+    def _tensors(self, names: Sequence[Iterable[str]]) -> ByStage:
+        """The modules' tensors of these names, by stage, as they are now."""
+        held = {module: tensors_of(module) for module in {*self.modules} - {None}}
+        return [
+            None if module is None else {name: held[module][name] for name in row}
+            for module, row in zip(self.modules, names, strict=True)
         ]
 
     @property
     def params(self) -> ByStage:
-        """The parameters and buffers of each stage, as they are now: they share memory with the
-        modules.
-        """
-        return [
-            None if row is None else {n: place.value.detach() for n, place in row.items()}
-            for row in self._leaves
-        ]
-
-    @property
-    def tensors(self) -> ByStage:
-        """The same as ``params``, but the modules' own tensors, which may require gradients."""
-        return [
-            None if row is None else {n: owner[key] for n, (owner, key) in row.items()}
-            for row in self._leaves
-        ]
+        """The parameters and buffers of each stage, which share memory with the modules."""
+        return _detached(self._tensors(self._leaves))
 
     @property
     def state(self) -> ByStage:
         """The buffers that forward changes, as they are now; for ``state=`` of a call."""
-        return [
-            None if row is None else {n: place.value.detach() for n, place in row.items()}
-            for row in self._state
-        ]
+        rows = _detached(self._tensors([stage.initial_state or () for stage in self.stages]))
+        return [row or None for row in rows]
 
     def unfrozen(self) -> bool:
-        """Whether a parameter requires a gradient that did not when the stages were built, which
-        have none for it.
+        """Whether a parameter requires a gradient now that did not when the stages were built.
 
         Returns:
             True if stages must be bound again.
@@ -141,11 +106,11 @@ class Bound:
         >>> bound.unfrozen()
         False
         """
-        return any(place.value.requires_grad for place in self._frozen)
+        rows = self._tensors([stage.frozen for stage in self.stages])
+        return any(tensor.requires_grad for row in rows for tensor in (row or {}).values())
 
-    def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
-        """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the modules'
-        parameters.
+    def add_grads(self, grads: Results) -> None:
+        """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the parameters.
 
         A parameter of several stages gets its gradient once: tied leaves have the sum of all stages
         each. Frozen parameters have none, and those that were frozen since get none.
@@ -167,41 +132,38 @@ class Bound:
                 f"{len(grads)} entries of gradients for {len(self.stages)} stages; give one per "
                 "stage"
             )
-        seen: set[int] = set()
-        totals: list[Tensor] = []
-        addends: list[Tensor] = []
-        for stage, (row, found) in enumerate(zip(self._leaves, grads, strict=True)):
-            for name, grad in () if row is None or found is None else found.items():
+        parameters = self._tensors(self._leaves)
+        added = set[Tensor]()
+        totals, addends = list[Tensor](), list[Tensor]()
+        for stage, (row, results) in enumerate(zip(parameters, grads, strict=True)):
+            for name, grad in () if row is None else (results or {}).items():
                 if grad is None:
                     continue
-                parameter = self._place(row, name, stage).value
-                if id(parameter) in seen or not parameter.requires_grad:
+                if name not in row:
+                    raise StageError(
+                        f"stage {stage} has no parameter {name!r}; pass the gradients of this "
+                        "pipeline"
+                    )
+                parameter = row[name]
+                if parameter in added or not parameter.requires_grad:
                     continue
-                seen.add(id(parameter))
+                added.add(parameter)
                 if grad.shape != parameter.shape:
                     raise StageError(
                         f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, "
-                        "the parameter "
-                        f"{list(parameter.shape)}; with zero= pass pipe.unshard(grads)"
+                        f"the parameter {list(parameter.shape)}; with zero= pass "
+                        "pipe.unshard(grads)"
                     )
-                if grad.dtype != parameter.dtype or grad.device != parameter.device:
-                    grad = grad.to(parameter.device, parameter.dtype)
+                grad = grad.to(parameter.device, parameter.dtype)
                 if parameter.grad is None:
                     parameter.grad = grad
                 else:
                     totals.append(parameter.grad)
                     addends.append(grad)
         if totals:
-            add_each(totals, addends)
+            torch._foreach_add_(totals, addends)
 
-    def _place(self, row: Mapping[str, Place] | None, name: str, stage: int) -> Place:
-        if row is None or name not in row:
-            raise StageError(
-                f"stage {stage} has no parameter {name!r}; pass the gradients of this pipeline"
-            )
-        return row[name]
-
-    def write_state(self, state: Sequence[Mapping[str, Tensor] | None]) -> None:
+    def write_state(self, state: Results) -> None:
         """Write the state that a call returned into the buffers of the modules.
 
         Args:
@@ -216,23 +178,27 @@ class Bound:
         >>> norm.running_mean
         tensor([1.])
         """
-        if len(state) != len(self._state):
+        if len(state) != len(self.stages):
             raise StageError(
-                f"{len(state)} states for {len(self._state)} stages; give one for each, None for "
+                f"{len(state)} states for {len(self.stages)} stages; give one for each, None for "
                 "others'"
             )
-        for stage, (row, found) in enumerate(zip(self._state, state, strict=True)):
-            missing = (
-                [] if row is None or found is None else [name for name in row if name not in found]
-            )
-            if missing:
-                what = f"the state of stage {stage} has no {', '.join(map(repr, missing))}"
-                raise StageError(f"{what}; pass the state that the call returned")
-        with torch.no_grad():
-            for row, found in zip(self._state, state, strict=True):
-                if row is not None and found is not None:
-                    for name, place in row.items():
-                        place.value.copy_(found[name])
+        pairs = list[tuple[Tensor, Tensor]]()
+        for stage, (row, values) in enumerate(zip(self.state, state, strict=True)):
+            for name, buffer in () if values is None else (row or {}).items():
+                value = values.get(name)
+                if value is None:
+                    raise StageError(
+                        f"the state of stage {stage} has no {name!r}; pass the state that the call "
+                        "returned"
+                    )
+                pairs.append((buffer, value))
+        for buffer, value in pairs:
+            buffer.copy_(value)
+
+
+def _detached(rows: ByStage) -> ByStage:
+    return [None if row is None else {n: t.detach() for n, t in row.items()} for row in rows]
 
 
 def bind(
@@ -242,15 +208,14 @@ def bind(
     side: Sequence[str] = (),
     state: Sequence[str] = (),
 ) -> Bound:
-    """Modules as stages; gradients of a pipeline over them go into ``.grad``, so any torch
-    optimizer updates them.
+    """Modules as stages; gradients of a pipeline over them go into ``.grad``.
 
-    ``bound.stages`` are for ``fpipe.pipeline``; ``bound.params`` (and ``bound.state``, where there
-    are running statistics) for its calls; ``bound.add_grads(grads)`` adds to ``.grad``, and
-    ``bound.write_state(state)`` writes statistics back. Nothing is copied: parameters are read from
-    the modules at each access, so a module on "meta" may be materialized in between. Parameters
-    with ``requires_grad=False`` are frozen, one parameter in several stages is tied. Buffers are
-    leaves without gradient.
+    So any torch optimizer updates them. ``bound.stages`` are for ``fpipe.pipeline``;
+    ``bound.params`` (and ``bound.state``, where there are running statistics) for its calls;
+    ``bound.add_grads(grads)`` adds to ``.grad``, and ``bound.write_state(state)`` writes statistics
+    back. Nothing is copied: parameters are read from the modules at each access, so a module on
+    "meta" may be materialized in between. Parameters with ``requires_grad=False`` are frozen, one
+    parameter in several stages is tied. Buffers are leaves without gradient.
 
     Args:
         modules: one per stage, ``None`` for a stage of another process; or one whole module.
@@ -281,54 +246,44 @@ def bind(
         raise StageError(
             "bind takes one module (with cuts=), or a list with a module, or None, for each stage"
         )
-    rows = [_stage(module, side, state) for module in modules]
-    return Bound(
-        modules, with_ties(modules, [stage for stage, _ in rows]), [names for _, names in rows]
-    )
+    return bound_to([None if m is None else _function(m, side, state) for m in modules])
 
 
-def _stage(
-    module: nn.Module | None, side: Sequence[str], state: Sequence[str]
-) -> tuple[Stage, list[str]]:
-    """The stage of a module, and the names of its leaves."""
-    if module is None:
-        return Stage.elsewhere(), []
+def _function(module: nn.Module, side: Sequence[str], state: Sequence[str]) -> BoundFunction:
     buffers = dict(module.named_buffers())
     patterns = [p for p in state if any(tree.matches(name, [p]) for name in buffers)]
-    changing = running(module, patterns)
-    leaves = [
-        *(name for name, _ in module.named_parameters()),
-        *(name for name in buffers if name not in changing),
-    ]
-    named = tensors_of(module)
-    frozen = tuple(name for name in leaves if not named[name].requires_grad)
     sides = list(dict.fromkeys([*keyword_only(module.forward), *side]))
-    return stage_of(ModuleCall(module, changing, sides), frozen), leaves
+    return BoundFunction(module, changing_buffers(module, patterns), sides)
 
 
-def stage_of(call: ModuleCall, frozen: Sequence[str]) -> Stage:
-    """A module call as a stage."""
-    initial = {
-        name: dict(call.module.named_buffers())[name].detach() for name in call.state
-    } or None
-    return Stage(
-        call,
-        state=bool(call.state),
-        initial_state=initial,
-        frozen=tuple(frozen),
-        name=type(call.module).__name__,
-    )
+def bound_to(
+    functions: Sequence[BoundFunction | None], others: Sequence[Stage] = (), **options: str | None
+) -> Bound:
+    """Functions as stages, which know their frozen leaves and those that other stages have too.
 
-
-def with_ties(modules: Sequence[nn.Module | None], stages: Sequence[Stage]) -> list[Stage]:
-    """The stages, with those of their parameters that another stage has too named as tied."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, module in enumerate(modules):
-        for name, parameter in () if module is None else module.named_parameters():
-            places.setdefault(id(parameter), []).append((stage, name))
-    out = list(stages)
-    for shared in places.values():
-        for stage, name in shared if len(shared) > 1 else ():
-            group = f"{shared[0][0]}.{shared[0][1]}"
-            out[stage] = replace(out[stage], ties=(*out[stage].ties, (name, group)))
-    return out
+    Args:
+        functions: one per stage, None for a stage of another process.
+        others: all stages, as they were described when an earlier pipeline was built.
+        options: of the stages of this process.
+    """
+    places = dict[Tensor, list[tuple[int, str]]]()
+    for number, fn in enumerate(functions):
+        for name, tensor in () if fn is None else tensors_of(fn.module).items():
+            if name in fn.leaves and isinstance(tensor, nn.Parameter):
+                places.setdefault(tensor, []).append((number, name))
+    groups = {
+        place: "{}.{}".format(*shared[0])
+        for shared in places.values()
+        for place in (shared if len(shared) > 1 else ())
+    }
+    stages = list[Stage]()
+    for number, fn in enumerate(functions):
+        if fn is None:
+            stages.append(others[number] if others else Stage.elsewhere())
+            continue
+        tensors = tensors_of(fn.module)
+        frozen = [name for name in fn.leaves if not tensors[name].requires_grad]
+        ties = [(name, groups[number, name]) for name in fn.leaves if (number, name) in groups]
+        stages.append(replace(fn.stage(frozen, ties), **options))
+    modules = [None if fn is None else fn.module for fn in functions]
+    return Bound(modules, stages, [() if fn is None else fn.leaves for fn in functions])

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import inspect
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import tree
-from ..engine.building import pipeline
-from ..engine.gradients import value_and_grad
-from ..engine.pipeline import Pipeline
+from .. import Pipeline, pipeline, receive, tree, value_and_grad
 from ..errors import StageError
-from ..products.search.balancing import estimate, spread
-from ..saving.hub import fused
-from ..saving.receive import receive, stored
+from ..saving import model_files
 from ..schedule import Schedule
 from ..stage import Stage
 from ._decoder import DecoderPart, names_of, part_module
 from ._experts import configs_of, is_experts
 from ._flow import parts_of
-from ._pure import Claim, claims
 from ._router import Router, router_of
 from ._structure import Structure, is_rotary, structure_of
 from ._trial import Trial, try_forward
 from ._verify import compare
 from .binding import Bound
+from .module_function import Claim, claims
 
 
 def stages(
@@ -127,17 +122,25 @@ def _parts(
             is_experts(m) for unit in units for m in model.get_submodule(unit).modules()
         )
         engine = "eager" if has_experts and not (traced and trial.traces) else None
-        stages.append(fn.stage(claim, engine=engine, aux_loss=router is not None and fn.last))
+        stages.append(
+            fn.stage(
+                claim.frozen,
+                claim.ties,
+                claim.weights,
+                engine=engine,
+                aux_loss=router is not None and fn.last,
+            )
+        )
     return stages, [claim.params for claim in owned]
 
 
 def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
     """The parameters of each stage; those that no stage uses are frozen ones of the first."""
-    used = {group for claim in claims(model, names) for group in claim.groups}
+    used = {weight.key for claim in claims(model, names) for weight in claim.weights.values()}
     unused = [name for name, _ in model.named_parameters() if name not in used]
     first, *others = claims(model, [[*names[0], *unused], *names[1:]])
     frozen = (*first.frozen, *(name for name in unused if name not in first.frozen))
-    return [replace(first, frozen=frozen), *others]
+    return [first._replace(frozen=frozen), *others]
 
 
 def causal_loss(
@@ -310,7 +313,7 @@ def load(
     microbatches=8) params = fpipe.interop.huggingface.load("path/to/model", pipe)
     ```
     """
-    return receive(pipe, lambda: fused(stored(path)), dtype=dtype, strict=False)
+    return receive(pipe, lambda: model_files(path), dtype=dtype, strict=False)
 
 
 def _first_layers(
@@ -331,10 +334,26 @@ def _first_layers(
         return list(cuts)
     if not isinstance(n, int) or not 1 <= n <= count + 1:
         raise StageError(f"n={n!r} stages of {count} layers and a head; give 1 to {count + 1}")
-    costs = [estimate(model.get_submodule(visit.unit)) for visit in trial.flow.visits]
-    return list(
-        spread([*(costs[number] for number in layers), sum(costs[layers[-1] + 1 :])], n)[1:]
-    )
+    sizes = [
+        sum(p.numel() for p in model.get_submodule(visit.unit).parameters() if p.dim() > 1)
+        for visit in trial.flow.visits
+    ]
+    return _even_starts([*(sizes[number] for number in layers), sum(sizes[layers[-1] + 1 :])], n)
+
+
+def _even_starts(sizes: Sequence[int], n: int) -> list[int]:
+    """Where parts 1, 2, ... of about equal size begin; none is empty.
+
+    >>> _even_starts([1, 1, 1, 1, 4], 3)
+    [2, 4]
+    """
+    ends = list(accumulate(sizes))
+    middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
+    starts = [0]
+    for part in range(1, n):
+        start = bisect_left(middles, ends[-1] * part / n)
+        starts.append(min(max(start, starts[-1] + 1), len(sizes) - n + part))
+    return starts[1:]
 
 
 def _check_drops(model: nn.Module) -> None:

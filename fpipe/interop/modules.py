@@ -8,21 +8,19 @@ not know ranks or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import fx, nn
 
-from .. import tree
-from ..engine.pipeline import Pipeline
+from .. import Pipeline, stream
 from ..errors import StageError
 from ..stage import Stage
-from ._layers import as_blocks
-from ._pieces import pieces
-from ._pure import Pure, claims, clone, running
+from .graph_cuts import cut_forward
+from .layer_blocks import with_blocks
+from .module_function import ModuleFunction, changing_buffers, claims, clone, tensors_of
 
 #: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as
 #: it is.
@@ -67,44 +65,45 @@ def from_module(
     """
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
-    parts = pieces(empty := clone(model), cuts, side)
-    graphs = list(map(partial(fx.GraphModule, as_blocks(empty)), (piece.graph for piece in parts)))
+    empty = clone(model)
+    pieces = cut_forward(empty, cuts, side)
+    with_blocks(empty)
+    graphs = [fx.GraphModule(empty, piece.graph) for piece in pieces]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
-    states = _state_of(graphs, names, set(running(model, state)))
-    owned = claims(model, list(map(_leaves, graphs, states)))
-    rows = zip(graphs, owned, parts, states, names, strict=True)
+    states = _states(graphs, names, changing_buffers(model, state))
+    owned = claims(
+        model,
+        [
+            [name for name in tensors_of(graph) if name not in own]
+            for graph, own in zip(graphs, states, strict=True)
+        ],
+    )
     stages = [
-        Pure(g, claim, sides=p.sides, state=own, name=name).stage(claim)
-        for g, claim, p, own, name in rows
+        ModuleFunction(graph, claim.aliases, sides=piece.sides, state=own, name=name).stage(
+            claim.frozen, claim.ties, claim.weights
+        )
+        for graph, claim, piece, own, name in zip(graphs, owned, pieces, states, names, strict=True)
     ]
     return stages, [claim.params for claim in owned]
 
 
-def _leaves(graph: nn.Module, state: Sequence[str]) -> list[str]:
-    """The names of the parameters of a stage, and of its buffers that are not state."""
-    buffers = [
-        name for name, _ in graph.named_buffers(remove_duplicate=False) if name not in set(state)
-    ]
-    return [*(name for name, _ in graph.named_parameters(remove_duplicate=False)), *buffers]
-
-
-def _state_of(
-    graphs: Iterable[nn.Module], names: Sequence[str], changing: Set[str]
+def _states(
+    graphs: Sequence[nn.Module], names: Sequence[str], changing: Sequence[str]
 ) -> list[list[str]]:
     """The buffers of each stage that forward changes."""
-    state = [
-        [n for n, _ in graph.named_buffers(remove_duplicate=False) if n in changing]
-        for graph in graphs
-    ]
-    for (one, first), (other, second) in combinations(zip(names, state, strict=True), 2):
-        for name in first:
-            if name in second:
+    stage_of = dict[str, str]()
+    states = list[list[str]]()
+    for graph, stage in zip(graphs, names, strict=True):
+        states.append([name for name in tensors_of(graph) if name in changing])
+        for name in states[-1]:
+            if name in stage_of:
                 raise StageError(
-                    f"buffer {name!r} changes in two stages, {one} and {other}, and cannot be in "
-                    "both; "
-                    "cut so that the submodule runs in one stage, or call model.eval()"
+                    f"buffer {name!r} changes in two stages, {stage_of[name]} and {stage}, and "
+                    "cannot be in both; cut so that the submodule runs in one stage, or call "
+                    "model.eval()"
                 )
-    return state
+            stage_of[name] = stage
+    return states
 
 
 def to_module(
@@ -150,60 +149,48 @@ def to_module(
         raise StageError(
             f"gather={gather!r}; give the pipeline whose parameters these are, as in gather=pipe"
         )
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    targets = tensors_of(model)
     with torch.no_grad():
-        for part in (params, state):
-            for stage, tensors in enumerate(
-                part or () if gather is None or part is None else _whole(gather, part)
-            ):
-                for name, value in (tensors or {}).items():
-                    if value is not None:
-                        _write(targets, name, value, stage)
+        for where, name, value in _values(params, state, gather):
+            _write(targets, name, value, where)
     return model
 
 
-def _whole(pipe: Pipeline, by_stage: ByStage) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The tensors of each stage, from the rank that has it. Every process runs this to its end."""
-    by_stage = pipe.unshard(by_stage)
-    here = {s: {n: t for n, t in (by_stage[s] or {}).items() if t is not None} for s in pipe.here}
-    offers = pipe.gather(
-        {
-            s: [(n, tuple(t.shape), str(t.dtype)) for n, t in part.items()]
-            for s, part in here.items()
-        }
-    )
-    for stage in range(pipe.stages):
-        rank = pipe.placement.rank_of(stage)
-        names = [name for name, _, _ in offers[rank][stage]]
-        specs = [
-            torch.empty(shape, dtype=_dtype(dtype), device="meta")
-            for _, shape, dtype in offers[rank][stage]
+def _values(
+    params: ByStage, state: ByStage | None, pipe: Pipeline | None
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The tensors to write, each with the place that it comes from, for messages."""
+    if pipe is not None:
+        for name, value in stream(pipe, params):
+            yield "", name, value
+        rows = [
+            {
+                name: value.detach().cpu()
+                for name, value in (part or {}).items()
+                if value is not None
+            }
+            for part in state or ()
         ]
-        mine = (
-            tuple(t.detach().contiguous() for t in here[stage].values())
-            if rank in pipe.group.here
-            else None
-        )
-        values = pipe.group.share(mine, tuple(map(tree.Spec.of, specs)), rank) if specs else ()
-        yield dict(zip(names, values, strict=True))
+        for process in [] if state is None else pipe.gather(rows):
+            for part in process:
+                yield from (("", name, value) for name, value in part.items())
+        return
+    for part in (params, state or ()):
+        for stage, tensors in enumerate(part):
+            for name, value in (tensors or {}).items():
+                if value is not None:
+                    yield f" of stage {stage}", name, value
 
 
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
-
-
-def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, stage: int) -> None:
+def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, where: str) -> None:
     if name not in targets:
         raise StageError(
-            f"params of stage {stage} hold {name!r}, which the module does not have; pass the "
-            "module that "
+            f"params{where} hold {name!r}, which the module does not have; pass the module that "
             "from_module was given, or one built like it"
         )
     if targets[name].shape != value.shape:
         raise StageError(
-            f"params of stage {stage}: {name!r} has shape {list(value.shape)}, the module's has "
+            f"params{where}: {name!r} has shape {list(value.shape)}, the module's has "
             f"{list(targets[name].shape)}; pass parameters of the same model, and gather=pipe "
             "where they are parts (zero=)"
         )

@@ -11,22 +11,20 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..engine.building import pipeline as _pipeline
-from ..engine.pipeline import Pipeline
+from .. import Pipeline, make_schedule
+from .. import pipeline as _pipeline
 from ..errors import BatchError, StageError, UnsupportedError
-from ..generators import schedule_from
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches
 from ._experts import is_experts
-from ._pieces import pieces
-from ._pure import clone
+from .graph_cuts import cut_forward
+from .module_function import clone
 from .modules import from_module
 
 #: Buffers in which a mixture of experts counts during forward.
@@ -77,10 +75,11 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
         if parts
         else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
     )
-    source = Path(csv) if csv else section.pipeline_parallel_schedule
-    schedule = schedule_from(source, ranks, microbatches, stages)
     if csv:
+        schedule = Schedule.from_csv(csv)
         _check_csv(schedule, ranks, microbatches, stages)
+    else:
+        schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages)
     parts = parts or names_per_part(schedule.stages, layers, *less)
     return Settings(schedule, tuple(map(tuple, parts)))
 
@@ -271,7 +270,7 @@ def _check_csv(schedule: Schedule, ranks: int, microbatches: int, stages: int | 
 def _cut(
     model: nn.Module, parts: Sequence[Sequence[str]]
 ) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    order = list(pieces(clone(model), ())[0].names)
+    order = list(cut_forward(clone(model))[0].names)
     for stage, part in enumerate(parts):
         if not part:
             raise StageError(

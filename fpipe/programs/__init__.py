@@ -3,3 +3,7 @@
 
 ``eager`` does the same on autograd's own graph. Nothing here knows ranks or schedules.
 """
+
+from .fake import fake_tensors
+
+__all__ = ["fake_tensors"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -101,6 +101,16 @@ def entered(mode: FakeTensorMode) -> Iterator[None]:
         _resolve_composites()
     with enable_python_dispatcher() if python else nullcontext(), mode:
         yield
+
+
+def fake_tensors() -> AbstractContextManager[None]:
+    """A context in which tensors have shapes, but no data; real tensors may be used as constants.
+
+    >>> with fake_tensors():
+    ...     type(torch.ones(2)).__name__
+    'FakeTensor'
+    """
+    return entered(mode())
 
 
 @lru_cache(maxsize=1)

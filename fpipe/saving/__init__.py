@@ -5,3 +5,7 @@ A checkpoint is a folder of safetensors files and a manifest, which is written l
 names of the model, not of a layout (``keys``). Nothing is pickled. This package must not know how a
 pipeline runs.
 """
+
+from .hub import export_model, model_files
+
+__all__ = ["export_model", "model_files"]

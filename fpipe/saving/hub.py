@@ -8,6 +8,7 @@ Files of this layout are read and written without transformers. This module must
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,7 +21,9 @@ from torch import Tensor
 from ..collectives.codec import to_bytes
 from ..errors import CheckpointError
 from .files import Entry, grouped, write
-from .receive import Stored
+from .load import read_leaf
+from .manifest import Manifest
+from .receive import Stored, stored
 
 INDEX = "model.safetensors.index.json"
 #: Parameters of all experts of a layer -> those of one expert, which are joined along axis 0 of
@@ -92,6 +95,64 @@ def write_model(
         total = sum(entry.bytes for group in groups for entry in group)
         content = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def model_files(path: str | os.PathLike[str]) -> dict[str, Callable[[], Tensor]]:
+    """Functions that read the tensors of a model's safetensors files, by name.
+
+    Args:
+        path: a file, or a folder of files. Tensors of single experts are joined as transformers has
+            them in memory.
+
+    Raises:
+        CheckpointError: if there are no such files.
+    """
+    return fused(stored(path))
+
+
+def export_model(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    tree: str = "params",
+    most: int = 5 << 30,
+    track: Callable[[list[list[Entry]]], Iterable] = iter,
+) -> None:
+    """Write the tensors of a checkpoint of ``fpipe.save`` as the files of a model.
+
+    One process calls it. The model's ``config.json`` is not written.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        folder: a new or empty folder for the files.
+        tree: the parameters, or what has a tensor for each of them, such as an average.
+        most: bytes of a file.
+        track: goes through the files, to show progress.
+
+    Raises:
+        CheckpointError: if the tree has no tensor for a parameter, or the folder is not empty.
+    """
+    path = Path(checkpoint)
+    manifest = Manifest.read(path)
+    if tree not in manifest.slots:
+        raise CheckpointError(
+            f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}"
+        )
+    keys = {name: node[1] for name, node in manifest.slots[tree].items() if node[0] == "leaf"}
+    for name in sorted(manifest.slots["params"].keys() - keys.keys()):
+        raise CheckpointError(
+            f"{tree!r} has no tensor for {name!r}; convert the parameters, or an average of all"
+        )
+    missing = [key for key in keys.values() if key not in manifest.leaves]
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]!r} differs between copies of the pipeline, and is no tensor of one model"
+        )
+    leaves = {name: manifest.leaves[key] for name, key in keys.items()}
+    rows = [
+        entry_of(name, leaf.torch_dtype, leaf.shape, partial(read_leaf, path, keys[name], leaf))
+        for name, leaf in leaves.items()
+    ]
+    write_model(Path(folder), rows, most, track)
 
 
 def entries(tensors: Mapping[str, Callable[[], Tensor]]) -> list[Entry]:

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
-from ...saving import hub
-from ...saving.load import load as load_trees
-from ...saving.load import read_leaf
-from ...saving.manifest import Manifest, is_complete
-from ...saving.save import save as save_trees
+from ... import load as load_trees
+from ... import save as save_trees
+from ...saving import export_model
 from .weights import Weights
 
 FOLDER = "fpipe"
@@ -62,16 +58,11 @@ def load(
     Returns:
         The numbers and text.
     """
-    path, pipe = Path(folder, FOLDER), weights.pipe
-    saved = Manifest.read(path).trees
     names = ["more", *(["params"] if "model" in contents else [])]
     if optimizer is not None and "optimizer" in contents:
-        if "optimizer" not in saved:
-            raise CheckpointError(
-                f"{path} has no state of an optimizer; load it without 'optimizer'"
-            )
         names.append("optimizer")
-    found = dict(zip(names, _listed(load_trees(path, pipe, *names), len(names)), strict=True))
+    values = load_trees(Path(folder, FOLDER), weights.pipe, *names)
+    found = dict(zip(names, values if len(names) > 1 else [values], strict=True))
     if "params" in found:
         weights.load(found["params"])
     if optimizer is not None and "optimizer" in found:
@@ -80,10 +71,8 @@ def load(
 
 
 def remove(folder: str | Path) -> None:
-    """Remove the complete checkpoint in a folder, if there is one; one process calls it."""
-    path = Path(folder, FOLDER)
-    if is_complete(path):
-        shutil.rmtree(path)
+    """Remove the checkpoint in a folder, if there is one; one process calls it."""
+    shutil.rmtree(Path(folder, FOLDER), ignore_errors=True)
 
 
 def write_model(folder: str | Path, into: str | Path) -> None:
@@ -93,19 +82,5 @@ def write_model(folder: str | Path, into: str | Path) -> None:
         folder: of the checkpoint.
         into: where the files go, a folder that is replaced.
     """
-    path, into = Path(folder, FOLDER), Path(into)
     shutil.rmtree(into, ignore_errors=True)
-    manifest = Manifest.read(path)
-    keys = {name: node[1] for name, node in manifest.slots["params"].items() if node[0] == "leaf"}
-    leaves = {name: (key, manifest.leaves[key]) for name, key in keys.items()}
-    hub.write_model(
-        into,
-        [
-            hub.entry_of(name, leaf.torch_dtype, leaf.shape, partial(read_leaf, path, key, leaf))
-            for name, (key, leaf) in leaves.items()
-        ],
-    )
-
-
-def _listed(found: Any, count: int) -> Sequence[Any]:
-    return [found] if count == 1 else found
+    export_model(Path(folder, FOLDER), into)

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ...engine.pipeline import Pipeline
-from ...saving.stream import stream
+from ... import Pipeline, stream
 
 Named: TypeAlias = Iterable[tuple[str, Tensor]]
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.pipeline import Pipeline
+from ... import Pipeline
 from ...errors import CheckpointError, StageError
-from ...saving.hub import fused
-from ...saving.receive import stored
+from ...saving import model_files
 from ...stage import Engine, Stage
 from .. import huggingface
 
@@ -116,7 +115,7 @@ def has_files(path: str, model: nn.Module) -> bool:
     one of its names.
     """
     try:
-        found = fused(stored(path))
+        found = model_files(path)
     except CheckpointError:
         return False
     return {name for name, _ in model.named_parameters()} <= found.keys()

@@ -13,10 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ... import tree
-from ...engine.pipeline import Pipeline
+from ... import Pipeline, global_norm, tree
 from ...errors import CheckpointError
-from ...transforms import global_norm
 
 #: By stage, tensors by name; None for a stage of another process.
 ByStage: TypeAlias = list[dict[str, Any] | None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _add_send_recv
@@ -47,7 +47,7 @@ def order_of(schedule: Schedule) -> Order:
     }
 
 
-def schedule_of(order: Mapping[int, Sequence[Any]], name: str = "") -> Schedule:
+def schedule_of(order: Mapping[int, Sequence[Action | None]], name: str = "") -> Schedule:
     """The schedule of an order; idle steps and messages in it are left out.
 
     >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})
@@ -65,8 +65,7 @@ def with_messages(schedule: Schedule) -> Order:
         raise ScheduleError(
             "a schedule with replicas of stages has no form with messages; dump it as compute_only"
         )
-    rows: Any = order_of(schedule)
-    found = _add_send_recv(rows, schedule.placement.rank_of, schedule.stages)
+    found = _add_send_recv(order_of(schedule), schedule.placement.rank_of, schedule.stages)
     return {rank: list(row) for rank, row in found.items()}
 
 

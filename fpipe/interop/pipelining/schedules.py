@@ -2,27 +2,29 @@
 """The schedule classes of ``torch.distributed.pipelining``: their constructors, ``step`` and
 ``eval``.
 
-A class is a name of fpipe's catalogue and torch's way to pass arguments. What runs is an
-``Engine``.
+A class is a name of fpipe's catalogue and torch's way to pass arguments. A ``StepRunner`` runs the
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
+from ... import make_schedule, schedule_names
 from ...errors import ScheduleError, UnsupportedError
-from ...generators import make_schedule, schedule_names
 from ...schedule import Schedule
+from ...tree import Tree
 from . import orders
-from .custom import Context, CustomFunction, overlapped, watched
-from .engine import Engine
+from .batches import batch_of, merged, microbatches
+from .custom_functions import Context, CustomFunction, hooked, overlap_of
 from .orders import Action, ComputationType, Format, Order
-from .splitting import Batch, merged
+from .runner import StepRunner
 from .stage import PipelineStage
 
 
@@ -38,9 +40,9 @@ class _PipelineSchedule:
         stages: Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: Tree = None,
         scale_grads: bool = True,
     ):
         if not stages:
@@ -51,7 +53,7 @@ class _PipelineSchedule:
         self._num_stages, self._has_backward = stages[0].num_stages, loss_fn is not None
         self.pp_group_size, self.rank = stages[0].group_size, stages[0].group_rank
         self._custom: dict[ComputationType, CustomFunction] = {}
-        self._engine: Engine | None = None
+        self._runner: StepRunner | None = None
         self._schedule: Schedule | None = None
         self.pipeline_order: Order = {}
         if self.name:
@@ -61,7 +63,7 @@ class _PipelineSchedule:
 
     def _use(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run the actions of a type through a function."""
-        self._custom[kind], self._engine = function, None
+        self._custom[kind], self._runner = function, None
 
     # ---- the order ----
     def _take(self, schedule: Schedule) -> None:
@@ -92,7 +94,8 @@ class _PipelineSchedule:
                     "there is no order yet; load one with _load_csv, or set pipeline_order"
                 )
             self._take(orders.schedule_of(self.pipeline_order))
-        schedule = cast(Schedule, self._schedule)
+        schedule = self._schedule
+        assert schedule is not None
         placed = schedule.placement
         here = [s for s in range(self._num_stages) if self.rank in placed.ranks_of(s)]
         given = sorted(stage.stage_index for stage in self._stages)
@@ -102,24 +105,26 @@ class _PipelineSchedule:
             )
         return schedule
 
-    def _validate_and_set_stage_mapping(self, actions: Mapping[int, Sequence[Any]]) -> None:
+    def _validate_and_set_stage_mapping(
+        self, actions: Mapping[int, Sequence[Action | None]]
+    ) -> None:
         """Take an order as it is in memory, by rank."""
         self._take(orders.schedule_of(actions))
 
     # ---- steps ----
     def step(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: Tree,
+        target: Tree = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
+        loss_kwargs: dict[str, Tree] | None = None,
+        arg_mbs: list[Tree] | None = None,
+        kwarg_mbs: list[Tree] | None = None,
+        target_mbs: list[Tree] | None = None,
         finalize_gradients: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: Tree,
+    ) -> Tree:
         """One step with a whole batch, or one that is split already (``arg_mbs``, ``kwarg_mbs``,
         ``target_mbs``).
 
@@ -147,64 +152,61 @@ class _PipelineSchedule:
                 "be used under "
                 "torch.no_grad() context. Please call eval() instead."
             )
-        whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(
-            whole, split, losses, return_outputs, loss_kwargs or {}, self._has_backward
-        )
+        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(whole, parts, losses, return_outputs, loss_kwargs, self._has_backward)
 
     def eval(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: Tree,
+        target: Tree = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        loss_kwargs: dict[str, Tree] | None = None,
+        arg_mbs: list[Tree] | None = None,
+        kwarg_mbs: list[Tree] | None = None,
+        target_mbs: list[Tree] | None = None,
+        **kwargs: Tree,
+    ) -> Tree:
         """The forwards of a step alone; the arguments are those of :meth:`step`."""
-        whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(whole, split, losses, return_outputs, loss_kwargs or {}, False)
+        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(whole, parts, losses, return_outputs, loss_kwargs, False)
 
     def _run(
         self,
-        whole: tuple[Any, ...],
-        split: tuple[Any, ...],
+        whole: tuple[Tree, ...],
+        parts: tuple[object, ...],
         losses: list[Tensor] | None,
         keep: bool,
-        loss_kwargs: dict[str, Any],
+        loss_kwargs: dict[str, Tree] | None,
         training: bool,
-    ) -> Any:
+    ) -> Tree:
         schedule = self._checked()
-        if self._engine is None:
-            overlap = overlapped(self._custom, self._context) if self._custom else "weave"
-            self._engine = Engine(self._stages, self._loss_fn, self.scale_grads, overlap)
+        if self._runner is None:
+            overlap = overlap_of(self._custom, self._context)
+            self._runner = StepRunner(self._stages, self._loss_fn, self.scale_grads, overlap)
         last = any(stage.is_last for stage in self._stages)
-        with self._engine.reporting(schedule):
+        with self._runner.reporting(schedule):
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
-            batch = Batch.of(
-                whole, split, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
-            )
+            specs = self._args_chunk_spec, self._kwargs_chunk_spec
+            batch = batch_of(whole, parts, self._n_microbatches, specs)
             wanted = self._loss_fn is not None and (last or batch.target is not None)
-            targets = batch.targets(loss_kwargs) if wanted else None
+            targets = batch.targets(loss_kwargs or {}) if wanted else None
         for stage in self._stages:
             stage.has_backward = training
         self._batch = batch, losses
-        with watched(self._custom, self._context):
-            ran = self._engine.run(
-                schedule, batch.x, batch.kwargs, targets, training, keep and last
-            )
+        with hooked(self._custom, self._context):
+            results = self._runner.run(schedule, batch, targets, training)
         if losses is not None and last and self._loss_fn is not None:
-            losses[:] = ran.losses
-        return merged(ran.outputs, self._output_merge_spec) if last and keep else None
+            losses[:] = [loss for _, loss in results if loss is not None]
+        return merged([y for y, _ in results], self._output_merge_spec) if last and keep else None
 
-    def _context(self, run: Callable[[Action], Any]) -> Context:
+    def _context(self, run: Callable[[Action], None]) -> Context:
         """What a custom function gets beside its action."""
         batch, losses = self._batch
-        return Context(self, *batch.split(), losses, run)
+        x, kwargs = (microbatches(value, batch.number) for value in (batch.x, batch.kwargs or {}))
+        target = None if batch.target is None else microbatches(batch.target, batch.number)
+        return Context(self, x, kwargs, target, losses, run)
 
 
 class PipelineScheduleSingle(_PipelineSchedule):
@@ -225,9 +227,9 @@ class PipelineScheduleMulti(_PipelineSchedule):
         stages: Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: Tree = None,
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
@@ -279,7 +281,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self._use(computation_type, custom_function)
 
     def _prepare_schedule_with_comms(
-        self, actions: Mapping[int, Sequence[Any]], format: Format = "compute_only"
+        self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"
     ) -> None:
         """Take an order as it is in memory."""
         self._validate_and_set_stage_mapping(actions)

@@ -6,22 +6,20 @@ It holds the module and its place. Nothing is sent when one is built. Must not k
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...collectives.c10d import C10dGroup
-from ...collectives.setup import adopt
+from ... import adopt
+from ...collectives import Group
 from ...errors import UnsupportedError
 
 #: The groups of fpipe over process groups, by process group and purpose: the processes connect
 #: once.
-_GROUPS: dict[tuple[dist.ProcessGroup, str], C10dGroup] = {}
+_GROUPS: dict[tuple[dist.ProcessGroup, str], Group] = {}
 
 
-def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = "pp") -> C10dGroup:
+def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = "pp") -> Group:
     """The group of fpipe over a process group, by default that of all processes."""
     source = dist.group.WORLD if pg is None else pg
     assert source is not None, "torch.distributed is initialized"
@@ -56,13 +54,13 @@ class PipelineStage:
         stage_index: int,
         num_stages: int,
         device: torch.device | str,
-        input_args: Any = None,
-        output_args: Any = None,
-        output_grads: Any = None,
-        input_grads: Any = None,
+        input_args: object = None,
+        output_args: object = None,
+        output_grads: object = None,
+        input_grads: object = None,
         group: dist.ProcessGroup | None = None,
-        dw_builder: Any = None,
-        get_mesh: Any = None,
+        dw_builder: object = None,
+        get_mesh: object = None,
     ):
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"Stage index {stage_index} is out of range of {num_stages}")

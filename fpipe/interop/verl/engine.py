@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...collectives.setup import adopt
-from ...engine.building import pipeline
-from ...engine.gradients import value_and_grad
-from ...engine.microbatches import Microbatches
-from ...engine.pipeline import Pipeline
+from ... import Microbatches, Pipeline, adopt, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
-from ...generators import make_schedule
 from ...stage import Stage
 from .._rl import checkpoints, exports, models
 from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of

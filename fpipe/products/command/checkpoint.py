@@ -13,9 +13,7 @@ import click
 from ...actions import progress
 from ...errors import CheckpointError
 from ...saving import hub
-from ...saving.load import read_leaf
 from ...saving.manifest import Leaf, Manifest, from_entries, is_complete
-from ...saving.receive import stored
 from .options import INVALID, Count, report_error
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -124,36 +122,13 @@ def convert(path: Path, out: Path, tree: str, shard: int) -> None:
     model = is_complete(path)
     with progress(f"writing {out}") as track:
         if model:
-            hub.write_model(out, _entries(path, Manifest.read(path), tree), shard, track)
+            hub.export_model(path, out, tree, shard, track)
         else:
-            from_entries(out, hub.entries(hub.fused(stored(path))), shard, track)
+            from_entries(out, hub.entries(hub.model_files(path)), shard, track)
     click.echo(
         f"wrote {out}"
         + ("; from_pretrained needs the config.json of the model there too" if model else "")
     )
-
-
-def _entries(path: Path, manifest: Manifest, tree: str) -> list[hub.Entry]:
-    """The tensors of a tree like the parameters, by the names of these."""
-    if tree not in manifest.slots:
-        raise CheckpointError(
-            f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}"
-        )
-    keys = {name: node[1] for name, node in manifest.slots[tree].items() if node[0] == "leaf"}
-    for name in sorted(manifest.slots["params"].keys() - keys.keys()):
-        raise CheckpointError(
-            f"{tree!r} has no tensor for {name!r}; convert the parameters, or an average of all"
-        )
-    missing = [key for key in keys.values() if key not in manifest.leaves]
-    if missing:
-        raise CheckpointError(
-            f"{missing[0]!r} differs between copies of the pipeline, and is no tensor of one model"
-        )
-    return [_entry(path, name, key, manifest.leaves[key]) for name, key in keys.items()]
-
-
-def _entry(path: Path, name: str, key: str, leaf: Leaf) -> hub.Entry:
-    return hub.entry_of(name, leaf.torch_dtype, leaf.shape, lambda: read_leaf(path, key, leaf))
 
 
 def _sorted(manifest: Manifest) -> list[tuple[str, Leaf]]:

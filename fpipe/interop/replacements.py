@@ -73,7 +73,7 @@ def replacements(module: nn.Module) -> list[Replacement]:
     return out
 
 
-def compiled(found: Sequence[Replacement]) -> bool:
+def has_compiled(found: Sequence[Replacement]) -> bool:
     """Whether a compiled module is among them."""
     return any(name in ("forward", _COMPILED) for _, name, _ in found)
 

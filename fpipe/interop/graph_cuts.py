@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts the forward of a module into pieces: one small ``torch.fx`` graph for every stage.
+
+The nodes of a graph are submodules and what happens between them. A submodule without a cut inside
+is one node, whatever it computes. Values that a later piece needs are passed from piece to piece,
+so residuals and skips across a cut need no special case. This module must not know parameters or
+stages.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import operator
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
+from torch.fx.node import Argument, map_arg
+from torch.fx.proxy import TraceError
+
+from ..errors import StageError
+from .module_function import as_node
+
+#: Functions that make a tensor out of sizes: by itself fx does not record a call of them with
+#: proxies.
+_FACTORIES = (
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.zeros,
+)
+#: Parts of the names of random functions, which must not run twice.
+_RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
+
+
+class Piece(NamedTuple):
+    """A graph from one cut to the next, with the names of its side inputs.
+
+    Its placeholders are ``x`` and the side inputs.
+    """
+
+    graph: fx.Graph
+    sides: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dotted names of the submodules, parameters and buffers that it uses, in order."""
+        used = (n for n in self.graph.nodes if n.op in ("call_module", "get_attr"))
+        return tuple(dict.fromkeys(str(node.target) for node in used))
+
+
+def cut_forward(
+    module: nn.Module, cuts: Sequence[str] = (), side: Sequence[str] = ()
+) -> list[Piece]:
+    """Cut the forward of a module before the first use of each submodule named in ``cuts``.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> [piece.names for piece in cut_forward(model, ["1", "2"])]
+    [('0',), ('1',), ('2',)]
+    """
+    _check_names(module, cuts)
+    graph = _forward_graph(module, cuts, side)
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    starts = [0, *_positions(nodes, cuts), len(nodes)]
+    return [_piece(graph, nodes, low, high) for low, high in pairwise(starts)]
+
+
+def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
+    listed = isinstance(cuts, Iterable) and not isinstance(cuts, str)
+    if not listed or not all(isinstance(cut, str) for cut in cuts):
+        raise StageError(
+            f"cuts={cuts!r}; give a list of submodule names, such as ['layers.2', 'layers.4']"
+        )
+    known = dict(module.named_modules(remove_duplicate=False))
+    for cut in cuts:
+        if not cut or cut not in known:
+            near = get_close_matches(cut, list(known), n=3, cutoff=0.4)
+            raise StageError(
+                f"cuts names {cut!r}, which is no submodule of {type(module).__name__}; "
+                + (f"near names: {', '.join(near)}" if near else "see model.named_modules()")
+            )
+    if len(set(cuts)) < len(cuts):
+        raise StageError(f"cuts={list(cuts)!r} names a submodule twice; each cut begins one stage")
+
+
+def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
+    """The index of the first node that calls each cut's submodule, or a submodule inside it."""
+    calls = [f"{node.target}." if node.op == "call_module" else "" for node in nodes]
+    positions = list[int]()
+    for index, cut in enumerate(cuts):
+        position = next((i for i, name in enumerate(calls) if name.startswith(f"{cut}.")), None)
+        if position is None:
+            raise StageError(
+                f"cuts names {cut!r}, but forward never calls it; name a submodule that runs"
+            )
+        if positions and position <= positions[-1]:
+            raise StageError(
+                f"cuts has {cut!r} after {cuts[index - 1]!r}, but forward runs it first; give cuts "
+                "in forward's order"
+            )
+        positions.append(position)
+    used = (node.op in ("call_module", "get_attr") for node in nodes[: (positions or [0])[0]])
+    if positions and not any(used):
+        raise StageError(
+            f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be "
+            "empty; leave it out"
+        )
+    return positions
+
+
+def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Piece:
+    """The graph of the nodes from ``low`` to before ``high``.
+
+    Values that depend on side inputs and the module's tensors alone are not passed on: each piece
+    computes those that it needs.
+    """
+    source, *sides = (n for n in graph.nodes if n.op == "placeholder")
+    output = next(n for n in graph.nodes if n.op == "output")
+    repeated = set(sides)
+    for node in nodes:
+        if _repeatable(node, repeated):
+            repeated.add(node)
+
+    def crossing(index: int) -> list[fx.Node]:
+        """The values from before a node that it or a later one uses."""
+        later = {*nodes[index:], output} - repeated
+        return [
+            node
+            for node in (source, *nodes[:index])
+            if node not in repeated and not later.isdisjoint(node.users)
+        ]
+
+    last = high == len(nodes)
+    inputs = [source] if low == 0 else crossing(low)
+    piece = fx.Graph()
+    x = piece.placeholder(str(source.target) if low == 0 else "x")
+    copied = {side: piece.placeholder(str(side.target), default_value=None) for side in sides}
+    if len(inputs) == 1:
+        copied[inputs[0]] = x
+    else:
+        copied |= {n: piece.call_function(operator.getitem, (x, i)) for i, n in enumerate(inputs)}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copied:
+            copied[node] = piece.node_copy(node, copy)
+        return copied[node]
+
+    for node in nodes[low:high]:
+        if node not in repeated:
+            copy(node)
+    if last:
+        piece.output(map_arg(output.args[0], copy))
+    else:
+        results = tuple(copy(node) for node in crossing(high))
+        piece.output(results[0] if len(results) == 1 else results)
+    for side in sides:
+        if not copied[side].users:
+            piece.erase_node(copied[side])
+    return Piece(piece, tuple(str(side.target) for side in sides if copied[side].users))
+
+
+def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
+    """Whether a value depends on side inputs and the module's tensors alone, and is no draw."""
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_module" or not repeated.issuperset(node.all_input_nodes):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    return not name.endswith("_") and not any(word in name for word in _RANDOM)
+
+
+# ---- the forward as a graph ----
+def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) -> fx.Graph:
+    """Record a forward.
+
+    Its placeholders are the first argument, and those that ``side`` names or that have no default.
+    """
+    arguments = inspect.signature(module.forward).parameters.values()
+    inputs = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = set(side) - {p.name for p in inputs[1:]}
+    if unknown or not inputs:
+        raise StageError(
+            f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
+            "its first one; "
+            f"it has {', '.join(p.name for p in inputs[1:]) or 'none'}"
+        )
+    fixed = {
+        p.name: p.default for p in inputs[1:] if p.default is not p.empty and p.name not in side
+    }
+    try:
+        graph = _traced(module, cuts, fixed)
+    except Exception as error:
+        raise StageError(
+            f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: "
+            f"{_reason(error)}. "
+            "Keep what depends on values inside submodules, or write the stages as functions "
+            "(fpipe.interop.huggingface.stages cuts causal models of the transformers package)"
+        ) from error
+    for node in list(graph.nodes):
+        if node.target in _FACTORIES:
+            node.meta.pop("is_wrapped", None)  # its code finds torch's functions without fx.wrap
+        name = str(node.target)
+        if node.op == "placeholder" and (name.lstrip("*") in fixed or name.startswith("*")):
+            _remove(graph, node)
+    return graph
+
+
+def _remove(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove an argument that has its default value, and fx's checks that it still has it."""
+    for user in list(node.users):
+        _remove(graph, user)
+    graph.erase_node(node)
+
+
+def _traced(module: nn.Module, cuts: Sequence[str], fixed: dict[str, object]) -> fx.Graph:
+    """Record a forward; where one outcome of a test does nothing but raise, the other one is taken.
+
+    An assertion about sizes, or ``if ...: raise``, is no choice between two computations.
+    """
+
+    def trace(outcomes: list[bool]) -> fx.Graph:
+        return _Tracer(cuts, outcomes).trace(module, concrete_args=fixed)
+
+    def raising(outcomes: list[bool], test: tuple[CodeType, int]) -> int:
+        """Whether a test's statement then raises in any case (2), in some (1), or in none (0)."""
+        try:
+            trace(outcomes)
+        except _UndecidedError as error:
+            code, at = _place(error)
+            if code is test[0] and not _ends_statement(code, test[1], at):
+                return min(raising([*outcomes, True], test), 1) | min(
+                    raising([*outcomes, False], test), 1
+                )
+        except Exception as error:
+            code, at = _place(error)
+            raised = code.co_code[at] == dis.opmap["RAISE_VARARGS"]
+            return 2 if raised and not _is_internal(code.co_filename) else 0
+        return 0
+
+    outcomes = list[bool]()
+    while True:
+        try:
+            return trace(outcomes)
+        except _UndecidedError as error:
+            test = _place(error)
+            if_true, if_false = raising([*outcomes, True], test), raising([*outcomes, False], test)
+            if if_true == if_false:
+                raise
+            outcomes.append(if_true < if_false)
+
+
+def _place(error: Exception) -> tuple[CodeType, int]:
+    """The code of the user in which an error was raised, and the index of its instruction."""
+    entries = list[TracebackType]()
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    users = [e for e in entries if not _is_internal(e.tb_frame.f_code.co_filename)]
+    last = users[-1] if isinstance(error, _UndecidedError) and users else entries[-1]
+    return last.tb_frame.f_code, last.tb_lasti
+
+
+def _ends_statement(code: CodeType, low: int, high: int) -> bool:
+    """Whether a statement ends between two instructions."""
+    ends = ("STORE", "POP_TOP", "RETURN")
+    return any(
+        i.opname.startswith(ends) for i in dis.get_instructions(code) if low < i.offset < high
+    )
+
+
+class _UndecidedError(TraceError):
+    """A test of a value that is not known."""
+
+
+class _Tracer(fx.Tracer):
+    """Traces the modules that contain a cut, and takes every other one as a single node.
+
+    Args:
+        cuts: names of submodules.
+        outcomes: of the tests of values that are not known, in turn.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, cuts: Sequence[str], outcomes: Sequence[bool]):
+        super().__init__(autowrap_functions=_FACTORIES)
+        # where fx looks for them, beside the globals of the forward
+        self._autowrap_search.append(torch)
+        self.outcomes = iter(outcomes)
+        self.traced = {
+            cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)
+        }
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self.traced
+
+    def create_arg(self, a: object) -> Argument:
+        """A mapping of another class than dict, as transformers' ModelOutput, keeps its class."""
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            as_node(type(a))
+            items = {name: super(_Tracer, self).create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), items)
+        return super().create_arg(a)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        meta = obj.node.meta
+        if "outcome" not in meta:
+            meta["outcome"] = next(self.outcomes, None)
+        if meta["outcome"] is None:
+            raise _UndecidedError("a value is tested that is not known")
+        return meta["outcome"]
+
+
+def _is_internal(filename: str) -> bool:
+    # After a use of torch.compile, a frame of the compiler surrounds torch.fx.
+    pattern = "/torch/(fx|_dynamo)/"
+    return filename == __file__ or re.search(pattern, Path(filename).as_posix()) is not None
+
+
+def _reason(error: Exception) -> str:
+    """Why a forward cannot be recorded, by the line of it that fails."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_internal(frame.filename)
+    ]
+    if not frames:  # torch.fx failed to call it at all
+        return "a decorator hides its arguments, or it takes them as *args"
+    outside = [f for f in frames if not re.search("/torch/(nn/modules|functional)", f.filename)]
+    last = (outside or frames)[-1]
+    line = last.line or ""
+    more = " ...)" if line.count("(") > line.count(")") else ""
+    at = f"{last.filename}:{last.lineno} ({line}{more})"
+    if isinstance(error, TraceError):
+        return f"a value decides what it computes, at {at}"
+    if isinstance(error, AttributeError) and "Proxy" not in str(error):
+        return (
+            f"{error}, at {at}: what the forward of a submodule stores on it has no value when "
+            "stages are cut; let the submodule return it (a loss of a stage is "
+            "fpipe.Stage(fn, aux_loss=True), see 'MoE and overlap')"
+        )
+    return f"it needs a value that is known only when it runs, at {at}"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal layers of a model as blocks, which are traced once (``fpipe.block``).
+
+Two layers are equal if they are of one class and all that they hold beside tensors is equal, down
+to their submodules. A layer's number is left out as long as its forward does not use it. This
+module must not know models or stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..stage import BLOCKS, Block
+from ..tree import Tree
+from .module_function import REGISTERED, clone, hooks_of, tensors_of
+
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+#: Names of attributes that number the layers of a model.
+_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
+
+
+def with_blocks(module: nn.Module) -> None:
+    """Make the items of a module's lists of modules blocks; of lists in an item, the item alone."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            for layer in child.children():
+                make_block(layer)
+        else:
+            with_blocks(child)
+
+
+def make_block(layer: nn.Module) -> None:
+    """Make a module that holds parameters a block, unless it has a forward of its own."""
+    if "forward" not in vars(layer) and next(layer.parameters(), None) is not None:
+        layer.forward = LayerForward(layer)
+
+
+class LayerForward:
+    """The forward of a layer. While a stage is traced it is a block shared with equal layers."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        shared = None if BLOCKS.get() is None else shared_by_equals(self.layer)
+        if shared is not None and not shared.alone:
+            try:
+                return shared.block(tensors_of(self.layer), args, kwargs)
+            except (TypeError, RuntimeError):  # it uses its number, or fails without a block too
+                shared.alone = True
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+
+class _Number:
+    """In place of the number of a layer; any use but handing it on fails."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("the layer uses its number")
+
+    def __hash__(self) -> int:
+        raise TypeError("the layer uses its number")
+
+    def __bool__(self) -> bool:
+        raise TypeError("the layer uses its number")
+
+    def __repr__(self) -> str:
+        raise TypeError("the layer uses its number")
+
+
+class SharedLayer:
+    """A layer without tensors, and the block that runs it for all layers equal to it."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = clone(layer)
+        vars(self.layer).pop("forward", None)
+        for child in self.layer.modules():
+            numbers = {n for n in _NUMBERS if isinstance(vars(child).get(n), int)}
+            vars(child).update(dict.fromkeys(numbers, _Number()))
+        #: Whether its layers must run by themselves.
+        self.alone = any(any(hooks_of(child).values()) for child in layer.modules())
+        self.block = Block(self._run)
+
+    def _run(
+        self, tensors: Mapping[str, Tensor], args: tuple[Tree, ...], kwargs: Mapping[str, Tree]
+    ) -> Tree:
+        passed = dict(tensors)
+        result = functional_call(self.layer, passed, args, dict(kwargs), tie_weights=False)
+        if any(passed[name] is not value for name, value in tensors.items()):
+            # so that it runs without a block
+            raise RuntimeError("a layer replaces one of its tensors")
+        return result
+
+
+_SHARED: WeakValueDictionary[Hashable, SharedLayer] = WeakValueDictionary()
+#: The same by layer, which keeps them alive.
+_OF_LAYER: WeakKeyDictionary[nn.Module, SharedLayer] = WeakKeyDictionary()
+
+
+def shared_by_equals(layer: nn.Module) -> SharedLayer:
+    """What a layer shares with its equals."""
+    key = _key(layer)
+    shared = _SHARED.get(key) or SharedLayer(layer)
+    _SHARED[key] = _OF_LAYER[layer] = shared
+    return shared
+
+
+def _key(module: nn.Module) -> Hashable:
+    """Equal for equal modules: all that they hold but their tensors."""
+    held = frozenset(
+        (name, "number" if name in _NUMBERS else _token(value))
+        for name, value in vars(module).items()
+        if name not in ("forward", *REGISTERED)
+    )
+    parameters = tuple((n, p.requires_grad) for n, p in module.named_parameters(recurse=False))
+    buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
+    children = tuple((name, _key(child)) for name, child in module.named_children())
+    return type(module), held, parameters, buffers, children
+
+
+def _token(value: object) -> Hashable:
+    """A value for comparisons; of what has no plain value, its identity."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), tuple(map(_token, value)))
+    if isinstance(value, dict):
+        return (type(value), tuple((_token(key), _token(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(map(_token, value)))
+    return id(value)

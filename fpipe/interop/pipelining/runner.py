@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of the stages of this process: pipelines over their modules, built by the first step.
+
+Knows modules and pipelines; nothing of the classes whose arguments it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import Microbatches, Pipeline, elsewhere, pipeline, tree, value_and_grad
+from ...errors import MismatchError, TraceError, UnsupportedError
+from ...schedule import Schedule
+from ...stage import Stage
+from ...tree import Tree
+from ..binding import Bound, BoundFunction, bound_to
+from ..module_function import changing_buffers
+from ..replacements import has_compiled
+from .batches import Batch
+from .stage import PipelineStage, group_of
+
+Loss: TypeAlias = Callable[..., Tensor]
+
+
+class _StepFunction(BoundFunction):
+    """A module with all keyword arguments of ``step`` as one side input.
+
+    Several outputs of the module before it are several arguments.
+    """
+
+    def __init__(self, module: nn.Module, state: Sequence[str]):
+        super().__init__(module, state, ["kwargs"])
+
+    def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
+        """Run the module."""
+        x = x[0] if isinstance(x, tuple) and len(x) == 1 else x
+        return super().call(
+            tensors, tuple(x) if isinstance(x, list) else x, side.get("kwargs") or {}
+        )
+
+
+@dataclass(frozen=True)
+class _StepLoss:
+    """A loss of an output and a target that comes with keyword arguments of the loss.
+
+    ``plain`` are its numbers and flags, which a trace depends on.
+    """
+
+    fn: Loss
+    plain: tuple[Hashable, ...]
+
+    @property
+    def __wrapped__(self) -> Loss:
+        """The loss itself, which ranks compare."""
+        return self.fn
+
+    def __call__(self, y: Tree, target: dict[str, Any]) -> Tensor:
+        return self.fn(y, target["target"], **target["kwargs"])
+
+
+class Fallbacks(NamedTuple):
+    """What stages of this process need since they could not be traced.
+
+    ``eager``: autograd; ``state``: all buffers as state; ``eager_loss``: autograd for the loss.
+    """
+
+    eager: bool = False
+    state: bool = False
+    eager_loss: bool = False
+
+    def after(self, error: Exception) -> Fallbacks:
+        """With what an error of a trace asks for."""
+        text = str(error)
+        if not isinstance(error, TraceError):
+            return self
+        if text.startswith("the loss"):
+            return self._replace(eager_loss=True)
+        if "writes into a parameter" in text and not self.state:
+            return self._replace(state=True)
+        return self._replace(eager=True)
+
+
+class StepRunner:
+    """The stages of this process, and the pipelines over all stages that were built so far.
+
+    Args:
+        stages: of this process.
+        loss: of the schedule, if it has one.
+        mean: whether the total is a mean over microbatches.
+        overlap: as for ``fpipe.pipeline``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        loss: Loss | None,
+        mean: bool,
+        overlap: str | Callable[..., object],
+    ):
+        if any(isinstance(part, FSDPModule) for stage in stages for part in stage.submod.modules()):
+            raise UnsupportedError(
+                "modules under fully_shard are not supported here; use zero= of fpipe.pipeline, "
+                "or from_fsdp of fpipe.interop.fsdp, or DistributedDataParallel"
+            )
+        self.loss, self.mean, self.overlap = loss, mean, overlap
+        self.count, self.device = stages[0].num_stages, stages[0].device
+        self.group = group_of(stages[0].group, self.device)
+        self.modules = dict[int, nn.Module]()
+        self.copies = None  # the process group of the copies of modules under torch's wrapper
+        for stage in stages:
+            module = stage.submod
+            if isinstance(module, DistributedDataParallel):
+                self.copies, module = module.process_group, module.module
+            self.modules[stage.stage_index] = module
+        self.fallbacks = Fallbacks()
+        self.described: Sequence[Stage] = ()  # all stages, once a pipeline was built
+        self.built = dict[Hashable, tuple[Bound, dict[Hashable, Pipeline]]]()
+
+    def _bound(self) -> tuple[Bound, dict[Hashable, Pipeline]]:
+        """The modules in their present modes, and the pipelines over them by schedule."""
+        modes = [part.training for module in self.modules.values() for part in module.modules()]
+        key = (self.fallbacks, *modes)
+        if key not in self.built or self.built[key][0].unfrozen():
+            functions = [self._function(self.modules.get(s)) for s in range(self.count)]
+            compiled = any(fn is not None and has_compiled(fn.replacements) for fn in functions)
+            eager = self.fallbacks.eager
+            options = {
+                "engine": "eager" if eager else None,
+                "compile": "inductor" if compiled and not eager else None,
+            }
+            self.built[key] = bound_to(functions, self.described, **options), {}
+        return self.built[key]
+
+    def _function(self, module: nn.Module | None) -> BoundFunction | None:
+        if module is None:
+            return None
+        every = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        state = every if self.fallbacks.state else changing_buffers(module, always=True)
+        return _StepFunction(module, state)
+
+    def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
+        """The modules and the pipeline of a schedule over them.
+
+        The first call of a process is one of all.
+        """
+        bound, pipes = self._bound()
+        plain = _plain_values(self.loss)
+        if (schedule, plain) not in pipes:
+            loss = None if self.loss is None else _StepLoss(self.loss, plain)
+            eager_loss = loss is not None and self.fallbacks.eager_loss
+            pipe = pipes[schedule, plain] = pipeline(
+                bound.stages,
+                schedule,
+                microbatches=schedule.microbatches,
+                group=self.group,
+                outputs="last",
+                loss=Stage(loss, engine="eager") if eager_loss else loss,
+                reduction="mean" if self.mean else "sum",
+                overlap=self.overlap,
+                dp=None if self.copies is None else group_of(self.copies, self.device, "dp"),
+                dp_reduction=None if self.copies is None else "mean",
+            )
+            self.described = pipe.config.functions
+        return bound, pipes[schedule, plain]
+
+    @contextmanager
+    def reporting(self, schedule: Schedule) -> Iterator[None]:
+        """A context around checks of arguments: the other processes learn of an error."""
+        pipe = self._pipe(schedule)[1]
+        try:
+            yield
+        except Exception as error:
+            pipe.refuse(error)
+            raise
+
+    def run(
+        self, schedule: Schedule, batch: Batch, targets: Tree, training: bool
+    ) -> list[tuple[Tree, Tensor | None]]:
+        """Run the microbatches, and with ``training`` add gradients to ``.grad``.
+
+        Returns:
+            Output and loss of each microbatch on the process of the last stage; elsewhere nothing.
+        """
+        while True:
+            try:
+                return self._run(schedule, batch, targets, training)
+            except (TraceError, MismatchError) as error:
+                # all processes get one of both, where one could not prepare the step
+                fallbacks = self.fallbacks.after(error)
+                changes = self.group.gather_objects(
+                    (fallbacks != self.fallbacks, fallbacks.eager_loss)
+                )
+                if not any(changed for changed, _ in changes):
+                    raise
+                self.fallbacks = fallbacks._replace(eager_loss=any(loss for _, loss in changes))
+                self.described = ()  # the processes describe stages anew
+                self.built.clear()
+
+    def _run(
+        self, schedule: Schedule, batch: Batch, targets: Tree, training: bool
+    ) -> list[tuple[Tree, Tensor | None]]:
+        bound, pipe = self._pipe(schedule)
+        results = dict[int, tuple[Tree, Tensor | None]]()
+
+        def each(number: int, y: Tree, loss: Tensor | None = None) -> None:
+            results[number] = y, loss
+
+        arguments = [bound.params, batch.x if 0 in self.modules else _away(batch.x)]
+        if self.loss is not None:
+            arguments.append(targets if self.count - 1 in self.modules else _away(targets))
+        keywords = {"kwargs": batch.kwargs} if batch.kwargs else {}
+        if pipe.config.stateful:
+            keywords["state"] = bound.state
+        if training:
+            value, grads = value_and_grad(pipe, each=each)(*arguments, **keywords)
+            bound.add_grads(grads)
+        else:
+            value = pipe(*arguments, each=each, **keywords)
+        if pipe.config.stateful:
+            bound.write_state(value[-1])
+        return [results[number] for number in sorted(results)]
+
+
+def _plain_values(loss: object) -> tuple[Hashable, ...]:
+    """The numbers and flags of a loss that is an object, and of those that it wraps."""
+    values = list[Hashable]()
+    while hasattr(loss, "__dict__"):
+        held = vars(loss)
+        values += [(n, v) for n, v in held.items() if isinstance(v, (bool, int, float, str))]
+        loss = held.get("__wrapped__")
+    return tuple(values)
+
+
+def _away(value: Tree) -> Tree:
+    """What stands for an argument that other processes read.
+
+    It has shapes where this process was passed the argument too.
+    """
+    if isinstance(value, Microbatches):
+        return Microbatches(map(_away, value))
+    if not any(map(tree.is_tensor, tree.leaves(value))):
+        return elsewhere()
+    return tree.tree_map(
+        lambda leaf: elsewhere(leaf.shape, leaf.dtype) if tree.is_tensor(leaf) else leaf, value
+    )
