@@ -39,10 +39,10 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
         ("--rounds", "15", *FOUR),
         ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble"),
     ),
-    "sockets": (
+    "gloo": (
         "bench_torch",
-        ("--rounds", "15", "--sockets"),
-        ("--rounds", "1", "--sizes", "small", "--sockets"),
+        ("--rounds", "15", "--gloo"),
+        ("--rounds", "1", "--sizes", "small", "--gloo"),
     ),
     "many8": (
         "bench_torch",

@@ -33,7 +33,7 @@ from benchmarks.alone import Alone, programs
 from benchmarks.command import options, save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.collectives.shared_memory import SWITCH
+from fpipe.collectives.transport import SWITCH
 
 SCHEDULES = {
     "GPipe": ("ScheduleGPipe", 1),
@@ -299,12 +299,12 @@ def main() -> None:
     """Print the tables."""
     parser = asking(__doc__)
     parser.add_argument(
-        "--sockets",
+        "--gloo",
         action="store_true",
-        help="messages of fpipe through sockets, none through memory",
+        help="messages of fpipe through gloo, none through memory",
     )
     args = parser.parse_args()
-    if args.sockets:
+    if args.gloo:
         os.environ[SWITCH] = "0"  # processes are started with it
     rows = []
     print(

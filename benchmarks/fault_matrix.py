@@ -33,8 +33,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from benchmarks.fault_cell import FIRST, HOST, SECOND, Cell, host_main, rank_main, write
-from fpipe.collectives.shared_memory import SWITCH as MEMORY
-from fpipe.collectives.sockets import SWITCH as SOCKETS
+from fpipe.collectives.transport import SWITCH as MEMORY
 
 WHAT = ("kill", "stop", "raise", "cut", "slow")
 WHEN = (
@@ -51,7 +50,7 @@ WHEN = (
     "weighted",
     "each",
 )
-HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets", "gloo")
+HOW, OVER = ("env", "torchrun", "launch"), ("memory", "gloo")
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
 _START = 60.0  #: seconds for the fault to happen
 _PATIENCE = 12.0  #: seconds after the time-out until a rank counts as hanging
@@ -198,7 +197,6 @@ class Job:
             "MASTER_ADDR": self._at(0),
             "MASTER_PORT": str(port),
             MEMORY: str(int(cell.over == "memory")),
-            SOCKETS: str(int(cell.over == "sockets")),
             "GLOO_SOCKET_IFNAME": "fp0",
             "OMP_NUM_THREADS": "1",
         }
@@ -206,7 +204,7 @@ class Job:
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         if cell.how == "torchrun":
             env["TORCHELASTIC_RUN_ID"] = "fpipe"
-        return env | ({"FPIPE_SECRET": "secret"} if cell.how == "launch" else {})
+        return env
 
     def _process(self, target: Any, *args: Any) -> Any:
         process = self.context.Process(target=target, args=(str(self.folder), *args), daemon=True)

@@ -114,7 +114,7 @@ def _beside_torch(rows: Rows) -> Iterator[str]:
     yield from _table(heads, lines)
 
 
-def _through_sockets(rows: Rows) -> Iterator[str]:
+def _through_gloo(rows: Rows) -> Iterator[str]:
     more = ("programs ms", "of torch") if all("programs ms" in r for r in rows) else ()
     lines = [
         [
@@ -411,9 +411,9 @@ _PEER = (
     "sides. *Plan error* is the difference between the peak in the plan and the measured peak of "
     "fpipe."
 )
-_SOCKETS = (
-    "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through TCP connections, as "
-    "between two hosts. "
+_GLOO = (
+    "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through gloo, as between two "
+    "hosts. "
     "*Programs* is the makespan of the schedule with the times of the programs alone, as if "
     "messages took no time: the "
     "least that any transport can reach. At medium size it is most of the step of both sides."
@@ -550,10 +550,10 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
         "As above.",
         _beside_torch,
     ),
-    "sockets": (
-        "Compared with torch.distributed.pipelining, through sockets",
-        _SOCKETS,
-        _through_sockets,
+    "gloo": (
+        "Compared with torch.distributed.pipelining, through gloo",
+        _GLOO,
+        _through_gloo,
     ),
     "many8": (
         "Compared with torch.distributed.pipelining, 8 processes on 2 cores",

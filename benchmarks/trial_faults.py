@@ -3,7 +3,7 @@ of the survivors.
 
 python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code
 1 where one failed python benchmarks/trial_faults.py --how stop --points 3
-python benchmarks/trial_faults.py --sockets        # the same with messages through sockets, none
+python benchmarks/trial_faults.py --gloo           # the same with messages through gloo, none
 through shared memory python benchmarks/trial_faults.py --matrix         # who x what x when x how:
 see fault_matrix.py python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with
 when=init --json faults.json
@@ -35,7 +35,7 @@ import fpipe
 from benchmarks import fault_matrix
 from benchmarks.stages import residual, square
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.shared_memory import SWITCH
+from fpipe.collectives.transport import SWITCH
 from fpipe.engine.execute import WATCH
 from fpipe.products.training.outcome import environment, store
 
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
     parser.add_argument(
-        "--sockets", action="store_true", help="messages through sockets, none through memory"
+        "--gloo", action="store_true", help="messages through gloo, none through memory"
     )
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
     parser.add_argument("--matrix", action="store_true", help="the matrix of faults")
@@ -207,7 +207,7 @@ def main() -> int:
         return fault_matrix.run(
             chosen, options.timeout, options.at_once, options.json, options.verbose
         )
-    if options.sockets:
+    if options.gloo:
         os.environ[SWITCH] = "0"  # the children are started with it
     mp.get_context("forkserver").set_forkserver_preload(
         ["torch", "torch.distributed", "fpipe.collectives.setup"]

@@ -2,7 +2,7 @@
 unsplit model.
 
 python benchmarks/trial_models.py                   # in this process, over 4 processes, and those
-without shared memory python benchmarks/trial_models.py --where sockets --families gpt2 mixtral
+without shared memory python benchmarks/trial_models.py --where gloo --families gpt2 mixtral
 
 Every family has frozen parameters, and some tie their head. A line for each family, cut and way:
 the schedules that were right, and the largest relative error of a loss, of all gradients together
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 import fpipe
-from fpipe.collectives.shared_memory import SWITCH
+from fpipe.collectives.transport import SWITCH
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from huggingface_decoders import ACCEPTANCE, MICROBATCHES, Verdict, against_unsplit, verdict  # pyright: ignore[reportMissingImports]
 from schedule_table import TABLE, Case  # pyright: ignore[reportMissingImports]
 
-WAYS = ("here", "memory", "sockets")
+WAYS = ("here", "memory", "gloo")
 
 
 class Row(NamedTuple):

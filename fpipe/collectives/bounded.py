@@ -1,45 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose calls end in time, and whose values are encrypted and signed.
+"""A store whose calls end in time.
 
 ``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait
 for ever while the process or the machine of the store is stopped or cut off. Here each call runs on
 a thread, and the caller waits for at most ``seconds``. A call that exceeds them is left behind with
-its connection.
-
-Everybody who reaches the port of a ``TCPStore`` can read it and write to it. If ``FPIPE_SECRET`` is
-set, as ``fpipe.launch`` does, values are unreadable without it, and one that was written without it
-is refused. This module must not know keys.
+its connection. This module must not know keys.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import GroupError
 from ._store import Store, connection, default_store, prefixed
+from .waiting import CallThread, CallTimeoutError
 
 T = TypeVar("T")
-_FIRST = (
-    0.0005  #: seconds between the first two looks for a key; each further pause is twice as long
-)
-_SHORTEST = (
-    1.0  #: seconds that the store has for an answer, also where less is left: it may be busy
-)
-#: The environment variable of the secret of a job.
-SECRET = "FPIPE_SECRET"
-_SIGNATURE, _NONCE = 32, 16
-_HEAD = _SIGNATURE + _NONCE
+#: seconds between the first two looks for a key; each further pause is twice as long
+_FIRST = 0.0005
+#: seconds that the store has for an answer, also where less is left: it may be busy
+_SHORTEST = 1.0
 
 
 class StoreLostError(RuntimeError):
@@ -82,61 +68,22 @@ class BoundedStore:
     (None, True, b'value', 1)
     """
 
-    def __init__(self, store: Store, seconds: float, pause: float = 0.0, secret: str | None = None):
-        self.seconds, self.pause = seconds, pause
-        self._secret = (os.environ.get(SECRET, "") if secret is None else secret).encode()
-        self.raw = store
-        self._calls: SimpleQueue[_Call] | None = None
+    def __init__(self, store: Store, seconds: float, pause: float = 0.0):
+        self.raw, self.seconds, self.pause = store, seconds, pause
+        self._calls: tuple[CallThread, Callable[[], Store]] | None = None
         self._lost_at = float("-inf")
 
-    def bounded(self, seconds: float, pause: float) -> BoundedStore:
-        """The same store over another connection, with other bounds."""
-        return BoundedStore(self.raw, seconds, pause, self._secret.decode())
+    def set(self, key: str, value: Any) -> None:
+        """Store a value, text or bytes."""
+        self._run(lambda store: store.set(key, value))
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
-        raw = value.encode() if isinstance(value, str) else value
-        sealed: Any = self._sealed(key, raw)
-        self._run(lambda store: store.set(key, sealed))
-
-    def settle(self, key: str, value: bytes) -> bytes:
+    def settle(self, key: str, value: Any) -> bytes:
         """Store a value unless there is one; the value that is there then."""
-        sealed: Any = self._sealed(key, value)
-        return self._opened(key, self._run(lambda store: store.compare_set(key, "", sealed)))
+        return self._run(lambda store: store.compare_set(key, "", value))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
-        return self._opened(key, self._run(lambda store: store.get(key)))
-
-    def _opened(self, key: str, raw: bytes) -> bytes:
-        if not self._secret:
-            return raw
-        signature, nonce, value = raw[:_SIGNATURE], raw[_SIGNATURE:_HEAD], raw[_HEAD:]
-        if not hmac.compare_digest(signature, self._signature(key, nonce + value)):
-            raise GroupError(
-                f"the value of {key!r} in the store of the job was not written by this job: its "
-                "signature is wrong. "
-                f"Another process writes to the store; {SECRET} must be equal on all ranks"
-            )
-        return self._crypted(nonce, value)
-
-    def _sealed(self, key: str, value: bytes) -> bytes:
-        if not self._secret:
-            return value
-        nonce = os.urandom(_NONCE)
-        hidden = nonce + self._crypted(nonce, value)
-        return self._signature(key, hidden) + hidden
-
-    def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._secret, b"sign" + key.encode() + b"\0" + value, "sha256")
-
-    def _crypted(self, nonce: bytes, value: bytes) -> bytes:
-        """Encrypt, or decrypt: combine with a stream of bytes that the secret and the nonce
-        determine.
-        """
-        key = hmac.digest(self._secret, b"hide" + nonce, "sha256")
-        stream = int.from_bytes(hashlib.shake_256(key).digest(len(value)), "little")
-        return (int.from_bytes(value, "little") ^ stream).to_bytes(len(value), "little")
+        return self._run(lambda store: store.get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
@@ -177,49 +124,18 @@ class BoundedStore:
         if time.monotonic() - self._lost_at < self.pause:
             raise _no_answer(self.seconds)
         if self._calls is None:
-            self._calls = SimpleQueue()
-            args = (self.raw, timedelta(seconds=self.seconds), self._calls)
-            threading.Thread(target=_serve, args=args, name="fpipe-store", daemon=True).start()
-            weakref.finalize(self, self._calls.put, _Call(None))
-        call, seconds = _Call(function), min(seconds, self.seconds)
-        self._calls.put(call)
-        if not call.done.acquire(timeout=seconds):
-            self._lost_at = time.monotonic()
-            self._calls.put(_Call(None))  # the thread ends if the store ever answers
-            self._calls = None
-            raise _no_answer(seconds)
-        if call.error is not None:
-            raise call.error
+            connected = cache(partial(connection, self.raw, timedelta(seconds=self.seconds)))
+            self._calls = CallThread("fpipe-store"), connected
+        thread, connected = self._calls
+        seconds = min(seconds, self.seconds)
+        try:
+            result = thread.call(lambda: function(connected()), seconds)
+        except CallTimeoutError:
+            self._lost_at, self._calls = time.monotonic(), None  # the thread ends with its call
+            raise _no_answer(seconds) from None
         self._lost_at = float("-inf")
-        return call.result
+        return result
 
 
 def _no_answer(seconds: float) -> StoreLostError:
     return StoreLostError(f"the store of the job timed out: no answer within {seconds:.3g} s")
-
-
-class _Call:
-    """A function of the store, and its result; ``done`` is released when there is one. None ends
-    the thread.
-    """
-
-    def __init__(self, function: Callable[[Store], Any] | None):
-        self.function = function
-        self.done = threading.Lock()
-        self.done.acquire()  # at once: nothing else holds it yet
-        self.result: Any = None
-        self.error: RuntimeError | None = None
-
-
-def _serve(store: Store, seconds: timedelta, calls: SimpleQueue[_Call]) -> None:
-    """The thread: one connection, calls in their order."""
-    connected: Store | None = None
-    while (
-        function := (call := calls.get()).function
-    ) is not None:  # without a bound: nothing waits for this daemon
-        try:
-            connected = connected or connection(store, seconds)
-            call.result = function(connected)
-        except RuntimeError as error:
-            call.error = error
-        call.done.release()

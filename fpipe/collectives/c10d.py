@@ -7,7 +7,8 @@ a message is the header of its call, so messages of different calls never meet. 
 needs one order for both directions of a pair, each direction has a process group. Sends keep their
 buffers until they are settled: the plan derives from what it receives which of its sends were
 received. No send waits before that, since a limit on the number of sends under way could deadlock
-two ranks. This module must not know schedules.
+two ranks. Ranks of one host may have a transport in place of the backend. This module must not know
+schedules.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,19 +32,18 @@ from .adapt import reduction, sending
 from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities
-from .direct import Direct, Transport
 from .faults import FaultMonitor
 from .group import Facts, Group, Pending, Receiver, Sender, Work
 from .journal import Journal
 from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
-from .waiting import Waiter
+from .transport import SWITCH, Transport, connect
+from .waiting import CallThread
 from .wire import wire_format
 
 _CPU = torch.device("cpu")
 _UNBOUNDED = timedelta(days=365)
-_DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 
 
 class C10dGroup(Group):
@@ -66,18 +66,22 @@ class C10dGroup(Group):
         if device.type not in backends:
             raise GroupError(
                 f"the process group carries {', '.join(backends)} and this rank is on "
-                f"{device.type}; start it with "
-                f"backend={kind(device.type).backends!r}"
+                f"{device.type}; start it with backend={kind(device.type).backends!r}"
             )
         self.can = can or Capabilities.of(device.type, backends[device.type])
-        self.cpu = (
-            Capabilities.of("cpu", backends["cpu"])
-            if "cpu" in backends and device.type != "cpu"
-            else None
-        )
+        separate = "cpu" in backends and device.type != "cpu"
+        self.cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
         self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
+        method = sending(self.can, self.cpu)
+        self.strict, self._staged = not method.early, method.staged
+        carrier = self.cpu if method.staged and self.cpu is not None else self.can
+        self._tagged = carrier.habit("tags")
+        # A backend that works on streams is waited for by the stream: a time-out would block this
+        # thread instead.
+        self._blocking = device.type in ("cpu", "meta") or method.staged
+
         store, nth = of_group(pg, purpose, timeout)
         names = dist.get_process_group_ranks(pg)
         self._monitor = FaultMonitor(
@@ -85,36 +89,28 @@ class C10dGroup(Group):
         )
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
-            self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
+            self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
         self._agreement = Agreement(store, self._monitor, names, nth)
         self._rendezvous = Rendezvous(
             store, self._monitor, self._agreement.check, self._agreement.next_round
         )
-        self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
-        self._held: dict[
-            int, object
-        ] = {}  # receives under way, and messages that never arrive: buffers of the backend
-        self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
-        self._self = LocalGroup((device,))
-        method = sending(self.can, torch.uint8, self.cpu)
-        self._staged = method.staged
-        self.strict = not method.early
-        # A backend that works on streams is waited for by the stream: a time-out would block this
-        # thread instead.
-        self._blocking = device.type in ("cpu", "meta") or method.staged
-        shares = device.type == "cpu" and self.size > 1 and self.can.backend == "gloo"
-        gather = self._rendezvous.gather
-        self._direct = (
-            Direct(self._monitor, self._agreement, gather, purpose == "pp") if shares else None
-        )
-        self.at_once = self._direct is not None and self._direct.whole
-        if self._direct is not None and self._direct.words is not None:
-            self._agreement.exchange = self._direct.words
+        self._transport: Transport | None = None
+        self.at_once = False
+        if device.type == "cpu" and self.size > 1 and self.can.backend == "gloo":
+            self._transport, self.at_once = connect(
+                self._monitor, self._agreement, self._rendezvous.gather
+            )
+        if self._transport is not None and self.at_once:
+            self._agreement.exchange = self._transport.words
         elif self.size > 1 and backends.get("cpu") == "gloo":
             self._agreement.exchange = Reduced(pg)
-        carrier = self.cpu if method.staged and self.cpu is not None else self.can
-        self._tagged = carrier.habit("tags")
-        self._as_bytes = {dtype: sending(self.can, dtype, self.cpu).bytes for dtype in _DTYPES}
+
+        self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
+        #: Receives under way, and messages that never arrive: buffers of the backend.
+        self._held: dict[int, object] = {}
+        self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
+        self._self = LocalGroup((device,))
+        self._waiter: CallThread | None = None
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
@@ -124,11 +120,22 @@ class C10dGroup(Group):
         """How messages are sent where not by the backend, as text; empty where the backend sends
         all.
         """
-        return "" if self._direct is None else str(self._direct)
+        near = sum(self._near(rank) is not None for rank in range(self.size))
+        if not near:
+            return ""
+        text = f"through shared memory ({SWITCH}=0 turns it off)"
+        if self.at_once:
+            return text
+        return f"{text} with {near} of {self.size - 1} ranks, by the backend with the others"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
         return self._device if rank == self.rank else torch.device(self._device.type)
+
+    def _near(self, rank: int) -> Transport | None:
+        """The transport of messages to and from a rank; None for the backend."""
+        transport = self._transport
+        return transport if transport is not None and rank in transport else None
 
     # ---- messages ----
     def send(
@@ -140,7 +147,7 @@ class C10dGroup(Group):
         if src != self.rank or self._monitor.broken is not None:
             self._refuse(src, "send")
         form = wire_format(tuple(map(Spec.of, tensors)) if specs is None else specs)
-        transport = self._transport(dst)
+        transport = self._near(dst)
         if transport is not None:
             return transport.send(form, tensors, dst)
         buffers = form.pack(tensors, src, dst)
@@ -169,49 +176,43 @@ class C10dGroup(Group):
         if dst != self.rank or self._monitor.broken is not None:
             self._refuse(dst, "receive")
         form = wire_format(specs)
-        transport = self._transport(src)
+        transport = self._near(src)
         if transport is not None:
             return transport.recv(form, src)
-        held, buffers = self._held, list[Tensor]()
-        works: list[dist.Work] = []
-        posted, unposted = False, self._unposted[src]
+        buffers, works = list[Tensor](), list[dist.Work]()
+        unposted = self._unposted[src]
+        key = id(works)
 
         def post() -> None:
-            nonlocal posted
-            posted = True
             buffers.extend(form.empty(_CPU if self._staged else self._device))
             pg = self.pg if src < dst else self._back
+            self._held[key] = works, buffers
             works.extend(self._post(pg.recv, buffers, src, "for a message from"))
-            held[id(works)] = works, buffers
 
         def finish() -> tuple[Tensor, ...]:
-            while not posted:
+            while key not in self._held:
                 unposted.popleft()()
             self._wait_all(works, src, "for a message from")
-            del held[id(works)]
-            arrived = [buffer.to(self._device) for buffer in buffers] if self._staged else buffers
-            return form.unpack(arrived, self._device)
+            del self._held[key]
+            return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
 
         if self.strict:
             unposted.append(post)
         else:
             post()
-        return Pending(finish, lambda: posted and _completed(works))
+        return Pending(finish, lambda: key in self._held and _completed(works))
 
     def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """Where no backend carries them, what all messages have in common is prepared once."""
-        transport = self._transport(dst)
-        return (
-            super().sender(src, dst, specs)
-            if transport is None
-            else transport.sender(wire_format(specs), dst)
-        )
+        """What all messages through a transport have in common is prepared once."""
+        transport = self._near(dst)
+        if transport is None:
+            return super().sender(src, dst, specs)
+        return transport.sender(wire_format(specs), dst)
 
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
-        """Over shared memory, messages need no buffer in advance; over a strict backend, ``post``
+        """Through a transport, messages need no buffer in advance; over a strict backend, ``post``
         does not delay.
         """
-
         unposted = self._unposted[src]
 
         def post() -> Work:
@@ -220,13 +221,8 @@ class C10dGroup(Group):
                 unposted.popleft()()
             return work
 
-        transport = self._transport(src)
-        return Receiver(
-            post, None if transport is None else transport.fetcher(wire_format(specs), src)
-        )
-
-    def _transport(self, rank: int) -> Transport | None:
-        return None if self._direct is None or rank == self.rank else self._direct.to(rank)
+        transport = self._near(src)
+        return Receiver(post, transport and transport.fetcher(wire_format(specs), src))
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the oldest sends to a rank, which are known to have been
@@ -241,8 +237,8 @@ class C10dGroup(Group):
         for sent in self._sent:
             while sent:
                 sent[0].wait()
-        if self._direct is not None:
-            self._direct.flush()
+        if self._transport is not None:
+            self._transport.flush()
 
     def _refuse(self, rank: int, verb: str) -> None:
         if rank != self.rank:
@@ -254,14 +250,13 @@ class C10dGroup(Group):
     def _post(
         self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str
     ) -> list[dist.Work]:
-        raw = self._as_bytes
+        tag = self._agreement.tag if self._tagged else 0
         try:
-            tag = self._agreement.tag if self._tagged else 0
-            return [call([_bytes(b) if raw[b.dtype] else b], peer, tag) for b in buffers]
+            return [call([_bytes(buffer)], peer, tag) for buffer in buffers]
         except RuntimeError as error:
             raise self._monitor.diagnose(error, peer, doing) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: dist.Work) -> None:
         if self._blocking:
             work.wait(timedelta(seconds=self._monitor.timeout))
         else:
@@ -273,18 +268,21 @@ class C10dGroup(Group):
             if not self._blocking or self._agreement.check():
                 for work in works:
                     self._wait(work)
-            else:  # a message of another call never arrives, and this wait cannot be interrupted
-
-                def job():
-                    return [
-                        work.wait(_UNBOUNDED) for work in works
-                    ]  # at a time-out, gloo closes all connections
-
-                self._waiter.wait(job, self._agreement.check, self._monitor.timeout)
+                return
+            # A message of another call never arrives, and this wait cannot be interrupted. At a
+            # time-out, gloo would close all connections.
+            self._waiter = self._waiter or CallThread("fpipe-waiter")
+            self._waiter.call(
+                lambda: [work.wait(_UNBOUNDED) for work in works],
+                self._monitor.timeout,
+                self._agreement.check,
+            )
 
     # ---- calls ----
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
-        """Announce the next call, through shared memory or by a reduction over gloo."""
+        """Announce the next call, through the transport of all ranks or by a reduction over
+        gloo.
+        """
         if self._agreement.refusal is not None:
             self._leave()
         return self._agreement.enter(word, facts, values)
@@ -307,9 +305,9 @@ class C10dGroup(Group):
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive
         for queue in (*self._sent, *self._unposted):
             queue.clear()
-        vars(self).pop("_waiter", None)  # it may wait for one of them
-        if self._direct is not None:
-            self._direct.drop()
+        self._waiter = None  # it may wait for one of them
+        if self._transport is not None:
+            self._transport.drop()
         self._rendezvous.gather(None)  # from here on ranks send messages of the next one
 
     def confirm(self) -> None:
@@ -320,32 +318,25 @@ class C10dGroup(Group):
         """The number of a rank in the default process group."""
         return dist.get_global_rank(self.pg, rank)
 
-    @cached_property
-    def _waiter(self) -> Waiter:
-        return Waiter()
-
     # ---- all ranks ----
     def share(
         self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
     ) -> tuple[Tensor, ...]:
-        """Broadcast, as bytes; through shared memory where all ranks use it."""
+        """Broadcast, as bytes; through the transport if every two ranks use it."""
         self._check()
         if src != self.rank:
             tensors = None
         elif tensors is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
-        if self._direct is not None and self.at_once:
-            return self._direct.share(form, tensors, src)
+        if self._transport is not None and self.at_once:
+            return self._transport.share(form, tensors, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
         if tensors is None:
             buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
         else:
-            buffers, peer, doing = (
-                [b.to(device) for b in form.pack(tensors, src, src)],
-                None,
-                "to share with",
-            )
+            buffers = [buffer.to(device) for buffer in form.pack(tensors, src, src)]
+            peer, doing = None, "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 self._wait(
@@ -429,8 +420,8 @@ class C10dGroup(Group):
         if error is self._agreement.refusal:
             return
         self._monitor.failed(error)
-        if self._direct is not None:
-            self._direct.fail()
+        if self._transport is not None:
+            self._transport.fail()
 
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""

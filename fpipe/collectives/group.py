@@ -8,7 +8,7 @@ carry no tags. This module must not know backends, processes or plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -19,6 +19,7 @@ from ..tree import Spec
 
 #: What ranks compare, as text by name; ``None`` is not compared.
 Facts: TypeAlias = Mapping[str, str | None]
+OPS = ("sum", "mean", "max", "min")  #: the reductions
 
 
 class Work(Protocol):
@@ -276,21 +277,60 @@ def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
     return memory.narrow(0, part * size, size)
 
 
-def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, dst: int) -> None:
-    """Raise MismatchError if a message differs from its Specs in number, shapes or dtypes of
-    tensors.
+def as_planned(
+    tensors: tuple[Tensor, ...], specs: tuple[Spec, ...], src: int, dst: int
+) -> tuple[Tensor, ...]:
+    """A message with the strides of its Specs; MismatchError if it differs in number, shapes or
+    dtypes of tensors.
+
+    Kernels, and so bits, may depend on strides.
+
+    >>> row = torch.ones(2)
+    >>> as_planned((row,), (Spec.of(row),), 0, 1)[0] is row
+    True
     """
     if len(tensors) != len(specs):
         raise MismatchError(
             f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both "
             "must run one plan"
         )
+    for tensor, (shape, stride, dtype) in zip(tensors, specs, strict=True):
+        if (
+            tensor.stride() != stride
+            or tensor.shape != shape
+            or tensor.dtype is not dtype
+            or tensor.is_neg()
+            or (dtype.is_complex and tensor.is_conj())
+        ):
+            break
+    else:
+        return tensors
     for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
             raise MismatchError(
                 f"tensor {index} of a message from rank {src} to rank {dst} is {Spec.of(tensor)}, "
                 f"expected {spec}; a stage's shapes must be those it was planned with"
             )
+    return tuple(map(lay_out, tensors, specs))
+
+
+def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
+    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
+    are resolved.
+    """
+    if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    for axis, step in enumerate(spec.stride):
+        if step == 0:
+            if tensor.stride(axis) != 0:
+                raise MismatchError(
+                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides "
+                    f"{spec.stride}, of which only a part is stored; call .contiguous() on it "
+                    "where the stage returns it"
+                )
+            tensor = tensor.narrow(axis, 0, 1)
+    memory = torch.empty_strided(tensor.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
+    return memory.copy_(tensor).as_strided(spec.shape, spec.stride)
 
 
 def check_channel(src: int, dst: int, size: int) -> None:

@@ -86,7 +86,7 @@ class Journal:
             0.0,
             0.0,
         )
-        self._store = store.bounded(_PATIENCE, _PAUSE)
+        self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
         self._gone = False
         self._watched: tuple[float, Callable[[], object]] | None = None
         self._until = float("inf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,19 +20,18 @@ from torch import Tensor
 from ..devices import pick
 from ..errors import DeadlockError, GroupError
 from ..tree import Spec
-from .adapt import OPS
 from .group import (
+    OPS,
     Done,
     Group,
     Pending,
     Receiver,
     Sender,
     Work,
+    as_planned,
     check_channel,
-    check_message,
     part_of,
 )
-from .wire import lay_out
 
 _SENT = Done()
 
@@ -82,6 +82,16 @@ def check_ranks(name: str, ranks: object) -> None:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
+class _Channel(NamedTuple):
+    """From one rank to another: messages that no receive was requested for, and requested receives
+    that have no message yet. One of the two is empty: the n-th receive gets the n-th send.
+    """
+
+    sent: deque[tuple[Tensor, ...]]
+    requested: deque[list[tuple[Tensor, ...]]]  # the message of each is put into its list
+    numbers: Iterator[int]  # of requested receives
+
+
 class LocalGroup(Group):
     """See :func:`local`. ``pg`` is the process group for ``fpipe.ops``: none, since there is one
     process.
@@ -116,42 +126,66 @@ class LocalGroup(Group):
         """The device on which a rank computes."""
         return self._devices[rank]
 
-    def _channel(self, src: int, dst: int) -> _Channel:
-        channel = self._channels.get((src, dst))
-        if channel is None:
-            check_channel(src, dst, self.size)
-            channel = self._channels[src, dst] = _Channel(src, dst, deque(), deque(), count())
-        return channel
-
+    # ---- messages ----
     def send(
         self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
     ) -> Work:
         """Put a message into its channel; complete at once. The receiver checks it."""
-        self._channel(src, dst).sent.append(self._moved(tensors, dst))
+        self._putter(src, dst)(tensors)
         return _SENT
+
+    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
+        """A function that puts a message into its channel."""
+        return self._putter(src, dst)
+
+    def _putter(self, src: int, dst: int) -> Sender:
+        """A message goes into its channel as it is, or moved to the device of its receiver."""
+        sent, requested, *_ = self._channel(src, dst)
+
+        def put(tensors: tuple[Tensor, ...]) -> None:
+            (requested.popleft().append if requested else sent.append)(tensors)
+
+        if self._one_device:
+            return put
+        device = self._devices[dst]
+        # The receiver reads on the CPU at once, where no stream waits for the copy.
+        early = device.type != "cpu"
+        return lambda tensors: put(tuple(t.to(device, non_blocking=early) for t in tensors))
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
         """Request the next message of a channel; done once it was sent."""
-        return _request(self._channel(src, dst), specs)
+        channel, arrived = self._channel(src, dst), list[tuple[Tensor, ...]]()
+        number = next(channel.numbers)
+        if channel.sent:
+            arrived.append(channel.sent.popleft())
+        else:
+            channel.requested.append(arrived)
 
-    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """A message goes into its channel as it is, or moved to the device of its receiver."""
-        put = self._channel(src, dst).sent.append
-        return put if self._one_device else lambda tensors: put(self._moved(tensors, dst))
+        def finish() -> tuple[Tensor, ...]:
+            if not arrived:
+                raise DeadlockError(
+                    f"rank {dst} waits for message {number} of rank {src}, which was not sent; no "
+                    f"other process could send it: run rank {src} first"
+                )
+            return as_planned(arrived.pop(), specs, src, dst)
+
+        return Pending(finish, lambda: bool(arrived))
 
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
         """A message is taken out of its channel if it was sent."""
-        channel = self._channel(src, dst)
-        work = _Next(channel, _fetcher(channel, specs))
-        return Receiver(lambda: work, work.fetch)
+        sent = self._channel(src, dst).sent
 
-    def _moved(self, tensors: tuple[Tensor, ...], dst: int) -> tuple[Tensor, ...]:
-        """A message on the device of its receiver."""
-        if self._one_device:
-            return tensors
-        device = self._devices[dst]
-        # The receiver reads on the CPU at once, where no stream waits for the copy.
-        return tuple(tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors)
+        def fetch() -> tuple[Tensor, ...] | None:
+            return as_planned(sent.popleft(), specs, src, dst) if sent else None
+
+        return Receiver(lambda: self.recv(specs, src, dst), fetch)
+
+    def _channel(self, src: int, dst: int) -> _Channel:
+        channel = self._channels.get((src, dst))
+        if channel is None:
+            check_channel(src, dst, self.size)
+            channel = self._channels[src, dst] = _Channel(deque(), deque(), count())
+        return channel
 
     def reset(self) -> None:
         """Empty all channels."""
@@ -165,15 +199,16 @@ class LocalGroup(Group):
     def flush(self) -> None:
         """Sends are complete when they return."""
 
+    # ---- all ranks, which are in this process ----
     def share(
         self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
     ) -> tuple[Tensor, ...]:
-        """The tensors themselves: there is one process."""
+        """The tensors themselves."""
         if tensors is None:
             raise GroupError(
                 f"share needs the tensors of rank {src}, which is in this process; got None"
             )
-        check_message(tensors, specs, src, src)
+        as_planned(tensors, specs, src, src)
         return tensors
 
     def gather_objects(self, obj: object) -> list[Any]:
@@ -181,134 +216,34 @@ class LocalGroup(Group):
         return [obj for _ in self.here]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """The tensor: there is one process."""
+        """The tensor."""
         if op not in OPS:
             raise GroupError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
         return tensor
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """Complete: there is one process, which holds the only part."""
+        """Complete: this process holds the only part."""
         return Done((self.all_reduce(memory, op),))
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Complete: there is one process, which holds the only part."""
+        """Complete: this process holds the only part."""
         return Done((part_of(memory, 0, 1),))
 
     def barrier(self) -> None:
-        """Returns: there is one process."""
+        """Returns."""
 
+    # ---- faults ----
     def journal(self, rank: int, text: str) -> None:
         """Record it for :meth:`last_note`."""
         self._notes[rank] = text
 
-    def failed(self, error: BaseException) -> None:
-        """There are no other processes."""
-
     def notes(self, rank: int) -> Callable[[str], object]:
         """The same with the rank bound."""
-        notes = self._notes
-
-        def note(text: str) -> None:
-            notes[rank] = text
-
-        return note
+        return partial(self._notes.__setitem__, rank)
 
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
         return self._notes.get(rank, "")
 
-
-class _Channel(NamedTuple):
-    """From one rank to another: messages that were sent, and receives that were requested, each in
-    order.
-    """
-
-    src: int
-    dst: int
-    sent: deque[tuple[Tensor, ...]]
-    requested: deque[deque[tuple[Tensor, ...]]]  # where the message of each goes
-    numbers: Iterator[int]
-
-
-def _match(channel: _Channel) -> None:
-    """The n-th receive gets the n-th send."""
-    sent, requested = channel.sent, channel.requested
-    while sent and requested:
-        requested.popleft().append(sent.popleft())
-
-
-def _request(channel: _Channel, specs: tuple[Spec, ...]) -> Pending:
-    number, arrived = next(channel.numbers), deque[tuple[Tensor, ...]]()
-    channel.requested.append(arrived)
-
-    def ready() -> bool:
-        _match(channel)
-        return bool(arrived)
-
-    def finish() -> tuple[Tensor, ...]:
-        if not ready():
-            raise _not_sent(channel, f"message {number}")
-        return _checked(channel, arrived.popleft(), specs)
-
-    return Pending(finish, ready)
-
-
-class _Next(NamedTuple):
-    """A Work, the same for all messages of one kind: the next message of a channel."""
-
-    channel: _Channel
-    fetch: Callable[[], tuple[Tensor, ...] | None]
-
-    def done(self) -> bool:
-        return bool(self.channel.sent)
-
-    def wait(self) -> tuple[Tensor, ...]:
-        message = self.fetch()
-        if message is None:
-            raise _not_sent(self.channel, "the next message")
-        return message
-
-
-def _not_sent(channel: _Channel, what: str) -> DeadlockError:
-    return DeadlockError(
-        f"rank {channel.dst} waits for {what} of rank {channel.src}, which was not sent; no other "
-        "process could send "
-        f"it: run rank {channel.src} first"
-    )
-
-
-def _fetcher(channel: _Channel, specs: tuple[Spec, ...]) -> Callable[[], tuple[Tensor, ...] | None]:
-    """The next message if it was sent and no earlier one was requested and not received."""
-    sent, requested, alone = channel.sent, channel.requested, len(specs) == 1
-    shape, stride, dtype = specs[0] if alone else ((), (), torch.uint8)
-    lazy = dtype.is_complex
-
-    def fetch() -> tuple[Tensor, ...] | None:
-        if not sent or requested:
-            return None
-        tensors = sent.popleft()
-        if alone and len(tensors) == 1:  # most messages: what _checked does, written out
-            tensor = tensors[0]
-            if (
-                tensor.stride() == stride
-                and tensor.shape == shape
-                and tensor.dtype is dtype
-                and not tensor.is_neg()
-                and not (lazy and tensor.is_conj())
-            ):
-                return tensors
-        return _checked(channel, tensors, specs)
-
-    return fetch
-
-
-def _checked(
-    channel: _Channel, tensors: tuple[Tensor, ...], specs: tuple[Spec, ...]
-) -> tuple[Tensor, ...]:
-    """A message as it arrives: of the shapes and dtypes of its Specs, or an error, and with their
-    strides.
-    """
-    check_message(tensors, specs, channel.src, channel.dst)
-    # With the strides that it has when sent between processes: kernels, and so bits, may depend on
-    # them.
-    return tuple(map(lay_out, tensors, specs))
+    def failed(self, error: BaseException) -> None:
+        """There are no other processes."""

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from ..errors import GroupError
 from ._store import prefixed
 from .bounded import BoundedStore, host
-from .waiting import Waiter
+from .waiting import CallThread, CallTimeoutError
 
 #: The latest store, by the address at which the processes meet.
 _MET: dict[tuple[str | None, ...], Any] = {}
@@ -65,24 +65,20 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
     """
     name, number = host()
     address, port, hosts = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank == number
-    found: list[Any] = []
 
-    def connect() -> None:
+    def connect() -> Any:
         wait = timedelta(seconds=seconds)
-        found.append(
-            TCPStore(address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts)
+        return TCPStore(
+            address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts
         )
 
-    def check() -> None:
-        if time.monotonic() > end:
-            raise GroupError(
-                f"the store of the job does not answer within {seconds:g} s. Look at {name}, "
-                "which hosts it, first; "
-                "raise timeout= if it may start so much later"
-            )
-
-    Waiter().wait(connect, check)
-    return found[0]
+    try:
+        return CallThread("fpipe-store").call(connect, end - time.monotonic())
+    except CallTimeoutError:
+        raise GroupError(
+            f"the store of the job does not answer within {seconds:g} s. Look at {name}, which "
+            "hosts it, first; raise timeout= if it may start so much later"
+        ) from None
 
 
 def _call_roll(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import GroupError
 from .bounded import BoundedStore
@@ -30,6 +30,10 @@ _ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its jou
 _BUSY = 0.05  #: seconds of its processor that a rank which computes uses in that time, at least
 _TRACING_LIMIT = 10
 _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
+
+
+#: The object of every rank, by rank, of the object of this one.
+Gather: TypeAlias = Callable[[object], list[Any]]
 
 
 class Rendezvous:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a call that cannot be interrupted, such as a receive of gloo, while something else is
-checked.
+"""Calls that cannot be interrupted, such as a receive of gloo, each waited for with a bound.
 
 This module must not know messages.
 """
@@ -11,58 +10,65 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _SLICE = 0.02  #: seconds between two checks
-_Jobs: TypeAlias = "SimpleQueue[_Task | None]"
 
 
-class Waiter:
-    """A daemon thread that makes such calls, one after another. After :meth:`wait` has raised, the
-    call goes on there.
+class CallTimeoutError(RuntimeError):
+    """A call did not return in time."""
 
-    >>> Waiter().wait(lambda: None, lambda: None, seconds=1.0)
+
+class CallThread:
+    """A daemon thread that makes calls, one after another.
+
+    A call that was waited for in vain goes on there. The thread ends after it, once this object is
+    dropped.
+
+    >>> CallThread("example").call(lambda: 3, seconds=1.0)
+    3
     """
 
-    def __init__(self) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name="fpipe-waiter", daemon=True).start()
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def wait(
-        self, job: Callable[[], object], check: Callable[[], object], seconds: float = float("inf")
-    ) -> None:
-        """Return when ``job`` does; raise what ``job`` or ``check`` raises, and RuntimeError after
-        so many seconds.
+    def call(
+        self,
+        function: Callable[[], T],
+        seconds: float,
+        check: Callable[[], object] | None = None,
+    ) -> T:
+        """The result of a function. Raises what it raises, or CallTimeoutError after so many
+        seconds.
+
+        ``check`` is called regularly meanwhile, and may raise an error that ends the wait.
         """
+        future: Future[T] = Future()
+        self._jobs.put((future, function))
         end = time.monotonic() + seconds
-        task = _Task(job, threading.Lock(), [])
-        task.done.acquire()  # at once: nothing else holds it yet
-        self._jobs.put(task)
-        while not task.done.acquire(timeout=_SLICE):
-            check()
-            if time.monotonic() > end:
-                raise RuntimeError("timed out")
-        for error in task.errors:
-            raise error
+        while True:
+            left = end - time.monotonic()
+            try:
+                return future.result(left if check is None else min(left, _SLICE))
+            except TimeoutError:
+                if future.done():  # just now, or the function raised it
+                    return future.result()
+            if check is not None:
+                check()
+            if time.monotonic() >= end:
+                raise CallTimeoutError("timed out")
 
 
-class _Task(NamedTuple):
-    """A call; ``done`` is released when it has returned, or raised an error."""
-
-    job: Callable[[], object]
-    done: threading.Lock
-    errors: list[BaseException]
-
-
-def _work(jobs: _Jobs) -> None:
-    while (
-        task := jobs.get()
-    ) is not None:  # without a bound: the thread is a daemon that nothing waits for
+def _work(jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (job := jobs.get()) is not None:  # without a bound: nothing waits for this daemon
+        future, function = job
         try:
-            task.job()
+            future.set_result(function())
         except BaseException as error:
-            task.errors.append(error)
-        task.done.release()
-        del task
+            future.set_exception(error)
+        del job, future, function

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import MismatchError
 from ..tree import Spec, contiguous
-from .group import check_message
+from .group import as_planned
 
 #: Alignment of tensors in a shared buffer: that of torch's allocator, since the bits of a product
 #: may depend on it.
@@ -58,8 +57,11 @@ def layout(specs: tuple[Spec, ...]) -> tuple[Buffer, ...]:
     return tuple(buffers)
 
 
-class WireFormat:
+class WireFormat(NamedTuple):
     """Packs, receives and unpacks messages of one tuple of Specs; cached by :func:`wire_format`.
+
+    ``sizes`` are the bytes of each buffer. ``plain``: a message is one contiguous tensor, as most
+    are, and its own buffer.
 
     >>> x = torch.arange(6.).view(2, 3).T
     >>> form = wire_format((Spec.of(x),))
@@ -69,33 +71,39 @@ class WireFormat:
     True
     """
 
-    __slots__ = ("_alone", "_plain", "buffers", "simple", "sizes", "specs")
+    specs: tuple[Spec, ...]
+    buffers: tuple[Buffer, ...]
+    sizes: tuple[int, ...]
+    plain: bool
 
-    def __init__(self, specs: tuple[Spec, ...]):
-        self.specs = specs
-        self.buffers = layout(specs)
-        self.sizes = tuple(buffer.bytes for buffer in self.buffers)
-        self._plain = tuple(spec.stride == contiguous(spec.shape) for spec in specs)
-        # Most messages are one tensor: those take a shorter path.
-        self._alone = len(specs) == 1 and len(self.buffers) == 1
-        self.simple = self._alone and self._plain[0] and not specs[0].dtype.is_complex
+    def pack(self, tensors: tuple[Tensor, ...], src: int, dst: int) -> list[Tensor]:
+        """The buffers to send; checks every tensor against its Spec."""
+        tensors = as_planned(tensors, self.specs, src, dst)
+        if self.plain:
+            return list(tensors)
+        flat = [
+            tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+            for tensor, spec in zip(tensors, self.specs, strict=True)
+        ]
+        return [
+            flat[items[0][0]] if len(items) == 1 else self._joined(flat, items)
+            for items, _, _ in self.buffers
+        ]
 
-    def pack(self, tensors: Sequence[Tensor], src: int, dst: int) -> list[Tensor]:
-        """The contiguous buffers to send; checks every tensor against its Spec."""
-        specs = self.specs
-        fits = len(tensors) == len(specs)
-        for tensor, spec in zip(tensors, specs, strict=False):
-            fits = fits and tensor.shape == spec.shape and tensor.dtype is spec.dtype
-        if not fits:
-            check_message(tensors, specs, src, dst)
-        if self._alone:
-            return [self._memory(tensors[0], 0)]
-        return [self._joined(tensors, buffer) for buffer in self.buffers]
+    def _joined(self, flat: Sequence[Tensor], items: tuple[tuple[int, int], ...]) -> Tensor:
+        parts = []
+        for index, _ in items:
+            parts.append(flat[index].view(torch.uint8))
+            short = -self.specs[index].bytes % ALIGN
+            if short:
+                parts.append(_padding(flat[index].device, short))
+        return torch.cat(parts)
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Buffers to receive a message into."""
-        if self._alone and self._plain[0]:
-            return [torch.empty(self.specs[0].shape, dtype=self.specs[0].dtype, device=device)]
+        if self.plain:
+            shape, stride, dtype = self.specs[0]  # empty_strided is faster than empty
+            return [torch.empty_strided(shape, stride, dtype=dtype, device=device)]
         return [
             torch.empty(buffer.bytes // buffer.dtype.itemsize, dtype=buffer.dtype, device=device)
             for buffer in self.buffers
@@ -107,47 +115,21 @@ class WireFormat:
         """The tensors of a message, as views of its buffers; tensors without elements are created
         on ``device``.
         """
-        if self._alone and self._plain[0] and buffers[0].shape == self.specs[0].shape:
-            return (buffers[0],)
-        tensors: list[Tensor | None] = [None] * len(self.specs)
-        for (items, _, dtype_sent), received in zip(self.buffers, buffers, strict=True):
-            typed = {dtype_sent: received}
+        if self.plain:
+            return tuple(buffers)
+        tensors: dict[int, Tensor] = {}
+        for (items, _, _), received in zip(self.buffers, buffers, strict=True):
             for index, start in items:
                 shape, stride, dtype = self.specs[index]
-                memory = typed.get(dtype)
-                if memory is None:
-                    memory = typed[dtype] = received.view(dtype)
-                tensors[index] = memory.as_strided(
-                    shape, stride, memory.storage_offset() + start // dtype.itemsize
-                )
+                memory = received.view(dtype)
+                offset = memory.storage_offset() + start // dtype.itemsize
+                tensors[index] = memory.as_strided(shape, stride, offset)
         return tuple(
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-            if tensor is None
-            else tensor
-            for tensor, spec in zip(tensors, self.specs, strict=True)
+            tensors[index]
+            if index in tensors
+            else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+            for index, spec in enumerate(self.specs)
         )
-
-    def _memory(self, tensor: Tensor, index: int) -> Tensor:
-        """The memory of a tensor, in memory order; the tensor itself if it is contiguous."""
-        spec = self.specs[index]
-        tensor = lay_out(tensor, spec)
-        return (
-            tensor
-            if self._plain[index]
-            else tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
-        )
-
-    def _joined(self, tensors: Sequence[Tensor], buffer: Buffer) -> Tensor:
-        if len(buffer.items) == 1:
-            return self._memory(tensors[buffer.items[0][0]], buffer.items[0][0])
-        pieces = []
-        for index, _ in buffer.items:
-            memory = self._memory(tensors[index], index).view(-1)
-            pieces.append(memory if memory.dtype is torch.uint8 else memory.view(torch.uint8))
-            short = -self.specs[index].bytes % ALIGN
-            if short:
-                pieces.append(_padding(memory.device, short))
-        return torch.cat(pieces)
 
 
 @lru_cache(maxsize=256)
@@ -159,27 +141,10 @@ def _padding(device: torch.device, size: int) -> Tensor:
 def wire_format(specs: tuple[Spec, ...]) -> WireFormat:
     """The WireFormat of some Specs.
 
-    >>> wire_format((Spec((2,), (1,), torch.float32),)) is wire_format((Spec((2,), (1,),
-    ...     torch.float32),))
+    >>> row = Spec((2,), (1,), torch.float32)
+    >>> wire_format((row,)) is wire_format((row,))
     True
     """
-    return WireFormat(specs)
-
-
-def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
-    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
-    are resolved.
-    """
-    if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    for axis, step in enumerate(spec.stride):
-        if step == 0:
-            if tensor.stride(axis) != 0:
-                raise MismatchError(
-                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides "
-                    f"{spec.stride}, of which "
-                    f"only a part is stored; call .contiguous() on it where the stage returns it"
-                )
-            tensor = tensor.narrow(axis, 0, 1)
-    memory = torch.empty_strided(tensor.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
-    return memory.copy_(tensor).as_strided(spec.shape, spec.stride)
+    buffers = layout(specs)
+    plain = len(specs) == len(buffers) == 1 and specs[0].stride == contiguous(specs[0].shape)
+    return WireFormat(specs, buffers, tuple(buffer.bytes for buffer in buffers), plain)

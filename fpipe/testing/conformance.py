@@ -25,6 +25,8 @@ from ..tree import Spec
 
 Steps: TypeAlias = Generator[Work, tuple[Tensor, ...], None]
 Case: TypeAlias = Callable[[Group, int], Steps]
+#: The tensors of a message, computed from its sender and the device.
+Message: TypeAlias = Callable[[int, torch.device], tuple[Tensor, ...]]
 
 _FLOATS = "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64"
 DTYPES = tuple(
@@ -71,19 +73,19 @@ def _drive(parts: Sequence[Steps]) -> None:
     """
     waiting: list[tuple[Steps, Work | None]] = [(part, None) for part in parts]
     while waiting:
-        progress, remaining = False, []
-        for part, work in waiting:
-            if work is not None and len(parts) > 1 and not work.done():
-                remaining.append((part, work))
-                continue
-            progress = True
-            with suppress(StopIteration):
-                remaining.append((part, next(part) if work is None else part.send(work.wait())))
-        if not progress:
+        able = [w is None or len(parts) == 1 or w.done() for _, w in waiting]
+        if not any(able):
             raise DeadlockError(
-                f"{len(remaining)} ranks of one process wait, and none of their works is done"
+                f"{len(waiting)} ranks of one process wait, and none of their works is done"
             )
-        waiting = remaining
+        later = []
+        for (part, work), go in zip(waiting, able, strict=True):
+            if not go:
+                later.append((part, work))
+                continue
+            with suppress(StopIteration):
+                later.append((part, next(part) if work is None else part.send(work.wait())))
+        waiting = later
 
 
 def attributes_are_consistent(group: Group, rank: int) -> Steps:
@@ -91,18 +93,14 @@ def attributes_are_consistent(group: Group, rank: int) -> Steps:
     changes nothing.
     """
     assert isinstance(group, Group)
-    assert (
-        rank in group.here
-        and set(group.here) <= set(range(group.size))
-        and list(group.here) == sorted(group.here)
-    )
+    assert rank in group.here and set(group.here) <= set(range(group.size))
+    assert list(group.here) == sorted(group.here)
     assert group.timeout > 0 and isinstance(group.at_once, bool) and isinstance(group.strict, bool)
     assert group.device(rank).type == group.device((rank + 1) % group.size).type
     for note in ("0F1", "0B1"):
         group.journal(rank, note)
         assert group.last_note(rank) == note
-    for other in range(group.size):
-        assert isinstance(group.last_note(other), str)
+    assert all(isinstance(group.last_note(other), str) for other in range(group.size))
     group.reset()
     yield from ()
 
@@ -112,28 +110,21 @@ def messages_keep_their_order(group: Group, rank: int) -> Steps:
     """The n-th receive gets the n-th send, with receives requested ahead of need, between all
     pairs, both ways.
     """
-    count = 6
 
     def message(src: int, dst: int, number: int) -> tuple[Tensor]:
-        return (
-            torch.arange(1 + number % 3, device=group.device(rank))
-            + 1000 * number
-            + 100 * src
-            + 10 * dst,
-        )
+        positions = torch.arange(1 + number % 3, device=group.device(rank))
+        return (positions + 1000 * number + 100 * src + 10 * dst,)
 
-    others = [other for other in range(group.size) if other != rank]
+    others, numbers = [other for other in range(group.size) if other != rank], range(6)
     requested = {
-        other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in range(count)]
+        other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in numbers]
         for other in others
     }
-    sent = [
-        group.send(message(rank, other, n), rank, other) for n in range(count) for other in others
-    ]
+    sent = [group.send(message(rank, other, n), rank, other) for n in numbers for other in others]
     for other in reversed(others):
         for number, work in enumerate(requested[other]):
-            (tensor,) = yield work
-            _equal(tensor, message(other, rank, number)[0], f"message {number} from rank {other}")
+            expected = message(other, rank, number)
+            _check_equal((yield work), expected, f"message {number} from rank {other}")
     for work in sent:
         assert (yield work) == ()
 
@@ -146,73 +137,65 @@ def every_dtype_and_layout_arrives(group: Group, rank: int) -> Steps:
         yield from _around(group, rank, str(dtype), partial(_layouts, dtype))
 
 
-def large_and_small_travel_together(group: Group, rank: int) -> Steps:
-    """One message of large, small and empty tensors of several dtypes."""
+def messages_of_any_size_arrive(group: Group, rank: int) -> Steps:
+    """Large, small and empty tensors of several dtypes in one message, one of empty tensors, and
+    one without tensors.
+    """
 
-    def message(src: int, device: torch.device) -> tuple[Tensor, ...]:
+    def mixed(src: int, device: torch.device) -> tuple[Tensor, ...]:
         large = torch.arange(ALONE // 4 + 7, dtype=torch.float32, device=device) + src
         small = torch.full((3,), src, dtype=torch.int64, device=device)
-        return (
-            small,
-            large,
-            small.bool(),
-            torch.zeros(0, 4, device=device),
-            large[:5].bfloat16(),
-            large.double(),
-        )
+        empty = torch.zeros(0, 4, device=device)
+        return small, large, small.bool(), empty, large[:5].bfloat16(), large.double()
 
-    yield from _around(group, rank, "a large and small message", message)
-
-
-def empty_messages_arrive(group: Group, rank: int) -> Steps:
-    """A message without tensors, and one of empty tensors."""
-
-    def empty(_, device):
+    def empty(_: int, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(0, 3, device=device),)
 
-    yield from _around(group, rank, "an empty message", lambda *_: (), empty)
+    def nothing(*_: object) -> tuple[Tensor, ...]:
+        return ()
+
+    yield from _around(group, rank, "a message of any size", mixed, empty, nothing)
 
 
 def messages_arrive_in_announced_calls(group: Group, rank: int) -> Steps:
     """Calls with equal words and with another one; messages keep their order from call to call."""
-    for number, word in enumerate((7, 7, 8)):
+    for word in (7, 7, 8):
         if rank == group.here[0]:
             group.enter(word, dict)
         yield from _around(
             group,
             rank,
-            f"a message of call {number}",
-            lambda src, device: (torch.ones(2, device=device),),
+            f"a message of a call {word}",
+            lambda src, device: (torch.full((2,), float(src), device=device),),
         )
-    group.confirm()
+        group.confirm()
 
 
 def a_rank_sends_to_itself(group: Group, rank: int) -> Steps:
     """Its messages arrive in order."""
-    first = group.recv(_specs((torch.zeros(2),)), rank, rank)
-    for number in range(2):
-        group.send((torch.full((2,), float(number), device=group.device(rank)),), rank, rank)
-    second = group.recv(_specs((torch.zeros(2),)), rank, rank)
-    assert (yield first)[0].tolist() == [0, 0]
-    assert (yield second)[0].tolist() == [1, 1]
+    messages = [(torch.full((2,), float(number), device=group.device(rank)),) for number in (0, 1)]
+    works = [group.recv(_specs(messages[0]), rank, rank)]
+    for message in messages:
+        group.send(message, rank, rank)
+    works.append(group.recv(_specs(messages[1]), rank, rank))
+    for work, message in zip(works, messages, strict=True):
+        _check_equal((yield work), message, "a message to oneself")
 
 
 def many_are_under_way(group: Group, rank: int) -> Steps:
     """More bytes are sent to a slow receiver than a group may buffer."""
-    count, size = 40, 1 << 16
+    messages = [
+        (torch.full((1 << 16,), number, dtype=torch.uint8, device=group.device(rank)),)
+        for number in range(40)
+    ]
     if rank == 0:
-        for number in range(count):
+        for message in messages:
             for other in range(1, group.size):
-                group.send(
-                    (torch.full((size,), number, dtype=torch.uint8, device=group.device(0)),),
-                    0,
-                    other,
-                )
+                group.send(message, 0, other)
         return
-    works = [group.recv((Spec((size,), (1,), torch.uint8),), 0, rank) for _ in range(count)]
-    for number, work in enumerate(works):
-        (tensor,) = yield work
-        assert bool((tensor == number).all()), f"message {number} was changed"
+    works = [group.recv(_specs(message), 0, rank) for message in messages]
+    for number, (work, message) in enumerate(zip(works, messages, strict=True)):
+        _check_equal((yield work), message, f"message {number} of many")
 
 
 def mismatches_are_not_sent(group: Group, rank: int) -> Steps:
@@ -221,12 +204,11 @@ def mismatches_are_not_sent(group: Group, rank: int) -> Steps:
     planned = _specs((torch.zeros(4),))
     work = group.recv(planned, before, rank)
     if group.size > len(group.here):  # in one process the receiver checks
-        for wrong in (torch.zeros(5), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)):
-            _raises(MismatchError, lambda wrong=wrong: group.send((wrong,), rank, after, planned))
-        _raises(MismatchError, lambda: group.send((), rank, after, planned))
-    sent = group.send(
-        (torch.full((4,), float(rank), device=group.device(rank)),), rank, after, planned
-    )
+        one_wrong = (torch.zeros(5), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2))
+        for wrong in (*((tensor,) for tensor in one_wrong), ()):
+            _check_raises(MismatchError, lambda w=wrong: group.send(w, rank, after, planned))
+    right = torch.full((4,), float(rank), device=group.device(rank))
+    sent = group.send((right,), rank, after, planned)
     assert (yield work)[0].tolist() == [before] * 4
     yield sent
 
@@ -240,9 +222,8 @@ def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
     forms = (single, single, several, single)
 
     def message(src: int, number: int) -> tuple[Tensor, ...]:
-        value = 100.0 * src + number
         return tuple(
-            torch.full(spec.shape, value, device=group.device(rank)).to(spec.dtype)
+            torch.full(spec.shape, 100.0 * src + number, device=group.device(rank)).to(spec.dtype)
             for spec in forms[number]
         )
 
@@ -250,27 +231,27 @@ def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
         before, after = rank - step, rank + step
         if 0 <= before < group.size:
             for number, specs in enumerate(forms):
-                receiver = group.receiver(before, rank, specs)
-                received = receiver.fetch() if receiver.fetch is not None else None
+                post, fetch = group.receiver(before, rank, specs)
+                received = None if fetch is None else fetch()
                 if received is None:
-                    received = yield receiver.post()
-                _all_equal(received, message(before, number), f"message {number} of rank {before}")
-            _all_equal(
-                (yield group.recv(single, before, rank)), message(before, 0), "the message of send"
-            )
+                    received = yield post()
+                what = f"message {number} of rank {before}"
+                _check_equal(received, message(before, number), what)
+            received = yield group.recv(single, before, rank)
+            _check_equal(received, message(before, 0), "the message of send")
         if 0 <= after < group.size:
             for number, specs in enumerate(forms):
                 send = group.sender(rank, after, specs)
                 if len(group.here) < group.size:
-                    _raises(MismatchError, lambda send=send: send((torch.zeros(7),)))
+                    _check_raises(MismatchError, lambda send=send: send((torch.zeros(7),)))
                 send(message(rank, number))
             group.send(message(rank, 0), rank, after)
 
 
 def sends_are_settled(group: Group, rank: int) -> Steps:
     """What was received may be settled; a send ``at_once`` is done when it returns."""
-    spec = _specs((torch.zeros(2),))
     message = (torch.ones(2, device=group.device(rank)),)
+    spec = _specs(message)
     if rank == 0:
         for other in range(1, group.size):
             works = [group.send(message, 0, other, spec) for _ in range(3)]
@@ -300,29 +281,21 @@ def _once_per_process(case: Callable[[Group, int], None]) -> Case:
 @_once_per_process
 def every_rank_can_share(group: Group, rank: int) -> None:
     """The tensors of rank ``src`` arrive at all ranks."""
+    device = group.device(rank)
     for src in range(group.size):
-        device = group.device(rank)
-        tensors = (
-            torch.arange(5, device=device) + src,
-            torch.full((2, 3), src, dtype=torch.bfloat16, device=device).T,
-        )
+        wide = torch.full((2, 3), src, dtype=torch.bfloat16, device=device)
+        tensors = (torch.arange(5, device=device) + src, wide.T)
         received = group.share(tensors if src in group.here else None, _specs(tensors), src)
-        _all_equal(received, tensors, f"those shared by rank {src}")
+        _check_equal(received, tensors, f"what rank {src} shared")
 
 
 @_once_per_process
 def objects_are_gathered(group: Group, rank: int) -> None:
     """By rank, several times; the ranks of one process contribute one object."""
     for number in range(4):
-        heads = [
-            each["head"] for each in group.gather_objects({"head": group.here[0], "number": number})
-        ]
-        expected = (
-            [group.here[0]] * group.size
-            if len(group.here) == group.size
-            else list(range(group.size))
-        )
-        assert heads == expected, heads
+        gathered = group.gather_objects({"rank": rank, "number": number})
+        ranks = [rank] * group.size if len(group.here) == group.size else range(group.size)
+        assert gathered == [{"rank": r, "number": number} for r in ranks], gathered
 
 
 @_once_per_process
@@ -330,36 +303,31 @@ def reductions_are_right(group: Group, rank: int) -> None:
     """Sum, mean, max and min at sizes and dtypes that some backend computes wrongly; the argument
     is not changed.
     """
-    ranks = _processes(group)
+    ranks, device = _processes(group), group.device(rank)
+
+    def values(of: int, size: int, dtype: torch.dtype) -> Tensor:
+        start = torch.arange(size, dtype=torch.float64, device=device) % 5
+        return (start - 2 - 3 * of).to(dtype)
+
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16):
-            _reduce_all(group, rank, ranks, size, dtype)
+            pieces = torch.stack([values(other, size, dtype).double() for other in ranks])
+            results = {"sum": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}
+            if dtype.is_floating_point:
+                results["mean"] = pieces.mean(0)
+            for op, right in results.items():
+                argument = values(rank, size, dtype)
+                result = group.all_reduce(argument, op)
+                # every value and sum is exact in bfloat16; a mean is compared after rounding
+                _check_equal((result,), (right.to(dtype),), f"the {op} of {size} {dtype}")
+                unchanged = values(rank, size, dtype)
+                _check_equal((argument,), (unchanged,), f"the argument of {op}")
     for op, rule in (("sum", any), ("max", any), ("min", all)):
-        bools = torch.tensor([rank == 0, True, False], device=group.device(rank))
-        result = group.all_reduce(bools, op)
-        assert result.dtype == torch.bool
-        right = [rule(other == 0 for other in ranks), True, False]
-        assert result.tolist() == right, f"{op} of bools: {result.tolist()}"
-    scalar = group.all_reduce(torch.tensor(float(rank + 1), device=group.device(rank)), "mean")
+        bools = torch.tensor([rank == 0, True, False], device=device)
+        right = torch.tensor([rule(other == 0 for other in ranks), True, False], device=device)
+        _check_equal((group.all_reduce(bools, op),), (right,), f"the {op} of bools")
+    scalar = group.all_reduce(torch.tensor(float(rank + 1), device=device), "mean")
     assert scalar.shape == () and scalar.item() == sum(other + 1 for other in ranks) / len(ranks)
-
-
-def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: torch.dtype) -> None:
-    def values(other: int) -> Tensor:
-        start = torch.arange(size, dtype=torch.float64, device=group.device(rank)) % 5
-        return (start - 2 - 3 * other).to(dtype)
-
-    pieces = torch.stack([values(other).double() for other in ranks])
-    results = {"sum": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}
-    if dtype.is_floating_point:
-        results["mean"] = pieces.mean(0)
-    for op, right in results.items():
-        argument = values(rank)
-        result = group.all_reduce(argument, op)
-        # every value and every sum is exact in bfloat16; a mean over 3 or 5 is not: compare after
-        # rounding
-        assert torch.equal(result, right.to(dtype)), f"{op} of {size} {dtype}: {result.tolist()}"
-        assert torch.equal(argument, values(rank)), f"{op} changed its argument"
 
 
 @_once_per_process
@@ -370,27 +338,24 @@ def started_collectives_are_right(group: Group, rank: int) -> None:
     ranks, device = _processes(group), group.device(rank)
     me, size = ranks.index(rank), len(ranks)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for each in (1, 5, 257):
+        for part in (1, 5, 257):
             values = [
-                (torch.arange(each * size, device=device) % 7 + other).to(dtype)
+                (torch.arange(part * size, device=device) % 7 + other).to(dtype)
                 for other in range(size)
             ]
-            total = torch.stack(values).sum(0)
-            whole = values[0].clone()
-            whole.narrow(0, me * each, each).copy_(values[me].narrow(0, me * each, each))
+            mine = slice(me * part, (me + 1) * part)
+            total = torch.stack(values).sum(0).to(dtype)
+            gathered = torch.cat([value.split(part)[other] for other, value in enumerate(values)])
+            memory = values[0].clone()
+            memory[mine] = values[me][mine]
             works = [
                 group.start_reduce(values[me].clone()),
-                group.start_gather(whole),
+                group.start_gather(memory),
                 group.start_reduce(values[me].clone(), scatter=True),
             ]
-            (part,), (gathered,), (summed,) = [work.wait() for work in reversed(works)]
-            _equal(summed, total.to(dtype), f"the sum of {each} {dtype}")
-            _equal(
-                part, total.to(dtype)[me * each :][:each], f"part {me} of the sum of {each} {dtype}"
-            )
-            right = torch.cat([values[other][other * each :][:each] for other in range(size)])
-            _equal(gathered, right, f"the gathered parts of {each} {dtype}")
-    _raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
+            results = [work.wait()[0] for work in reversed(works)]
+            _check_equal(results, (total[mine], gathered, total), f"parts of {part} {dtype}")
+    _check_raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
 
 
 @_once_per_process
@@ -399,18 +364,18 @@ def undefined_reductions_are_refused(group: Group, rank: int) -> None:
     tensors.
     """
     if len(group.here) < group.size:
-        _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1, 2]), "mean"))
-        _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1j]), "max"))
-    _raises(GroupError, lambda: group.all_reduce(torch.ones(1), "median"))
-    _raises(GroupError, lambda: group.share(None, (), rank))
+        _check_raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1, 2]), "mean"))
+        _check_raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1j]), "max"))
+    _check_raises(GroupError, lambda: group.all_reduce(torch.ones(1), "median"))
+    _check_raises(GroupError, lambda: group.share(None, (), rank))
 
 
 CASES: tuple[Case, ...] = (
     attributes_are_consistent,
     messages_keep_their_order,
     every_dtype_and_layout_arrives,
-    large_and_small_travel_together,
-    empty_messages_arrive,
+    messages_of_any_size_arrive,
+    messages_arrive_in_announced_calls,
     a_rank_sends_to_itself,
     many_are_under_way,
     mismatches_are_not_sent,
@@ -429,18 +394,14 @@ def _specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
     return tuple(map(Spec.of, tensors))
 
 
-def _around(
-    group: Group, rank: int, what: str, *messages: Callable[[int, torch.device], Sequence[Tensor]]
-) -> Steps:
-    """Each rank sends messages to the next one, computed from the sender, and receives those of the
-    one before.
-    """
+def _around(group: Group, rank: int, what: str, *messages: Message) -> Steps:
+    """Each rank sends messages to the next one, and receives those of the one before."""
     before, after, device = (rank - 1) % group.size, (rank + 1) % group.size, group.device(rank)
-    expected = [tuple(message(before, device)) for message in messages]
+    expected = [message(before, device) for message in messages]
     works = [group.recv(_specs(tensors), before, rank) for tensors in expected]
-    sent = [group.send(tuple(message(rank, device)), rank, after) for message in messages]
+    sent = [group.send(message(rank, device), rank, after) for message in messages]
     for work, tensors in zip(works, expected, strict=True):
-        _all_equal((yield work), tensors, what)
+        _check_equal((yield work), tensors, what)
     for work in sent:
         assert (yield work) == ()
 
@@ -452,39 +413,30 @@ def _processes(group: Group) -> list[int]:
 
 def _layouts(dtype: torch.dtype, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     values = (torch.arange(24, device=device) * 7 + seed) % 11
-    x = ((values % 2 == 0) if dtype is torch.bool else values.to(torch.float32).to(dtype)).view(
-        2, 3, 4
-    )
+    values = values % 2 == 0 if dtype is torch.bool else values.to(torch.float32).to(dtype)
+    x = values.view(2, 3, 4)
     return x, x.permute(2, 0, 1), x[:, 1:, ::2], x[0, 0, 0], x[:1, :, :1].expand(2, 3, 4), x[:0]
 
 
-def _all_equal(received: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    assert len(received) == len(expected), (
-        f"{len(received)} tensors of {what} arrived, not {len(expected)}"
-    )
+def _check_equal(received: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """The same bits, with the strides of a message."""
+    assert len(received) == len(expected), f"{what}: {len(received)} tensors, not {len(expected)}"
     for index, (got, right) in enumerate(zip(received, expected, strict=True)):
-        _equal(got, right, f"tensor {index} of {what}")
+        same = got.dtype == right.dtype and got.shape == right.shape
+        assert same and torch.equal(_bits(got), _bits(right)), (
+            f"{what}: tensor {index} is {got}, not {right}"
+        )
         assert got.stride() == Spec.of(right).stride, (
-            f"tensor {index} of {what} arrived with strides {got.stride()}"
+            f"{what}: tensor {index} has the strides {got.stride()}"
         )
 
 
-def _equal(got: Tensor, right: Tensor, what: str) -> None:
-    same = (
-        got.dtype == right.dtype
-        and got.shape == right.shape
-        and torch.equal(_bits(got), _bits(right))
-    )
-    assert same, f"{what} arrived as {got}, not as {right}"
-
-
 def _bits(tensor: Tensor) -> Tensor:
-    return (
-        tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    )
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8)
 
 
-def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
+def _check_raises(kind: type[Exception], call: Callable[[], object]) -> None:
     with suppress(kind):
         call()
         raise AssertionError(f"{kind.__name__} was expected and nothing was raised")

@@ -30,8 +30,8 @@ from ..collectives.group import (
     Group,
     Pending,
     Work,
+    as_planned,
     check_channel,
-    check_message,
     part_of,
 )
 from ..collectives.reduce import add_up
@@ -253,7 +253,7 @@ class FakeGroup(Group):
         channel, world = self._network.channel(src, dst), self._world
         self._enter("send")
         specs = tuple(map(Spec.of, tensors)) if specs is None else specs
-        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
+        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tuple(tensors), src, dst)]
         number, channel.sent = channel.sent, channel.sent + 1
         faults = self._network.faults_of(src, dst, number)
         if any(isinstance(fault, Drop) for fault in faults):
@@ -315,8 +315,7 @@ class FakeGroup(Group):
             assert message is not None
             message.release(src, dst)
             tensors = wire_format(message.specs).unpack(message.payload, _CPU)
-            check_message(tensors, specs, src, dst)
-            return tensors
+            return as_planned(tensors, specs, src, dst)
 
         return Pending(finish, ready)
 

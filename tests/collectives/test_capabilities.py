@@ -13,6 +13,7 @@ from fpipe.collectives.capabilities import (
     MOVES,
     REDUCTIONS,
     TABLE,
+    TRIAL,
     Capabilities,
     Status,
     dtype_class,
@@ -43,7 +44,9 @@ def test_facts_speak_of_known_things_and_name_their_source(fact):
     assert set(fact.dtypes.split()) <= set(DTYPES)
     assert bool(fact.dtypes) == (not set(fact.what.split()) & set(HABITS))
     assert fact.source
-    assert fact.tried == ((fact.device, fact.backend) == ("cpu", "gloo")), "only gloo was run"
+    assert (fact.source == TRIAL) == ((fact.device, fact.backend) == ("cpu", "gloo")), (
+        "only gloo was run"
+    )
     assert fact.status is not Status.WRONG or fact.note, "a wrong result must have a note"
 
 
@@ -152,45 +155,31 @@ def test_a_backend_that_cannot_and_no_other_way():
     ):
         reduction(mps, "sum", F32)
     with pytest.raises(UnsupportedError, match="not known to carry tensors of mps"):
-        sending(mps, F32)
+        sending(mps)
 
 
 # ---- messages ----
 @pytest.mark.parametrize(
-    ("can", "dtype", "cpu", "expected"),
+    ("can", "cpu", "expected"),
     [
-        (
-            GLOO,
-            torch.float8_e4m3fn,
-            None,
-            Sending(bytes=False, staged=False, early=True, apart=False),
-        ),
-        (
-            NCCL,
-            torch.float8_e4m3fn,
-            None,
-            Sending(bytes=True, staged=False, early=True, apart=True),
-        ),
-        (XCCL, F32, GLOO, Sending(bytes=False, staged=False, early=False, apart=True)),
+        (GLOO, None, Sending(staged=False, early=True, two_groups=False)),
+        (NCCL, None, Sending(staged=False, early=True, two_groups=True)),
+        (XCCL, GLOO, Sending(staged=False, early=False, two_groups=True)),
         (
             Capabilities.of("npu", "hccl"),
-            BOOL,
             None,
-            Sending(bytes=True, staged=False, early=False, apart=True),
+            Sending(staged=False, early=False, two_groups=True),
         ),
         (
             Capabilities.of("mps", "gloo"),
-            F32,
             GLOO,
-            Sending(bytes=False, staged=True, early=True, apart=False),
+            Sending(staged=True, early=True, two_groups=False),
         ),
-        (NOBODY, BF16, None, Sending(bytes=True, staged=False, early=False, apart=True)),
+        (NOBODY, None, Sending(staged=False, early=False, two_groups=True)),
     ],
 )
-def test_methods_of_messages(
-    can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Sending
-):
-    assert sending(can, dtype, cpu) == expected
+def test_methods_of_messages(can: Capabilities, cpu: Capabilities | None, expected: Sending):
+    assert sending(can, cpu) == expected
 
 
 def test_the_table_cannot_be_changed():

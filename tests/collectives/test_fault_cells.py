@@ -16,9 +16,9 @@ from benchmarks.fault_matrix import Network, Outcome, run_cell
 from sample import also
 
 CELLS = (
-    Cell("rank 1", "stop", "handshake", "env", "sockets"),
-    Cell("rank 1", "raise", "weighted", "launch", "sockets"),
-    Cell("rank 3", "kill", "tensor parallel", "torchrun", "sockets"),
+    Cell("rank 1", "stop", "handshake", "env", "gloo"),
+    Cell("rank 1", "raise", "weighted", "launch", "gloo"),
+    Cell("rank 3", "kill", "tensor parallel", "torchrun", "gloo"),
     Cell(FIRST, "cut", "pullback", "torchrun", "memory"),
 )
 MORE = (

@@ -54,7 +54,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @given(st.lists(tensors(), max_size=5))
 def test_what_is_packed_arrives(sent: list[torch.Tensor]):
     specs = tuple(map(Spec.of, sent))
-    buffers = wire_format(specs).pack(sent, 0, 1)
+    buffers = wire_format(specs).pack(tuple(sent), 0, 1)
     landing = wire_format(specs).empty(CPU)
     for buffer, place in zip(buffers, landing, strict=True):
         assert buffer.is_contiguous()

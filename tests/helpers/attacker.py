@@ -1,6 +1,4 @@
-"""Another user of the machine, who knows the port of the store of a job: reads what is there, and
-forges all of it.
-"""
+"""Another user of the machine, who knows the port of the store of a job, and forges all of it."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Attack:
         return os.system, (f"touch {self.canary}",)
 
 
-def main(port: int, canary: str, secret: str, pids: list[int]) -> list[str]:
+def main(port: int, canary: str, pids: list[int]) -> list[str]:
     """What succeeded."""
     if os.getuid() == 0:
         os.setgroups([])
@@ -39,7 +37,6 @@ def main(port: int, canary: str, secret: str, pids: list[int]) -> list[str]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
     keys = store.list_keys()
     ours = [key for key in keys if "fpipe" in key and _is_value(store, key)]
-    found = [f"read {key}" for key in ours if secret.encode() in store.get(key)]
     poison = [pickle.dumps(Attack(canary)), b"", b"\xff" * 1000, b't"' + b"\xff" * 8]
     coming = [
         f"{key.rpartition('/round/')[0]}/round/{n}/1"
@@ -53,8 +50,8 @@ def main(port: int, canary: str, secret: str, pids: list[int]) -> list[str]:
         raw.connect(("127.0.0.1", port))
         raw.sendall(pickle.dumps(Attack(canary)) * 1000)
     if not coming:
-        found.append("no round was found: the test is out of date")
-    return found + opened
+        opened.append("no round was found: the test is out of date")
+    return opened
 
 
 def _is_value(store: dist.TCPStore, key: str) -> bool:
@@ -68,5 +65,5 @@ def _files(pid: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    port, canary, secret, *pids = sys.argv[1:]
-    print("\n".join(main(int(port), canary, secret, list(map(int, pids)))))
+    port, canary, *pids = sys.argv[1:]
+    print("\n".join(main(int(port), canary, list(map(int, pids)))))

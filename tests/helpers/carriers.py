@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from fpipe.collectives.shared_memory import SWITCH as MEMORY
 from fpipe.collectives.shared_memory import _native
-from fpipe.collectives.sockets import SWITCH as SOCKETS
+from fpipe.collectives.transport import SWITCH as MEMORY
 
 #: Shared memory, the default on one host, is tested where the system has it.
 OVER: dict[str, dict[str, str]] = {
-    **({"memory": {MEMORY: "1", SOCKETS: "0"}} if _native.AVAILABLE else {}),
-    "sockets": {MEMORY: "0", SOCKETS: "1"},
-    "gloo": {MEMORY: "0", SOCKETS: "0"},
+    **({"memory": {MEMORY: "1"}} if _native.AVAILABLE else {}),
+    "gloo": {MEMORY: "0"},
 }
 #: How ``carried`` of a group names each.
-NAMES = {"memory": "shared memory", "sockets": "sockets", "gloo": ""}
+NAMES = {"memory": "shared memory", "gloo": ""}

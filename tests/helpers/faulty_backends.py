@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -180,7 +179,7 @@ DONE = CompletedWork()
 
 
 def _facts(what: str, dtypes: str, status: Status) -> Fact:
-    return Fact("cpu", "", what, dtypes, status, "these tests", True)
+    return Fact("cpu", "", "these tests", what, dtypes, status)
 
 
 #: profile -> its facts, which take precedence over gloo's
@@ -202,7 +201,7 @@ def capabilities(profile: type[Gloo]) -> Capabilities:
     gloo = [fact for fact in TABLE if (fact.device, fact.backend) == ("cpu", "gloo")]
     facts = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile forwards that
     return Capabilities.of(
-        "cpu", name, tuple(replace(fact, backend=name) for fact in (*facts, *gloo))
+        "cpu", name, tuple(fact._replace(backend=name) for fact in (*facts, *gloo))
     )
 
 

@@ -91,7 +91,7 @@ def test_the_suite_detects_a_broken_group(monkeypatch: pytest.MonkeyPatch, broke
 
         monkeypatch.setattr(LocalGroup, "send", swap)
     elif broken == "contiguous":
-        monkeypatch.setattr("fpipe.collectives.local.lay_out", lambda tensor, spec: tensor)
+        monkeypatch.setattr("fpipe.collectives.group.lay_out", lambda tensor, spec: tensor)
     elif broken == "sum_for_max":
         monkeypatch.setattr(
             LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x

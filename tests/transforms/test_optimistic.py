@@ -211,7 +211,7 @@ def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path
 
     No clock decides: with any wait of all for all between two steps this could not come to pass.
     """
-    env = {"FPIPE_SHARED_MEMORY": str(int(near)), "FPIPE_SOCKETS": "0"}
+    env = {"FPIPE_SHARED_MEMORY": str(int(near))}
     waiting, guessing = fpipe.launch(
         waiting_and_guessing, str(tmp_path), near, ranks=RANKS, timeout=80, env=env
     )[-1]

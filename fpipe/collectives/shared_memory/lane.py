@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """One lane of messages from a process to another of the same host, in memory that both have mapped.
 
-The writer copies a message in and increments ``sent``; the reader copies it out and increments
-``taken``. Each counter has one writer, so there are no locks. A message takes the first free range,
-and a note per message records which, with the header of the call that it belongs to; an empty lane
-starts again at its beginning, so that the memory in use stays in the cache. This module must not
-know processes and backends.
+The writer copies a message in and increments ``sent``. The reader copies it out and increments
+``taken``. Each counter has one writer, so there are no locks. A message takes the first free range.
+A note of each message records the range, and the header of the call that the message belongs to. An
+empty lane starts again at its beginning, so that the memory in use stays in the cache. This module
+must not know processes and backends.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...errors import GroupError
-from ...tree import Spec
 from ..wire import ALIGN
 from . import _native
 
@@ -33,12 +31,11 @@ _NOTES_AT, _AREA_AT = PAGE, PAGE + NOTES * 16
 LANE = _AREA_AT + AREA
 LARGE = AREA // 4  #: larger messages are sent in several pieces
 _MASK = 2**32 - 1
-_CPU = torch.device("cpu")  # whatever the default device is
 KEEP = 8 << 20  #: bytes of an area whose pages stay once they were used
 #: how often a lane must be empty without having used more, before further pages are returned
 QUIET = 64
-_APPENDED = (
-    16  # so many messages may lie one after another before the writer looks which were taken
+_REMEDY = (
+    "another program, or a stage that writes out of bounds, changed the memory of the job; end it"
 )
 
 
@@ -78,20 +75,9 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-_REMEDY = (
-    "another program, or a stage that writes out of bounds, changed the memory of the job; end it"
-)
-
-
-def _overwritten(start: int, size: int) -> GroupError:
-    return GroupError(
-        f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; {_REMEDY}"
-    )
-
-
 class _End:
-    """One end of a lane: views of its counters (one word each) and notes, and the address of its
-    area.
+    """One end of a lane: views of its counters (32 bits each) and notes, and the address of its
+    area. ``head`` is a list of one number, the header of the current call.
     """
 
     def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
@@ -99,9 +85,8 @@ class _End:
         view = memoryview(memory)
         self.sent, self.taken = view[0:4].cast("I"), view[64:68].cast("I")
         self.asleep = view[128:132].cast("I")  # whether the reader sleeps, or is about to
-        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast(
-            "Q"
-        )  # per message: its start, its bytes + head
+        # two numbers of each message: where it starts, and its bytes + head
+        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")
         self.area = _native.address(memory, _AREA_AT)
         self.bell = _native.address(memory)  # of ``sent``
         self.count = 0  # pieces written, or read, at this end
@@ -134,61 +119,6 @@ class LaneWriter(_End):
                 self.queued.append((buffers, piece))
         return not self.queued
 
-    def sender(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
-        """:meth:`write` for messages of one tensor that is laid out as its Spec says. The returned
-        function returns False, and writes nothing, if the tensor is laid out differently or an
-        earlier message is still queued.
-
-        Every message of a plan passes here, so the methods are written out.
-        """
-        (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size, last = spec, piece.size, AREA - piece.size
-        copy, area, notes, sent, asleep, bell = (
-            _native.copy,
-            self.area,
-            self.notes,
-            self.sent,
-            self.asleep,
-            self.bell,
-        )
-        live, queued, room, fence, wake = (
-            self._live,
-            self.queued,
-            self._room,
-            _native.fence,
-            _native.wake,
-        )
-        head = self.head
-
-        def send(tensor: Tensor) -> bool:
-            if (
-                tensor.stride() != stride
-                or tensor.shape != shape
-                or tensor.dtype is not dtype
-                or tensor.is_neg()
-            ):
-                return False
-            if queued:
-                return False
-            start = live[-1][1] if live else 0
-            if not (0 < len(live) < _APPENDED and live[0][0] < start <= last):
-                start = room(size)
-                if start < 0:
-                    return False
-            copy(area + start, tensor.data_ptr(), nbytes)
-            count = self.count
-            note = 2 * (count % NOTES)
-            notes[note], notes[note + 1] = start, size + head[0]
-            live.append((start, start + size))
-            self.count = count + 1
-            sent[0] = (count + 1) & _MASK
-            fence()
-            if asleep[0]:
-                wake(bell)
-            return True
-
-        return send
-
     def retry(self) -> bool:
         """Write queued pieces that fit now; whether none is left."""
         while self.queued:
@@ -198,17 +128,18 @@ class LaneWriter(_End):
         return True
 
     def _write(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
-        start = self._room(piece.size)
+        parts, size = piece
+        start = self._room(size)
         if start < 0:
             return False
-        at = self.area + start
-        for index, skip, size, place in piece.parts:
-            _native.copy(at + place, buffers[index].data_ptr() + skip, size)
-        note = 2 * (self.count % NOTES)
-        self.notes[note], self.notes[note + 1] = start, piece.size + self.head[0]
-        self._live.append((start, start + piece.size))
-        self.count += 1
-        self.sent[0] = self.count & _MASK
+        at, count, notes = self.area + start, self.count, self.notes
+        for index, skip, nbytes, place in parts:
+            _native.copy(at + place, buffers[index].data_ptr() + skip, nbytes)
+        note = 2 * (count % NOTES)
+        notes[note], notes[note + 1] = start, size + self.head[0]
+        self._live.append((start, start + size))
+        self.count = count = count + 1
+        self.sent[0] = count & _MASK
         _native.fence()
         if self.asleep[0]:
             _native.wake(self.bell)
@@ -217,24 +148,9 @@ class LaneWriter(_End):
     def _room(self, size: int) -> int:
         """The start of a free range of so many bytes; -1 if there is none."""
         live = self._live
-        if (
-            live
-            and len(live) < _APPENDED
-            and live[-1][1] + size <= AREA
-            and live[0][0] < live[-1][1]
-        ):
-            return live[-1][1]
         taken = (self.taken[0] - self._freed) & _MASK
-        if taken > len(live):
-            raise GroupError(
-                f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}"
-            )
-        high = 0
-        for _ in range(taken):
-            high = max(high, live.popleft()[1])
-            self._freed += 1
-        if high > KEEP:
-            self._used, self._quiet = max(self._used, high), 0
+        if taken:
+            self._free(taken)
         if not live:
             if self._used:
                 self._shrink()
@@ -247,6 +163,18 @@ class LaneWriter(_End):
         if last + size <= AREA:
             return last
         return 0 if size <= first else -1
+
+    def _free(self, taken: int) -> None:
+        """The ranges of so many messages, the oldest, are free."""
+        live = self._live
+        if taken > len(live):
+            raise GroupError(
+                f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}"
+            )
+        high = max(live.popleft()[1] for _ in range(taken))
+        self._freed += taken
+        if high > KEEP:
+            self._used, self._quiet = max(self._used, high), 0
 
     def _shrink(self) -> None:
         """Return the pages that large messages used, once only small ones follow. The lane is
@@ -282,49 +210,23 @@ class LaneReader(_End):
         self.count += (self.sent[0] - self.count) & _MASK
         self.taken[0] = self.count & _MASK
 
-    def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
-        """:meth:`read` for messages of one contiguous tensor. The returned function returns None,
-        and reads nothing, if the next message has not arrived, has another size or belongs to
-        another call.
-        """
-        (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size, new = (
-            spec,
-            piece.size,
-            torch.empty_strided,
-        )  # faster than torch.empty
-        copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
-        head, last = self.head, AREA - piece.size
-
-        def fetch() -> Tensor | None:
-            count = self.count
-            note = 2 * (count % NOTES)
-            if sent[0] == count & _MASK or notes[note + 1] != size + head[0]:
-                return None
-            start = notes[note]
-            if start > last:
-                raise _overwritten(start, size)
-            tensor = new(shape, stride, dtype=dtype, device=_CPU)
-            copy(tensor.data_ptr(), area + start, nbytes)
-            self.count = count + 1
-            taken[0] = (count + 1) & _MASK
-            return tensor
-
-        return fetch
-
     def read(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
         """Copy the next piece, which has arrived, into buffers; False if it has another size or
         header.
         """
+        parts, size = piece
         note = 2 * (self.count % NOTES)
-        if self.notes[note + 1] != piece.size + self.head[0]:
+        if self.notes[note + 1] != size + self.head[0]:
             return False
         start = self.notes[note]
-        if start > AREA - piece.size:
-            raise _overwritten(start, piece.size)
+        if start > AREA - size:
+            raise GroupError(
+                f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; "
+                f"{_REMEDY}"
+            )
         at = self.area + start
-        for index, skip, size, place in piece.parts:
-            _native.copy(buffers[index].data_ptr() + skip, at + place, size)
-        self.count += 1
-        self.taken[0] = self.count & _MASK
+        for index, skip, nbytes, place in parts:
+            _native.copy(buffers[index].data_ptr() + skip, at + place, nbytes)
+        self.count = count = self.count + 1
+        self.taken[0] = count & _MASK
         return True

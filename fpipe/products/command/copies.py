@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import secrets
 import sys
 import time
 
@@ -13,7 +12,7 @@ import click
 
 from ..training import outcome
 from ..training.launch import launch
-from ..training.quorum import ADDRESS, COPIES, COPY, SECRET
+from ..training.quorum import ADDRESS, COPIES, COPY
 from .options import Count
 
 
@@ -77,9 +76,8 @@ def _serve(address: str, copies: int) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise click.BadParameter(f"{address!r} is not HOST:PORT", param_hint="--serve")
-    secret = os.environ.get(SECRET) or secrets.token_hex(16)
     store = outcome.store(host, int(port))
-    click.echo(f"export {ADDRESS}={host}:{store.port} {COPIES}={copies} {SECRET}={secret}")
+    click.echo(f"export {ADDRESS}={host}:{store.port} {COPIES}={copies}")
     click.echo(
         f"export {COPY}=0  # 0 to {copies - 1}; then torchrun --nproc-per-node ... script.py"
     )

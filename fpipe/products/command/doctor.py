@@ -192,15 +192,11 @@ def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.d
 
 
 def _of_messages(can: Capabilities, cpu: Capabilities | None) -> list[str]:
-    as_bytes = [
-        NAMES[name] for name, dtypes in DTYPES.items() if sending(can, dtypes[0], cpu).bytes
-    ]
-    way = sending(can, torch.float32, cpu)
+    way = sending(can, cpu)
     remedies = {
-        f"messages of {', '.join(as_bytes)}: sent as bytes": bool(as_bytes),
         "messages: through the CPU, as this backend carries no tensors of the device": way.staged,
         "receives: posted when they are waited for, not ahead": not way.early,
-        "messages: each direction of a pair in a process group of its own": way.apart,
+        "messages: each direction of a pair in a process group of its own": way.two_groups,
         "batched sends and receives: never used": not can.habit("batch"),
         "tags: never used": not can.habit("tags"),
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import secrets
 import signal
 import sys
 import threading
@@ -150,7 +149,7 @@ def _on_processes(
     context: Any,
     on_failure: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    tcp_store, secret = store(_LOOPBACK), secrets.token_hex(16)
+    tcp_store = store(_LOOPBACK)
     env = (
         {"GLOO_SOCKET_IFNAME": "lo"} | env
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -160,7 +159,7 @@ def _on_processes(
     reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            children.append(_start(context, fn, environment(rank, ranks, tcp_store, secret) | env))
+            children.append(_start(context, fn, environment(rank, ranks, tcp_store) | env))
         of_pipe = {child.pipe: child for child in children}
         reports = collect(
             list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout, on_failure

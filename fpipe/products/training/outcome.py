@@ -36,7 +36,7 @@ class Report:
     how: str = ""
 
 
-def environment(rank: int, ranks: int, tcp_store: Any, secret: str) -> dict[str, str]:
+def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
     """The environment variables of torchrun for a rank of one machine whose launcher holds the
     store.
     """
@@ -47,7 +47,6 @@ def environment(rank: int, ranks: int, tcp_store: Any, secret: str) -> dict[str,
         "MASTER_PORT": str(tcp_store.port),
         # the launcher holds the store: rank 0 must not start one
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "FPIPE_SECRET": secret,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 

@@ -32,9 +32,8 @@ from .peers import LOOK, Peers
 
 T = TypeVar("T")
 
-#: Environment variables: the address of the store, this copy, the number of copies, and the secret
-#: of their store.
-ADDRESS, COPY, COPIES, SECRET = "FPIPE_QUORUM", "FPIPE_COPY", "FPIPE_COPIES", "FPIPE_QUORUM_SECRET"
+#: Environment variables: the address of the store, this copy, and the number of copies.
+ADDRESS, COPY, COPIES = "FPIPE_QUORUM", "FPIPE_COPY", "FPIPE_COPIES"
 _SLOW = 0.02  #: seconds between two looks into the store, at most
 #: What the ranks of all members conclude: the sum counts; it counts, and a copy waits to be
 #: admitted; it does not.
@@ -347,4 +346,4 @@ def _store(host: str, port: int, timeout: float) -> BoundedStore:
         raise GroupError(
             f"the store of the copies at {host}:{port} cannot be reached: {error}"
         ) from error
-    return BoundedStore(store, timeout, secret=os.environ.get(SECRET, ""))
+    return BoundedStore(store, timeout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -50,7 +49,7 @@ def launch(
         nodes = ray.get([actor.node.remote() for actor in actors])
         actors = [actors[index] for index in _adjacent(nodes)]
         tcp_store = store(ray.util.get_node_ip_address())
-        envs = _environments(sorted(nodes, key=nodes.index), tcp_store, secrets.token_hex(16), env)
+        envs = _environments(sorted(nodes, key=nodes.index), tcp_store, env)
         sent = ray.put(fn)  # once, not once for each rank
         refs = [actor.run.remote(sent, env) for actor, env in zip(actors, envs, strict=True)]
         reports = collect(
@@ -136,11 +135,11 @@ def _adjacent(nodes: Sequence[str]) -> list[int]:
 
 
 def _environments(
-    nodes: Sequence[str], tcp_store: Any, secret: str, more: dict[str, str]
+    nodes: Sequence[str], tcp_store: Any, more: dict[str, str]
 ) -> list[dict[str, str]]:
     """The environment of each rank; local ranks count from 0 on each node."""
     return [
-        environment(rank, len(nodes), tcp_store, secret)
+        environment(rank, len(nodes), tcp_store)
         | {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
         | more
         for rank, node in enumerate(nodes)

@@ -8,7 +8,6 @@ about it is in ``collectives/quorum.py``. It must not know how processes are sta
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from ...collectives.bounded import BoundedStore
 from ...errors import LaunchError
 from . import outcome
-from .quorum import ADDRESS, COPIES, COPY, SECRET
+from .quorum import ADDRESS, COPIES, COPY
 
 #: Starts the ranks of one copy with these variables, and calls back at its first failure: the
 #: results by rank.
@@ -33,8 +32,8 @@ class Supervisor:
                 f"copies={copies}, restarts={restarts}; give at least one copy, and restarts from 0"
             )
         self._start, self._copies, self._restarts = start, copies, restarts
-        self._tcp, self._secret = outcome.store(address), secrets.token_hex(16)
-        self._store = BoundedStore(self._tcp, 60.0, secret=self._secret)
+        self._tcp = outcome.store(address)
+        self._store = BoundedStore(self._tcp, 60.0)
         self._lock = threading.Lock()
         self._results: list[list[Any] | None] = [None] * copies
         self._errors: list[Exception] = []
@@ -61,7 +60,7 @@ class Supervisor:
     def _supervise(self, copy: int) -> None:
         """Run a copy, and again as long as others have not ended and it may be restarted."""
         address = f"{self._tcp.host}:{self._tcp.port}"
-        known = {ADDRESS: address, COPY: str(copy), COPIES: str(self._copies), SECRET: self._secret}
+        known = {ADDRESS: address, COPY: str(copy), COPIES: str(self._copies)}
         for _ in range(self._restarts + 1):
             try:
                 result = self._start(known, partial(self._lost, copy))

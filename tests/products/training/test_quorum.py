@@ -181,7 +181,7 @@ def memory() -> Any:
 
 
 def quorum_of(store: Any, copy: int, copies: int = 2, timeout: float = 10.0) -> Quorum:
-    return Quorum(BoundedStore(store, 5.0, secret="s"), copy, copies, timeout)
+    return Quorum(BoundedStore(store, 5.0), copy, copies, timeout)
 
 
 def together(*functions: Any) -> list[Any]:

@@ -94,7 +94,7 @@ def test_ranks_of_a_node_are_neighbours():
 
     nodes = ["b", "a", "b", "a", "a"]
     assert _adjacent(nodes) == [0, 2, 1, 3, 4]
-    envs = _environments([nodes[index] for index in _adjacent(nodes)], Store, "secret", {"A": "1"})
+    envs = _environments([nodes[index] for index in _adjacent(nodes)], Store, {"A": "1"})
     assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "0", "1", "2"]
     assert [env["LOCAL_WORLD_SIZE"] for env in envs] == ["2", "2", "3", "3", "3"]
     assert {

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the ranks of a group that run on one host, through memory that they share.
+
+Each rank has an outbox: a memory file without a name, which the others open through ``/proc``.
+Nothing is left behind, however a rank ends. The bytes of a send are copied when it returns. A
+message that does not fit is queued, and written when this rank next sends or waits, so sends never
+block. A waiting rank polls, then sleeps, and regularly checks that the sender's process exists.
+This module must not know backends: they carry messages between hosts.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...devices import cores
+from ...errors import GroupError, MismatchError
+from ..agreement import Agreement
+from ..faults import FaultMonitor
+from ..group import Done, Pending, Sender, Work
+from ..rendezvous import Gather
+from ..wire import WireFormat
+from . import _native
+from .board import WORDS, Board
+from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
+
+#: The two lanes from one rank to another: messages of plans, and broadcasts.
+PLANS, SHARED = _LANES = 0, 1
+_TOKEN = 16
+_ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
+_WORDS = slice(128, 128 + 8 * WORDS)  #: of the same page: the calls that the rank has announced
+_POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
+_SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
+_RETRY = 0.001  #: seconds between two attempts to write what is queued
+_CPU = torch.device("cpu")
+_SENT = Done()
+
+
+class Address(NamedTuple):
+    """Where a rank's outbox is: its process and file descriptor, and a token that the outbox begins
+    with.
+    """
+
+    process: int
+    file: int
+    token: bytes
+
+
+class _Outbox:
+    """The memory of a rank, as the rank itself or another one has it open."""
+
+    def __init__(self, file: int, size: int):
+        self.file = file
+        weakref.finalize(self, os.close, file)
+        _native.check_memory_file(file, size)
+        self.page = mmap.mmap(file, PAGE)
+        view = memoryview(self.page)
+        self.ended, self.words = view[_ENDED].cast("I"), view[_WORDS].cast("Q")
+
+    def lane(self, dst: int, kind: int) -> mmap.mmap:
+        """The memory of a lane to a rank."""
+        return mmap.mmap(self.file, LANE, offset=PAGE + (len(_LANES) * dst + kind) * LANE)
+
+
+class _Peer:
+    """Another rank of this host: its outbox, and whether its process exists."""
+
+    def __init__(self, address: Address, size: int):
+        path = f"/proc/{address.process}/fd/{address.file}"
+        self.outbox = _Outbox(os.open(path, os.O_RDWR | os.O_CLOEXEC), _outbox_size(size))
+        if self.outbox.page[:_TOKEN] != address.token:
+            raise OSError("another process has this number here")
+        process = os.pidfd_open(address.process)
+        weakref.finalize(self, os.close, process)
+        self._poll = select.poll()
+        self._poll.register(process, select.POLLIN)
+
+    def gone(self) -> str:
+        """Why no further message will arrive; empty while one may."""
+        if self.outbox.ended[0]:
+            return "it failed, and ended its messages"
+        return "its process has ended" if self._poll.poll(0) else ""
+
+
+def _outbox_size(size: int) -> int:
+    return PAGE + size * len(_LANES) * LANE
+
+
+class SharedMemory:
+    """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those
+    are.
+    """
+
+    def __init__(
+        self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]
+    ):
+        self._monitor, self._agreement = monitor, agreement
+        self._outbox, self._peers, head = outbox, peers, agreement.head
+        self._writers = {
+            (dst, kind): LaneWriter(outbox.lane(dst, kind), head)
+            for dst in peers
+            for kind in _LANES
+        }
+        self._inboxes = {
+            (src, kind): _Inbox(self, src, LaneReader(peer.outbox.lane(monitor.rank, kind), head))
+            for src, peer in peers.items()
+            for kind in _LANES
+        }
+        self._late: list[LaneWriter] = []  # those with queued messages
+        self._poll = _POLL if len(peers) < cores() else 0.0
+        words = {rank: peer.outbox.words for rank, peer in peers.items()}
+        self.words = Board(outbox.words, words, lambda rank: peers[rank].gone(), self._poll)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._peers
+
+    def __str__(self) -> str:
+        return "through shared memory"
+
+    # ---- sending ----
+    def send(self, form: WireFormat, tensors: tuple[Tensor, ...], dst: int) -> Work:
+        """Copy a message into the outbox; if it does not fit it is written later."""
+        self.sender(form, dst)(tensors)
+        return _SENT
+
+    def sender(self, form: WireFormat, dst: int) -> Sender:
+        """:meth:`send` for messages of one form."""
+        monitor, writer, message = self._monitor, self._writers[dst, PLANS], pieces(form.sizes)
+        pack, src = form.pack, monitor.rank
+
+        def send(tensors: tuple[Tensor, ...]) -> None:
+            if monitor.broken is not None:
+                monitor.check()
+            self._write(writer, pack(tensors, src, dst), message)
+
+        return send
+
+    def share(
+        self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int
+    ) -> tuple[Tensor, ...]:
+        """Broadcast from one rank to the others of its host."""
+        if tensors is None:
+            inbox = self._inboxes[src, SHARED]
+            arrived = self._fetch(inbox, form)
+            return inbox.request(form).wait() if arrived is None else arrived
+        buffers = form.pack(tensors, src, src)
+        for dst in self._peers:
+            self._write(self._writers[dst, SHARED], buffers, pieces(form.sizes))
+        return tensors
+
+    def _write(
+        self, writer: LaneWriter, buffers: Sequence[Tensor], message: Sequence[Piece]
+    ) -> None:
+        if self._late:
+            self._retry()
+        if not writer.write(buffers, message) and writer not in self._late:
+            self._late.append(writer)
+
+    def _retry(self) -> bool:
+        """Write queued messages that fit now; whether none is left."""
+        self._late = [writer for writer in self._late if not writer.retry()]
+        return not self._late
+
+    def flush(self) -> None:
+        """Wait until no message is queued."""
+        if not self._retry():
+            (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
+            self._until(self._retry, dst, "to send to", lambda: time.sleep(_RETRY))
+
+    def drop(self) -> None:
+        """Drop the messages of a call that was refused: those that are queued, and those that no
+        rank reads.
+        """
+        for writer in self._late:
+            writer.queued.clear()
+        self._late.clear()
+        for inbox in self._inboxes.values():
+            inbox.requested.clear()
+            inbox.reader.skip()
+
+    def fail(self) -> None:
+        """Mark the outbox so that readers do not wait for further messages."""
+        self._outbox.ended[0] = 1
+        for writer in self._writers.values():
+            _native.wake(writer.bell)
+
+    # ---- receiving ----
+    def recv(self, form: WireFormat, src: int) -> Work:
+        """Request the next message of a rank."""
+        return self._inboxes[src, PLANS].request(form)
+
+    def fetcher(self, form: WireFormat, src: int) -> Callable[[], tuple[Tensor, ...] | None]:
+        """A function that returns the next message if it arrives within the time of polling.
+
+        It returns None also where an earlier message was requested and not read.
+        """
+        inbox, fetch = self._inboxes[src, PLANS], self._fetch
+        return lambda: fetch(inbox, form)
+
+    def _fetch(self, inbox: _Inbox, form: WireFormat) -> tuple[Tensor, ...] | None:
+        reader, message = inbox.reader, pieces(form.sizes)
+        if inbox.requested or len(message) > 1 or self._monitor.broken is not None:
+            return None
+        number = reader.count
+        if not reader.has(number):
+            end = time.perf_counter() + self._poll
+            while not reader.has(number):
+                if time.perf_counter() >= end:
+                    return None
+        buffers = form.empty(_CPU)
+        return form.unpack(buffers, _CPU) if reader.read(buffers, message[0]) else None
+
+    def wait(self, src: int, reader: LaneReader) -> None:
+        """Sleep until the next piece has arrived."""
+
+        def sleep() -> None:
+            reader.sleep(reader.count, _SLICE if self._retry() else _RETRY)
+
+        self._until(lambda: reader.has(reader.count), src, "for a message from", sleep)
+
+    def refuse(self, src: int, nbytes: int) -> None:
+        """Raise for a message that is not the one that this rank expects."""
+        self._agreement.confirm()  # it is of another call
+        raise MismatchError(
+            f"rank {src} sent a message of another size than the {nbytes} bytes that rank "
+            f"{self._monitor.rank} expected; both must run one plan"
+        )
+
+    def _until(
+        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]
+    ) -> None:
+        self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
+
+    def _gone(self, peer: int) -> str:
+        self._agreement.check()
+        return self._peers[peer].gone()
+
+
+class _Inbox:
+    """One lane from a rank, and the receives that were requested and not read yet."""
+
+    def __init__(self, memory: SharedMemory, src: int, reader: LaneReader):
+        self.memory, self.src, self.reader = memory, src, reader
+        self.requested: deque[Pending] = deque()
+        self.number = 0  # pieces that were read or requested
+
+    def request(self, form: WireFormat) -> Pending:
+        """Request the next message."""
+        message = pieces(form.sizes)
+        self.number = len(message) + (self.number if self.requested else self.reader.count)
+        last = self.number - 1
+
+        def finish() -> tuple[Tensor, ...]:
+            while self.requested[0] is not work:  # earlier messages lie before this one
+                self.requested[0].wait()
+            buffers = form.empty(_CPU)
+            for piece in message:
+                if not self.reader.has(self.reader.count):
+                    self.memory.wait(self.src, self.reader)
+                if not self.reader.read(buffers, piece):
+                    self.memory.refuse(self.src, piece.size)
+            self.requested.popleft()
+            return form.unpack(buffers, _CPU)
+
+        work = Pending(finish, lambda: self.reader.has(last))
+        self.requested.append(work)
+        return work
+
+
+def connect(
+    monitor: FaultMonitor, agreement: Agreement, gather: Gather, near: Sequence[int]
+) -> tuple[SharedMemory | None, bool]:
+    """Shared memory with the ranks of this host, ``near``, by two rounds of ``gather``.
+
+    It is used between ranks of which each could open the other's outbox; None if this rank cannot
+    share. Also returns whether every two ranks of the group can: the same on all ranks.
+    """
+    rank, size, outbox, address = monitor.rank, monitor.size, None, None
+    # Lanes in both directions; the rest of a limited address space is for tensors.
+    nbytes = _outbox_size(size)
+    if near and _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:
+        with _or_backend(monitor):
+            outbox = _Outbox(_native.memory_file(nbytes), nbytes)
+            address = Address(os.getpid(), outbox.file, os.urandom(_TOKEN))
+            outbox.page[:_TOKEN] = address.token
+    addresses = gather(address)
+    peers: dict[int, _Peer] = {}
+    for other in near if outbox is not None else ():
+        if other != rank and isinstance(addresses[other], Address):
+            with _or_backend(monitor):
+                peers[other] = _Peer(addresses[other], size)
+    opened = gather(tuple(peers))
+    whole = all(len(ranks) == size - 1 for ranks in opened)
+    if outbox is None:
+        return None, whole
+    both = {other: peer for other, peer in peers.items() if rank in opened[other]}
+    return SharedMemory(monitor, agreement, outbox, both), whole
+
+
+@contextmanager
+def _or_backend(monitor: FaultMonitor) -> Iterator[None]:
+    """Ignore what the system refuses: the backend then carries the messages. It needs file
+    descriptors too.
+    """
+    try:
+        yield
+    except OSError as error:  # another user's memory, or no memory files, or no address space
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            failure = GroupError(
+                f"this process cannot open another file ({error}); raise the limit of open files, "
+                "as with ulimit -n 4096"
+            )
+            monitor.failed(failure)  # the others wait for this rank
+            raise failure from error
