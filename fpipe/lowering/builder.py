@@ -1,31 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Builder``: the steps of one rank while they are emitted; the one object of lowering that
-changes.
+"""Lowering: a schedule and its programs become one rank's plan.
 
-It emits actions: what their programs read is received, the programs run, values are sent as soon as
-they are computed, gradients are added. One path serves plain and fused actions: an action is a list
-of pieces, programs or segments of them, in the order in which they run. Knows keys and steps; no
-tensors, backends or names of schedules.
+A ``Builder`` emits the actions of a row as instructions over keys: what their programs read is
+received, the programs run, values are sent as soon as they are computed, gradients are added. Then
+``slots`` assigns numbers and frees each value after its last use. Plain and fused actions take one
+path: an action is a list of pieces, programs or segments of them, in the order in which they run.
+Features (``plan.Feature``) change what is emitted. Knows keys; no tensors, backends or names of
+schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..actions.action import Action
+from ..actions.action import Action, plain
+from ..actions.collector import uncollected
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..tree import Aval, contiguous, sum_dtype
-from .gathering import parameter_key, steps_of_copies
-from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs
+from .instructions import Add, Instruction, Run
+from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs, param
 from .messages import Messages
-from .plan import LoweringInput, ProgramSet
-from .step import Step
-from .weaving.weave import Weave
+from .plan import LoweringInput, Plan, ProgramSet
+from .slots import assign
+
+
+def lower(job: LoweringInput, rank: int) -> Plan:
+    """The plan of one rank."""
+    with uncollected():
+        builder = Builder(job, rank)
+        split = builder.emit_row()
+        for feature in builder.features:
+            feature.finish()
+        plan = assign(job, rank, builder.out, split, builder.results())
+        for feature in builder.features:
+            plan = feature.complete(plan)
+        return plan
+
+
+#: A program, or a segment of one, that an action runs: which part of the action, that part, the
+#: programs that it belongs to, the stage (one past the part's for the loss) and the program.
+Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
 class _Reads(NamedTuple):
@@ -33,16 +51,10 @@ class _Reads(NamedTuple):
     microbatch.
     """
 
-    program: Program
-    keys: tuple[
-        tuple[Key, int | None], ...
-    ]  # each with how far its microbatch is; None: it belongs to all
+    program: Program  # kept, so that its id stays its own
+    #: each with how far its microbatch is; None: it belongs to all
+    keys: tuple[tuple[Key, int | None], ...]
     needs: tuple[int, ...]  # places of values of other stages
-
-
-#: A program, or a segment of one, that an action runs: which part of the action, that part, the
-#: programs that it belongs to, the stage (one past the part's for the loss) and the program.
-Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
 class _Leaving(NamedTuple):
@@ -57,38 +69,90 @@ class _Leaving(NamedTuple):
 
 
 class Builder:
-    """The steps of one rank, and what is known of its values so far."""
+    """The instructions of one rank, and what is known of its values so far."""
 
     def __init__(self, job: LoweringInput, rank: int):
         self.job, self.rank = job, rank
         self.here: set[Key] = set()
         self.state: dict[int, list[Key]] = {}
         self.added: set[Key] = set()
-        self.out: list[Step] = []
+        self.out: list[Instruction] = []
         self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
+        self._runs: dict[tuple[int, int], Run] = {}
         self._reads: dict[tuple[int, int, int], _Reads] = {}
         self._adding: dict[tuple[int, str, int], dict[int, str]] = {}
-        self.weaves: dict[str, Weave] = {}  # by action
-        self.known_weaves: dict[Hashable, Weave] = {}
         self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
         self.messages = Messages(job, rank, self.out, self.here)
-        self.of_copies: Iterator[Sequence[Step]] = (
-            repeat(()) if job.copies is None else steps_of_copies(job, job.copies, rank, self.added)
-        )
+        self.features = [feature.start(self) for feature in job.features]
+
+    # ---- the row ----
+    def emit_row(self) -> int:
+        """Emit all actions; returns the number of instructions before the first backward."""
+        row, place, split = self.job.schedule[self.rank], 0, 0
+        backward = -2
+        if self.job.phased:
+            backward = next((i for i, action in enumerate(plain(row)) if action.op != "F"), -1)
+        self.messages.begin()
+        for position, action in enumerate(row):
+            if place != backward:
+                self._before()
+            if any(feature.act(action, position) for feature in self.features):
+                place += len(action.parts)
+                continue
+            for part in action.parts:
+                if place == backward:
+                    split = self._end_phase()
+                    self.messages.begin()
+                    self._before()
+                self.messages.before(place)
+                self.act(part)
+                place += 1
+        if backward == -1:
+            split = self._end_phase()
+        self.messages.drain()
+        return split
+
+    def _before(self) -> None:
+        for feature in self.features:
+            feature.before()
+
+    def _end_phase(self) -> int:
+        self._before()
+        self.messages.next_phase()
+        return len(self.out)
+
+    def results(self) -> list[Key]:
+        """The keys whose values are results of the plan."""
+        keys: list[Key] = [*self.added, *(key for keys in self.state.values() for key in keys)]
+        for mb in range(self.job.schedule.units):
+            path, kind = self.job.schedule.placement.path(mb), self.job.kind(mb)
+            if path[-1] == self.rank:
+                keys += outputs_of(kind, mb) if kind.loss is None else self.of_loss(kind.loss, mb)
+            if path[0] == self.rank and self.job.wants_dx:
+                keys += input_gradients_of(kind, mb)
+            for stage, own in kind.programs.items():
+                if own.aux is not None and path[stage] == self.rank:
+                    keys.append(self.key(own, stage, mb, own.aux))
+        for feature in self.features:
+            keys = list(feature.results(keys))
+        return keys
+
+    def of_loss(self, loss: Programs, mb: int) -> list[Key]:
+        """The keys of what the loss returns of a microbatch that is part of the results."""
+        return [self.key(loss, self.job.stages, mb, name) for name in loss.ys if name is not None]
 
     # ---- names ----
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
         """The key of a value that a stage's programs call ``name``."""
         role, leaf = inputs(programs).get(name, ("computed", 0))
         if role == "param":
-            return parameter_key(self.job, stage, leaf)
+            found = (feature.parameter(stage, leaf) for feature in self.features)
+            return next(filter(None, found), None) or param(stage, leaf)
         if role == "grad":
             return grad(stage, leaf)
         if role == "state":
-            before = self.state.setdefault(
-                stage, [(State(stage, i), None) for i in range(programs.counts[3])]
-            )
-            return before[leaf]
+            start = [(State(stage, i), None) for i in range(programs.counts[3])]
+            return self.state.setdefault(stage, start)[leaf]
         graph = self.job.kind(mb).graph
         if role in ("x", "cotangent") and stage < self.job.stages:
             interface = graph.interfaces[stage]
@@ -104,13 +168,11 @@ class Builder:
         other = mb + (-1 if role == "x" else 1)
         kind = self.job.kind(other)
         programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
-        names, count = (
-            (programs.ys, len(interface.ys)) if role == "x" else (programs.dxs, len(interface.dxs))
-        )
+        names, count = programs.dxs, len(interface.dxs)
+        if role == "x":
+            names, count = programs.ys, len(interface.ys)
         name = names[count + leaf]
-        assert name is not None, (
-            "no program reads a carry that is no tensor, nor a gradient that is not there"
-        )
+        assert name is not None, "no program reads a carry that is no tensor, nor its gradient"
         return self.key(programs, stage, other, name)
 
     # ---- actions ----
@@ -123,19 +185,15 @@ class Builder:
         own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
         if loss is not None and op in "BI":
             yield loss, loss.b, stage + 1
-        yield (
-            own,
-            own.f if op == "F" else own.i if op == "I" else self.with_adds(own, op, stage),
-            stage,
-        )
+        plain = own.f if op == "F" else own.i
+        yield own, plain if op in "FI" else self._with_adds(own, op, stage), stage
         if loss is not None and op == "F":
             yield loss, loss.f, stage + 1
 
     def act(self, part: Action) -> None:
         """Emit an action whose programs run one after the other."""
-        self.emit(
-            (part,), [(0, part, own, stage, program) for own, program, stage in self.programs(part)]
-        )
+        pieces = [(0, part, own, stage, program) for own, program, stage in self.programs(part)]
+        self.emit((part,), pieces)
 
     def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
         """Emit the pieces of an action's parts in this order, what is sent after each, and the end
@@ -143,21 +201,19 @@ class Builder:
         """
         sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
         last = {line: place for place, (line, *_) in enumerate(pieces, 1)}
-        if (
-            sends and not sends[0][1].computed and parts[0].op != "F"
-        ):  # cotangents that the caller passes are there
-            sends = self._send(sends)
+        if sends and not sends[0][1].computed and parts[0].op != "F":
+            sends = self._send(sends)  # cotangents that the caller passes are there
         for place, (line, part, own, stage, program) in enumerate(pieces, 1):
             self.run(part, own, program, stage)
             if sends:
                 sends = self._send(sends, place == len(pieces))
             if place == last[line]:
-                self.end(part)
+                self._end(part)
         if sends:
             self._send(sends, True)
         for line, part in enumerate(parts):
             if line not in last:
-                self.end(part)
+                self._end(part)
 
     def _leaving(self, part: Action) -> Sequence[_Leaving]:
         stage, op, mb = part
@@ -167,19 +223,17 @@ class Builder:
         known = self._leaves.get(memo)
         if known is None:
             fact = "F" if op == "F" else "I"
-            stages = (stage,) if op == "F" or stage < self.job.stages - 1 else (stage + 1, stage)
+            with_loss = op != "F" and stage == self.job.stages - 1
+            stages = (stage + 1, stage) if with_loss else (stage,)
             leaving = []
             for of in stages:
-                peers = self.messages.outgoing(of, fact, mb)
-                sources = [out.source for _, outs in peers for out in outs]
-                computed = tuple(
-                    s for s in sources if not isinstance(s, (BatchLeaf, OutputCotangent))
-                )
-                leaving += (
-                    [_Leaving(of, fact, computed, frozenset(rank for rank, _ in peers))]
-                    if peers
-                    else []
-                )
+                routes = self.messages.outgoing(of, fact, mb)
+                sources = [out.source for _, outs in routes for out in outs]
+                given = (BatchLeaf, OutputCotangent)
+                computed = tuple(s for s in sources if not isinstance(s, given))
+                if routes:
+                    peers = frozenset(rank for rank, _ in routes)
+                    leaving.append(_Leaving(of, fact, computed, peers))
             known = self._leaves[memo] = leaving
         return known
 
@@ -201,37 +255,44 @@ class Builder:
                 blocked |= leaving.peers
         return rest
 
-    def end(self, action: Action) -> None:
-        """What follows an action's programs: the next state, results received for the caller,
-        gradients added.
+    def _end(self, action: Action) -> None:
+        """Emit what follows an action's programs: the next state, what is received for the caller,
+        the addition of gradients.
         """
         stage, op, mb = action
-        kinds = self.job.kind(mb)
-        own = kinds.programs[stage]
+        kind = self.job.kind(mb)
+        own = kind.programs[stage]
         if op == "F":
             if own.new_state:
                 self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
-            if stage == self.job.stages - 1 and (kinds.loss is None or self.job.each):
-                outputs = outputs_of(kinds, mb)
-                for key in outputs:
-                    self.messages.fetch(key)
-                if self.job.each:
-                    self.out.append(Step("EACH", action, (*outputs, *self.loss_values(kinds, mb))))
+            if stage == self.job.stages - 1 and kind.loss is None:
+                self.fetch(outputs_of(kind, mb))
         elif op != "W" and stage == 0 and self.job.wants_dx:
-            for key in input_gradients_of(kinds, mb):
-                self.messages.fetch(key)
+            self.fetch(input_gradients_of(kind, mb))
+        for feature in self.features:
+            feature.after(action)
         if op in "BW":
             self._add(action, own, op)
 
-    def loss_values(self, kinds: ProgramSet, mb: int) -> list[Key]:
-        """The keys of what the loss, if there is one, returned for a microbatch."""
-        loss, top = kinds.loss, self.job.stages
-        names = () if loss is None else (*loss.ys, loss.extra)
-        return [
-            self.key(loss, top, mb, name) for name in names if loss is not None and name is not None
-        ]
+    def fetch(self, keys: Sequence[Key]) -> None:
+        """Wait for values that other ranks compute."""
+        for key in keys:
+            self.messages.fetch(key)
 
-    def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
+    # ---- programs ----
+    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
+        """Run a program on what it reads."""
+        reads = self.reads(action, own, program, stage)
+        if program.traced or program.outputs or own.eager:
+            writes = self.writes(program, stage, action.microbatch)
+            self.here.update(writes)
+            memo = (id(program), stage)
+            op = self._runs.get(memo)
+            if op is None or op.owner is not own:
+                op = self._runs[memo] = Run(program, stage, own)
+            self.out.append(Instruction(op, action, reads, writes))
+
+    def reads(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
         """The keys that a program reads; emits the waits that they need."""
         mb = action.microbatch
         _, keys, needs = self._pattern(own, program, stage, mb)
@@ -254,29 +315,20 @@ class Builder:
                 if isinstance(source, BatchLeaf)
                 or (isinstance(source, Value) and source.stage != stage)
             )
-            apart = ((key, None if key[1] is None else key[1] - mb) for key in keys)
-            found = self._reads[memo] = _Reads(program, tuple(apart), needs)
+            apart = tuple((key, None if key[1] is None else key[1] - mb) for key in keys)
+            found = self._reads[memo] = _Reads(program, apart, needs)
         return found
-
-    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
-        """Run a program on what it reads."""
-        mb = action.microbatch
-        reads = self.have(action, own, program, stage)
-        if program.traced or program.outputs or own.eager:
-            writes = self.writes(program, stage, mb)
-            self.here.update(writes)
-            self.out.append(Step(program.name, action, reads, writes, program, own, stage=stage))  # type: ignore[arg-type]
 
     def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
         """The keys of what a program computes."""
         values = self._values.get((id(program), stage))
         if values is None:
-            values = self._values[id(program), stage] = tuple(
-                Value(stage, name) for name in program.outputs
-            )
+            values = tuple(Value(stage, name) for name in program.outputs)
+            self._values[id(program), stage] = values
         return tuple([(value, mb) for value in values])
 
-    def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
+    # ---- gradients ----
+    def _with_adds(self, own: Programs, letter: str, stage: int) -> Program:
         """The program that adds into gradients itself, once all of them exist; until then the one
         that returns them.
         """
@@ -307,10 +359,8 @@ class Builder:
                 how.append("take" if name in own.fresh and self.job.wide is None else "copy")
             self.added.add(target)
         if into:
-            avals = tuple(sums) if len(sums) == len(into) else ()
-            self.out.append(
-                Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how))
-            )
+            op_add = Add(tuple(how), tuple(sums) if len(sums) == len(into) else ())
+            self.out.append(Instruction(op_add, action, tuple(values), tuple(into)))
 
 
 def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:

@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 from ..programs.operations import Operation, users
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
-from ..tree import Aval, Spec
+from ..tree import Aval
 from .keys import Key
-from .step import Step, Use
 
 
 @dataclass(slots=True)
@@ -83,12 +82,36 @@ class MemoryAccount:
             del self.held[storage.root]
             self.live -= storage.nbytes
 
-    def run(self, step: Step, ends: Sequence[int]) -> int:
+    def copy(self, key: Hashable, value: Hashable, nbytes: int | None = None) -> None:
+        """Hold a copy of a value, of another size if that is given."""
+        storage = self.behind.get(value)
+        if storage is not None:
+            self.begin(key, key, storage.nbytes if nbytes is None else nbytes)
+
+    def leave(self, peer: int, keys: Sequence[Hashable]) -> None:
+        """Hold what is sent until it is settled."""
+        self.leaving.setdefault(peer, []).append([(key, peer) for key in keys])
+        for key in keys:
+            self.share((key, peer), self.behind.get(key))
+
+    def settle(self, peer: int, count: int) -> None:
+        """Release the oldest messages to a rank."""
+        for sent in self.leaving[peer][:count]:
+            for key in sent:
+                self.end(key)
+        del self.leaving[peer][:count]
+
+    def run(
+        self,
+        program: Program,
+        own: Programs,
+        reads: Sequence[Key],
+        writes: Sequence[Key],
+        ends: Sequence[int],
+    ) -> int:
         """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the
         reads that end.
         """
-        own, program, reads, writes = step.owner, step.program, step.reads, step.writes
-        assert own is not None and program is not None
         dying = self._dying(reads, ends)
         known = self._known.get(id(program))
         if known is None:
@@ -120,81 +143,6 @@ class MemoryAccount:
             return tuple([place for place, _ in ending])
         count = Counter(storage.root for _, storage in ending)
         return tuple([place for place, storage in ending if count[storage.root] == storage.users])
-
-    def other(self, step: Step) -> int:
-        """Bytes of a step that runs no program."""
-        if step.share is not None:
-            self._of_copies(step)
-        elif self.wired and step.kind == "RECV":
-            self.begin(_buffer(step), _buffer(step), sum(map(_bytes, step.avals)))
-        elif self.wired and step.kind == "SEND":
-            self.leaving.setdefault(step.peer, []).append([(key, step.peer) for key in step.reads])
-            for key in step.reads:
-                self.share((key, step.peer), self.behind.get(key))
-        elif step.kind == "SETTLE":
-            for sent in self.leaving[step.peer][: step.number]:
-                for key in sent:
-                    self.end(key)
-            del self.leaving[step.peer][: step.number]
-        elif step.kind == "WAIT" or step.kind == "ZERO":
-            if self.wired and step.kind == "WAIT":
-                self.end(_buffer(step))
-            for key, aval in zip(step.writes, step.avals, strict=True):
-                self.begin(key, key, _bytes(aval))
-        elif step.kind == "ADD":
-            sums = step.avals or [None] * len(step.writes)
-            for key, value, how, aval in zip(step.writes, step.reads, step.how, sums, strict=True):
-                storage = self.behind.get(value)
-                if how == "take":
-                    self.share(key, storage)
-                elif how == "copy" and storage is not None:
-                    self.begin(key, key, storage.nbytes if aval is None else _bytes(aval))
-        elif step.kind == "SUM":
-            storage = self.behind.get(step.reads[0])
-            for key in step.writes:
-                if storage is not None:
-                    self.begin(key, key, storage.nbytes)
-        return self.live
-
-    def _of_copies(self, step: Step) -> None:
-        """Collectives of the copies: their memory while they are under way, then that of their
-        results.
-        """
-        assert step.share is not None
-        memory = ("of all copies", step.number)
-        if step.kind != "WAIT":
-            if step.kind != "RESHARD":
-                self.begin(memory, memory, step.share.bytes)
-            return
-        for key, nbytes in zip(step.writes, step.share.landed(), strict=True):
-            if key is not None and nbytes is None:
-                self.share(key, self.behind[memory])
-            elif key is not None and nbytes is not None:
-                self.begin(key, key, nbytes)
-        self.end(memory)
-
-
-def curve(steps: Sequence[Step], uses: Sequence[Use], wired: bool) -> tuple[int, ...]:
-    """The most bytes held during each step."""
-    account, held = MemoryAccount(wired), []
-    for step, (ends, needed) in zip(steps, uses, strict=True):
-        during = account.run(step, ends) if step.program is not None else account.other(step)
-        for key, later in zip(step.writes, needed, strict=True):
-            if not later:
-                account.end(key)
-        for place in ends:
-            account.end(step.reads[place])
-        held.append(max(during, account.live))
-    return tuple(held)
-
-
-def _bytes(aval: Aval | Spec) -> int:
-    return aval.nbytes if isinstance(aval, Aval) else aval.bytes
-
-
-def _buffer(step: Step) -> Hashable:
-    """The key of the memory into which a message is received."""
-    return ("received", step.peer, step.number)
 
 
 def _outputs(own: Programs, program: Program) -> tuple[_Output, ...]:

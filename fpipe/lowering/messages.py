@@ -19,9 +19,9 @@ from ..actions.action_kinds import KINDS
 from ..actions.costs import Costs
 from ..actions.simulation import simulate_rows
 from ..tree import Spec
+from .instructions import Instruction, Recv, Send, Settle, Wait
 from .keys import Key
 from .plan import LoweringInput
-from .step import Step
 from .value_graph import Out
 
 #: op -> the facts that it provides to other ranks.
@@ -54,7 +54,7 @@ class Messages:
     has.
     """
 
-    def __init__(self, job: LoweringInput, rank: int, out: list[Step], here: set[Key]):
+    def __init__(self, job: LoweringInput, rank: int, out: list[Instruction], here: set[Key]):
         self.job, self.rank, self.out, self.here = job, rank, out, here
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
@@ -175,8 +175,8 @@ class Messages:
 
     def _post(self, channel: Channel, upto: int) -> None:
         while channel.posted < min(upto, channel.end):
-            specs = channel.messages[channel.posted][1]
-            self.out.append(Step("RECV", peer=channel.src, number=channel.posted, avals=specs))
+            keys, specs = channel.messages[channel.posted]
+            self.out.append(Instruction(Recv(channel.src, channel.posted, specs, keys)))
             channel.posted += 1
 
     def fetch(self, key: Key) -> None:
@@ -188,16 +188,8 @@ class Messages:
             self._post(channel, channel.received + 1 + (0 if self.job.strict else self.job.ahead))
             keys, specs = channel.messages[channel.received]
             action = channel.actions[channel.received]
-            self.out.append(
-                Step(
-                    "WAIT",
-                    action,
-                    writes=keys,
-                    peer=channel.src,
-                    number=channel.received,
-                    avals=specs,
-                )
-            )
+            wait = Wait(channel.src, channel.received, specs, keys)
+            self.out.append(Instruction(wait, action, writes=keys))
             self.here.update(keys)
             channel.received += 1
             if self.job.wired:
@@ -211,7 +203,7 @@ class Messages:
         for rank, outs in routes:
             keys = tuple([(o.source, action.microbatch) for o in outs])
             specs = tuple([out.spec for out in outs])
-            self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
+            self.out.append(Instruction(Send(rank, specs), action, keys))
             if self.job.wired:
                 needed = max(
                     self._reads_at(rank, s, fact, action.microbatch)
@@ -224,7 +216,7 @@ class Messages:
                     # In the common order the older message comes before this one, so its receiver
                     # posts its receive without needing anything that this rank sends later.
                     waiting.popleft()
-                    self.out.append(Step("SETTLE", peer=rank, number=1))
+                    self.out.append(Instruction(Settle(rank, 1)))
 
     def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
         """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it
@@ -250,7 +242,7 @@ class Messages:
             waiting.popleft()
             count += 1
         if count:
-            self.out.append(Step("SETTLE", peer=peer, number=count))
+            self.out.append(Instruction(Settle(peer, count)))
 
 
 def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
@@ -260,7 +252,7 @@ def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
     Both are its own place, or the first and the last of the parts that it is woven with.
     """
     place = 0
-    woven = job.overlap.how != "sequential" and not job.strict
+    woven = job.interleaved
     for action in job.schedule[rank]:
         first, last = place, place + len(action.parts) - 1
         for part in action.parts:

@@ -9,85 +9,25 @@ backends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from ..actions.action import Action, Row
+from ..actions.action import Action, AnyAction, Row
 from ..actions.product import product
-from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
-from ..tree import Aval, Spec
+from ..tree import Aval
 from .keys import Key, Source, Value
-from .memory import curve
-from .sharding import Copies, Layout, Share
-from .step import Kind, Step, Use
+from .instructions import Instruction
+from .memory import MemoryAccount
 from .value_graph import ValueGraph
-from .weaving.weave import Overlap, Weave
 
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One step of a plan.
-
-    F B I W   run ``program`` on the slots ``reads``, results into ``writes`` (-1: not wanted)
-    RECV      post the receive of message ``number`` of ``peer``     WAIT   wait for it, into
-    ``writes`` SEND      send ``reads`` to rank ``peer``                        ZERO   zeros of
-    ``specs`` into ``writes`` ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM
-    ``reads``, in order, summed into ``writes`` SETTLE    release ``number`` sends to rank ``peer``:
-    a message of that rank shows that it has received them REDUCE    start to reduce the gradients
-    ``reads`` of a stage over the copies of the pipeline (see ``share``) UNSHARD   start to gather a
-    stage's sharded parameters           RESHARD   free them EACH      pass a microbatch's outputs,
-    and what the loss returned, ``reads``, to the caller's function LOSS      send the loss, whose
-    parts ``reads`` are all computed, to the other ranks
-
-    ``frees`` are the slots that are empty afterwards.
-    """
-
-    kind: Kind
-    action: Action | None = None
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    frees: tuple[int, ...] = ()
-    program: Program | None = None
-    peer: int = -1
-    number: int = -1
-    specs: tuple[Spec, ...] = ()
-    how: tuple[str, ...] = ()
-    share: Share | None = None
-    owner: Programs | None = field(
-        default=None, compare=False, repr=False
-    )  # to which the program belongs
-    stage: int = -1  # of the program: one past that of the action for the loss
-
-    def __str__(self) -> str:
-        what = {
-            "RECV": f"from {self.peer} #{self.number}",
-            "WAIT": f"from {self.peer} #{self.number}",
-            "SEND": f"to {self.peer}",
-            "SETTLE": f"{self.number} to {self.peer}",
-        }
-        words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
-        words += [self.program.label] if self.program is not None and self.program.label else []
-        if self.share is not None:
-            part = (
-                ""
-                if self.kind != "WAIT"
-                else "gradients of "
-                if self.share.gradients
-                else "parameters of "
-            )
-            words += [f"{part}stage {self.share.stage}"]
-        elif self.kind in what:
-            words += [what[self.kind]]
-        words += [f"{list(self.reads)}"] if self.reads else []
-        words += [f"-> {list(self.writes)}"] if self.writes else []
-        words += [f"free {list(self.frees)}"] if self.frees else []
-        return " ".join(words)
+#: Of an instruction: the places of the reads that end there, and which writes are used later.
+Use: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
@@ -115,22 +55,57 @@ class Scalar(NamedTuple):
         return (self.source, self.mb)
 
 
+class Feature:
+    """What an option adds to the plan of a rank. A subclass overrides what it changes.
+
+    ``start`` returns the feature for one rank, whose methods the builder then calls.
+    """
+
+    #: Whether it may run the parts of an action in turn, piece by piece.
+    interleaves: ClassVar[bool] = False
+
+    def start(self, builder: Any) -> Feature:
+        """The feature while a rank's plan is built."""
+        return self
+
+    def parameter(self, stage: int, leaf: int) -> Key | None:
+        """Where programs read a parameter; None: where the caller put it."""
+        return None
+
+    def before(self) -> None:
+        """Called before each action of the row, between phases, and after the row."""
+
+    def act(self, action: AnyAction, position: int) -> bool:
+        """Emit an action in a way of its own; False: its parts run one after the other."""
+        return False
+
+    def after(self, action: Action) -> None:
+        """Called once the programs of an action have run."""
+
+    def finish(self) -> None:
+        """Called at the end of the row."""
+
+    def results(self, keys: Iterable[Key]) -> Iterable[Key]:
+        """The keys whose values are results, given those without it."""
+        return keys
+
+    def complete(self, plan: Plan) -> Plan:
+        """The plan with what the feature knows of it."""
+        return plan
+
+
 @dataclass(frozen=True)
 class LoweringInput:
     """The input of lowering: a schedule with programs for it.
 
     ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` requests gradients; without it
-    the schedule holds forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are
-    one parameter; ``grad_specs`` describes the gradients that are sent, of replicated stages and
-    ties. ``wide`` accumulates in another dtype.
+    the schedule holds forwards alone. ``wide`` accumulates in another dtype.
     """
 
     schedule: Schedule
     kinds: tuple[ProgramSet, ...]
     kind_of: tuple[int, ...]
     training: bool = True
-    tied: tuple[tuple[tuple[int, int], ...], ...] = ()
-    grad_specs: Mapping[tuple[int, int], Spec] = field(default_factory=dict)
     wide: torch.dtype | None = None
     wants_dx: bool = False
     phased: bool = False  # all forwards first, with nothing under way between the phases
@@ -138,12 +113,7 @@ class LoweringInput:
     # a send blocks until it is received, and receives are posted exactly where the plan has them
     strict: bool = False
     ahead: int = 2
-    overlap: Overlap = field(default_factory=Overlap)
-    # outputs, and what the loss returns, are passed to the caller's function once computed
-    each: bool = False
-    copies: Copies | None = None  # of the whole pipeline, on other data
-    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
-    early_loss: bool = False  # a rank that computes the whole loss sends it as soon as it can
+    features: tuple[Feature, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -153,6 +123,11 @@ class LoweringInput:
     def kind(self, mb: int) -> ProgramSet:
         """The programs of a microbatch."""
         return self.kinds[self.kind_of[mb]]
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the parts of an action may run in turn, piece by piece."""
+        return not self.strict and any(feature.interleaves for feature in self.features)
 
     def of_a_microbatch(self) -> dict[int, list[Programs]]:
         """The programs of each stage here for the slices of the first microbatch."""
@@ -204,16 +179,18 @@ class Plan:
     feeds: Mapping[Key, int]
     results: Mapping[Key, int]
     split: int
-    weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
     row: Row = ()  # the actions of the rank, those included that need no instruction
-    steps: tuple[Step, ...] = field(default=(), compare=False, repr=False)
-    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)  # by step
+    #: the instructions over keys, and of each the places of the reads that end there, and which of
+    #: its writes are used later
+    keyed: tuple[Instruction, ...] = field(default=(), compare=False, repr=False)
+    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
     wired: bool = False  # some ranks are in other processes
+    weaves: Mapping[str, Any] = field(default_factory=dict)  # by fused action
 
     @cached_property
     def curve(self) -> tuple[int, ...]:
-        """The most bytes held during each step."""
-        return curve(self.steps, self.uses, self.wired)
+        """The most bytes held during each instruction."""
+        return _curve(self.keyed, self.uses, self.wired)
 
     @property
     def peak(self) -> int:
@@ -247,3 +224,17 @@ class Plan:
                 *([f"  and {others} more fused actions like it"] if others else []),
             ]
         return "\n".join(lines)
+
+
+def _curve(keyed: Sequence[Instruction], uses: Sequence[Use], wired: bool) -> tuple[int, ...]:
+    """The most bytes held during each instruction."""
+    account, held = MemoryAccount(wired), []
+    for ins, (ends, needed) in zip(keyed, uses, strict=True):
+        during = ins.op.hold(ins, ends, account)
+        for key, later in zip(ins.writes, needed, strict=True):
+            if not later:
+                account.end(key)
+        for place in ends:
+            account.end(ins.reads[place])
+        held.append(max(during, account.live))
+    return tuple(held)

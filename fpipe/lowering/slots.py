@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register allocation: steps over keys become instructions over slots, with frees.
+"""Register allocation: instructions over keys become instructions over slots.
 
 A slot is reused after the last use of its value; a program takes values that it uses last out of
 their slots, so that they can be freed inside it. Knows one rank and no tensors.
@@ -7,97 +7,49 @@ their slots, so that they can be freed inside it. Knows one rank and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from ..tree import Aval, Spec
+from .instructions import Instruction
 from .keys import Key
-from .plan import Instruction, LoweringInput, Plan
-from .step import Step, Use
-from .value_graph import spec_of
-from .weaving.weave import Weave
+from .plan import LoweringInput, Plan, Use
 
 
 def assign(
-    job: LoweringInput,
-    rank: int,
-    steps: Sequence[Step],
-    split: int,
-    wanted: Sequence[Key],
-    weaves: Mapping[str, Weave],
+    job: LoweringInput, rank: int, keyed: Sequence[Instruction], split: int, wanted: Sequence[Key]
 ) -> Plan:
-    """Assign slots."""
-    feeds = _feeds(steps, wanted)
-    uses = tuple(reversed(list(_uses(steps, wanted, feeds))))
+    """Assign slots to the instructions of a rank; ``wanted`` are the keys of its results."""
+    feeds = _feeds(keyed, wanted)
+    uses = tuple(reversed(list(_uses(keyed, wanted, feeds))))
     slots, spare, size = dict(feeds), list[int](), len(feeds)
     instructions = []
-    for step, (ends, needed) in zip(steps, uses, strict=True):
-        reads = tuple([slots[key] for key in step.reads])
-        for key, later in zip(step.writes, needed, strict=True):
+    for ins, (ends, needed) in zip(keyed, uses, strict=True):
+        reads = tuple([slots[key] for key in ins.reads])
+        for key, later in zip(ins.writes, needed, strict=True):
             if later and key not in slots:
                 if not spare:
                     spare, size = [size], size + 1
                 slots[key] = spare.pop()
-        writes = tuple([slots.get(key, -1) for key in step.writes])
-        frees = tuple([slots.pop(step.reads[place]) for place in ends])
+        writes = tuple([slots.get(key, -1) for key in ins.writes])
+        frees = tuple([slots.pop(ins.reads[place]) for place in ends])
         spare += frees
-        if not idle(step):
-            instructions.append(
-                Instruction(
-                    step.kind,
-                    step.action,
-                    reads,
-                    writes,
-                    frees,
-                    step.program,
-                    step.peer,
-                    step.number,
-                    specs_of(step),
-                    step.how,
-                    step.share,
-                    step.owner,
-                    step.stage,
-                )
-            )
+        instructions.append(Instruction(ins.op, ins.action, reads, writes, frees))
     results = {key: slots[key] for key in wanted if key in slots}
+    row = job.schedule[rank]
     return Plan(
-        rank,
-        tuple(instructions),
-        size,
-        feeds,
-        results,
-        split,
-        weaves,
-        job.schedule[rank],
-        tuple(steps),
-        uses,
-        job.wired,
+        rank, tuple(instructions), size, feeds, results, split, row, tuple(keyed), uses, job.wired
     )
 
 
-def idle(step: Step) -> bool:
-    """Whether a step needs no instruction."""
-    return step.kind == "ZERO" and not step.writes
-
-
-def specs_of(step: Step) -> tuple[Spec, ...]:
-    """The specs of the tensors of a step."""
-    return tuple([spec_of(aval) if isinstance(aval, Aval) else aval for aval in step.avals])
-
-
-def _uses(steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]) -> Iterator[Use]:
-    """From the last step to the first: the places of the reads that end there, and which writes are
-    used later.
-
-    The first ADD creates a gradient; later ones read it and write into it.
-    """
+def _uses(
+    keyed: Sequence[Instruction], wanted: Sequence[Key], feeds: dict[Key, int]
+) -> Iterator[Use]:
+    """The use of each instruction, from the last one to the first."""
     used = {*wanted, *feeds}
-    for step in reversed(steps):
+    for step in reversed(keyed):
         needed = tuple([key in used for key in step.writes])
-        if step.kind == "ADD" or step.kind == "SUM":
+        if step.op.updates:
             used.update(step.writes)
-        elif (
-            step.share is not None
-        ):  # parameters may be gathered more than once: earlier values have ended
+        elif step.op.renews:
             used.difference_update(step.writes)
         ends = []
         for place, key in enumerate(step.reads):
@@ -107,13 +59,13 @@ def _uses(steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]) -
         yield tuple(ends), needed
 
 
-def _feeds(steps: Sequence[Step], wanted: Sequence[Key]) -> dict[Key, int]:
+def _feeds(keyed: Sequence[Instruction], wanted: Sequence[Key]) -> dict[Key, int]:
     """Keys that are read before anything writes them: the caller passes these."""
     written: set[Key] = set()
     feeds: dict[Key, int] = {}
-    for step in (*steps, Step("EACH", reads=tuple(wanted))):
-        for key in step.reads:
+    for reads, writes in (*((ins.reads, ins.writes) for ins in keyed), (wanted, ())):
+        for key in reads:
             if key not in written and key not in feeds:
                 feeds[key] = len(feeds)
-        written.update(step.writes)
+        written.update(writes)
     return feeds

@@ -175,3 +175,8 @@ def transforming() -> bool:
     (False, 1.0)
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_collective(target: object) -> bool:
+    """Whether an operation is a functional collective, or the wait for one."""
+    return getattr(target, "namespace", "") == "_c10d_functional"

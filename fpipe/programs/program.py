@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from .graphs import draws
-from .internals import Op, direct
+from .internals import Op, direct, is_collective
 from .operations import Operation, Ref, fill
 from .sizes import Numbers, Real, Size
 
@@ -104,6 +104,11 @@ class Program:
     def operations(self) -> tuple[Operation, ...]:
         """Its operations, with the sizes of this program."""
         return self.traced if self.resized is None else tuple(map(self.resized, self.traced))
+
+    @cached_property
+    def collective(self) -> bool:
+        """Whether an operation starts a collective or waits for one."""
+        return any(is_collective(one.target) for one in self.traced)
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)

@@ -117,7 +117,7 @@ PRIVATE_TORCH = {
     "interop.fsdp": {"_version"},
     "interop._experts": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},
-    "lowering.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
+    "passes.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {
         "_C",
         "_decomp",

@@ -17,22 +17,18 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from ..collectives._store import gather_members, time_members
-from ..collectives.faults import watched
-from ..errors import MismatchError
-from .lower import lower
-from .plan import LoweringInput, Plan
-from .resizing import resized
-from .weaving.estimates import LINKS, Link, pace
-from .weaving.segments import collectives_of
+from ...collectives._store import gather_members, time_members
+from ...collectives.faults import watched
+from ...errors import MismatchError
+from ...lowering.builder import lower
+from ...lowering.plan import LoweringInput, Plan
+from .estimates import LINKS, Link, pace
+from .fused import Weaving
+from .segments import collectives_of
 
 #: (letter of the program, which of its collectives, kind, dtype and axes)
 Sign: TypeAlias = tuple[str, int, str, str]
 _LEAST, _MOST = 1024, 4 << 20  #: bytes of the exchanges by which a communicator is measured
-
-
-#: Earlier plans by rank, with their inputs.
-Before: TypeAlias = Mapping[int, tuple[Plan, LoweringInput]]
 
 
 class Starts(NamedTuple):
@@ -47,19 +43,17 @@ class Starts(NamedTuple):
     plain: tuple[Sign, ...]
 
 
-def lower_together(
-    inputs: Mapping[int, LoweringInput], before: Before | None = None
+def in_one_order(
+    inputs: Mapping[int, LoweringInput], known: Mapping[int, Plan]
 ) -> dict[int, Plan]:
     """The plans of the ranks of this process, with one order of collectives on every communicator.
 
-    ``before``: plans and their inputs by rank, which are reused where only sizes differ.
+    ``known`` are plans that need not be made.
     """
     _measure_links(inputs)
-    known = before or {}
-    reused = {
-        rank: resized(*known[rank], source) for rank, source in inputs.items() if rank in known
+    plans = {
+        rank: known[rank] if rank in known else lower(job, rank) for rank, job in inputs.items()
     }
-    plans = {rank: reused.get(rank) or lower(source, rank) for rank, source in inputs.items()}
     starts = starts_of(plans, inputs)
     refused: dict[tuple[int, int], str] = {}
     for name in sorted(starts):
@@ -69,9 +63,7 @@ def lower_together(
                 refused[reports[member][k].rank, reports[member][k].position] = reason
     if refused:
         for rank, source in inputs.items():
-            plans[rank] = lower(
-                replace(source, overlap=replace(source.overlap, refused=refused)), rank
-            )
+            plans[rank] = lower(_refusing(source, refused), rank)
         starts = starts_of(plans, inputs)
     for name in sorted(starts):  # others may have fallen back because of another communicator
         if conflicts(name, _gathered(name, starts[name]) or []):
@@ -81,6 +73,15 @@ def lower_together(
                 'say fpipe.pipeline(..., overlap="sequential")'
             )
     return plans
+
+
+def _refusing(job: LoweringInput, refused: Mapping[tuple[int, int], str]) -> LoweringInput:
+    """The same without the weaves of some actions."""
+    features = tuple(
+        Weaving(replace(each.overlap, refused=refused)) if isinstance(each, Weaving) else each
+        for each in job.features
+    )
+    return replace(job, features=features)
 
 
 def _gathered(name: str, obj: Any) -> list[Any] | None:
@@ -96,7 +97,7 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     started = (
         c
         for source in inputs.values()
-        if source.overlap.how == "weave"
+        if any(isinstance(each, Weaving) and each.overlap.how == "weave" for each in source.features)
         for kind in source.kinds
         for programs in kind.programs.values()
         if not programs.compiled

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..collectives.group import Group, part_of
-from ..errors import StageError
+from ... import tree
+from ...collectives.group import Group, part_of
+from ...errors import StageError
 
 #: Kernels may take another way, and so round otherwise, where memory is not aligned as an
 #: allocation is.

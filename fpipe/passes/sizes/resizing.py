@@ -9,18 +9,18 @@ name and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..programs.program import Program
-from ..programs.stage_programs import Programs
-from ..tree import Spec
-from .keys import Source
-from .plan import LoweringInput, Plan, ProgramSet
-from .slots import idle, specs_of
-from .step import Step
-from .value_graph import Leaf, ValueGraph
+from ...actions.action import Action
+from ...lowering.instructions import Instruction
+from ...lowering.keys import Key, Source
+from ...lowering.plan import LoweringInput, Plan, ProgramSet
+from ...lowering.value_graph import Leaf, ValueGraph
+from ...programs.program import Program
+from ...programs.stage_programs import Programs
+from ...tree import Spec
 
 #: The kind of a microbatch, the stage, and the identity of a program.
 _Place: TypeAlias = tuple[int, int, int]
@@ -34,49 +34,40 @@ def resized(plan: Plan, before: LoweringInput, job: LoweringInput) -> Plan | Non
     """
     if plan.weaves or not _alike(before, job):
         return None
-    places = dict(_places(before, job))
-    specs = [_specs(kind.graph) for kind in job.kinds]
-    posted: dict[tuple[int, int], Step] = {}
-    steps = []
-    for step in plan.steps:
-        new = _step(step, job, places, specs)
-        if new is None:
-            return None
-        if step.kind == "WAIT" and step.share is None:
-            posted[step.peer, step.number] = new
-        steps.append(new)
-    steps = [_received(step, posted) for step in steps]
-    instructions = (
-        replace(old, program=step.program, owner=step.owner, specs=specs_of(step))
-        for old, step in zip(
-            plan.instructions, (step for step in steps if not idle(step)), strict=True
+    sizes = _Sizes(job, dict(_places(before, job)), [_specs(kind.graph) for kind in job.kinds])
+    ops = [ins.op.resized(ins, sizes) for ins in plan.keyed]
+    if None in ops:
+        return None
+
+    def with_ops(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        both = zip(instructions, ops, strict=True)
+        return tuple([ins._replace(op=op) for ins, op in both if op is not None])
+
+    return replace(plan, instructions=with_ops(plan.instructions), keyed=with_ops(plan.keyed))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The programs and specs of a job in the place of those of an earlier one."""
+
+    job: LoweringInput
+    places: _Places
+    by_kind: list[dict[Source, Spec]]
+
+    def program(
+        self, action: Action | None, stage: int, program: Program
+    ) -> tuple[Program, Programs] | None:
+        """The program in the place of another, and what it belongs to."""
+        assert action is not None
+        return self.places.get((self.job.kind_of[action.microbatch], stage, id(program)))
+
+    def specs(self, keys: Sequence[Key], specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        """The specs of values; those that belong to no microbatch have one size."""
+        both = zip(keys, specs, strict=True)
+        return tuple(
+            old if mb is None else self.by_kind[self.job.kind_of[mb]].get(source, old)
+            for (source, mb), old in both
         )
-    )
-    return replace(plan, instructions=tuple(instructions), steps=tuple(steps))
-
-
-def _step(
-    step: Step, job: LoweringInput, places: _Places, specs: list[dict[Source, Spec]]
-) -> Step | None:
-    """A step with other programs and sizes; RECV follows its WAIT."""
-    if step.program is not None:
-        assert step.action is not None
-        found = places.get((job.kind_of[step.action.microbatch], step.stage, id(step.program)))
-        return None if found is None else step._replace(program=found[0], owner=found[1])
-    if step.share is not None or step.kind not in ("SEND", "WAIT"):
-        return step
-    keys = step.reads or step.writes
-    avals = [
-        old if mb is None else specs[job.kind_of[mb]].get(source, old)
-        for (source, mb), old in zip(keys, step.avals, strict=True)
-    ]
-    return step._replace(avals=tuple(avals))
-
-
-def _received(step: Step, posted: Mapping[tuple[int, int], Step]) -> Step:
-    return (
-        step._replace(avals=posted[step.peer, step.number].avals) if step.kind == "RECV" else step
-    )
 
 
 def _specs(graph: ValueGraph) -> dict[Source, Spec]:

@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...actions.action import Action, AnyAction
+from ...actions.action import Action, AnyAction, Fused
 from ...errors import WeaveError
 from ...programs.graphs import Held
 from ...programs.program import Program
 from ...programs.stage_programs import Programs
-from ..builder import Builder, Piece
-from ..keys import CALLERS, inputs
-from ..step import Step
+from ...lowering.builder import Builder, Piece
+from ...lowering.instructions import Instruction, Run
+from ...lowering.keys import CALLERS, inputs
+from ...lowering.plan import Feature, Plan
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
-from .weave import Task, Transfer, Weave, by_hand
+from .weave import Overlap, Task, Transfer, Weave, by_hand
 
 
 @dataclass(eq=False)
@@ -46,42 +47,78 @@ class Part:
         return self.program(self.inputs)
 
 
-def starts_collectives(builder: Builder, action: AnyAction) -> bool:
+@dataclass(frozen=True)
+class Weaving(Feature):
+    """Runs fused actions, and actions that start collectives, by a weave or the user's function."""
+
+    overlap: Overlap
+    interleaves = True
+
+    def start(self, builder: Builder) -> Feature:
+        return _OnRank(self.overlap, builder)
+
+
+class _OnRank(Feature):
+    def __init__(self, overlap: Overlap, builder: Builder):
+        self.overlap, self.builder = overlap, builder
+        self.weaves: dict[str, Weave] = {}  # by action
+        self.known: dict[Hashable, Weave] = {}
+
+    def act(self, action: AnyAction, position: int) -> bool:
+        how, alone = self.overlap.how, not isinstance(action, Fused)
+        if alone and (how != "weave" or self.builder.job.phased):
+            return False
+        if alone and not starts_collectives(self, action):
+            return False
+        pieces = woven_pieces(self, action, position)
+        if pieces is None:
+            return False
+        if how == "function":
+            act_jointly(self, action)
+        else:
+            self.builder.emit(action.parts, pieces)
+        return True
+
+    def complete(self, plan: Plan) -> Plan:
+        return replace(plan, weaves=self.weaves)
+
+
+def starts_collectives(on: _OnRank, action: AnyAction) -> bool:
     """Whether any of an action's programs starts a collective."""
     return any(
         not programs.compiled and bool(collectives_of(program))
         for part in action.parts
-        for programs, program, _ in builder.programs(part)
+        for programs, program, _ in on.builder.programs(part)
     )
 
 
-def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Piece] | None:
+def woven_pieces(on: _OnRank, action: AnyAction, position: int) -> list[Piece] | None:
     """The pieces of an action in the order of its weave; None: it is not woven.
 
     With a function of the user's, the list is empty: the function runs the action.
     """
-    overlap, carries = builder.job.overlap, starts_collectives(builder, action)
-    reason = _reason(builder, action, position, carries)
+    overlap, carries = on.overlap, starts_collectives(on, action)
+    reason = _reason(on, action, position, carries)
     if reason:
         if len(action.parts) > 1:
             in_turn = Weave(("F", "B"), (), (), (), (), reason=reason)
-            builder.weaves[str(action)] = builder.known_weaves.setdefault(reason, in_turn)
+            on.weaves[str(action)] = on.known.setdefault(reason, in_turn)
         return None
     if overlap.how == "function":
         return []
     lines = tuple(map(str, action.parts))
-    segments = list(_segments(builder, action, not carries and overlap.how == "weave"))
-    weave = _weave(builder, lines, segments)
+    segments = list(_segments(on, action, not carries and overlap.how == "weave"))
+    weave = _weave(on, lines, segments)
     if len(lines) == 1 and weave.total >= weave.one_after_another:
         return None  # no transfer overlaps with compute
-    builder.weaves[str(action)] = weave
+    on.weaves[str(action)] = weave
     return [segments[number][0] for number in weave.order]
 
 
-def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tuple[Piece, Segment]]:
+def _segments(on: _OnRank, action: AnyAction, coarse: bool) -> Iterator[tuple[Piece, Segment]]:
     """The segments of an action's parts, each part in its program order."""
     for line, part in enumerate(action.parts):
-        for programs, program, stage in builder.programs(part):
+        for programs, program, stage in on.builder.programs(part):
             if program.traced or program.outputs or programs.eager:
                 cut = (
                     segments_of(programs, program, coarse)
@@ -92,10 +129,10 @@ def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tup
                     yield (line, part, programs, stage, segment.program), segment
 
 
-def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -> str:
+def _reason(on: _OnRank, action: AnyAction, position: int, carries: bool) -> str:
     """Why a fused action is not woven; "" where it is."""
-    job, how = builder.job, builder.job.overlap.how
-    refused = job.overlap.refused.get((builder.rank, position))
+    job, how = on.builder.job, on.overlap.how
+    refused = job.overlap.refused.get((on.builder.rank, position))
     if refused:
         return refused
     if job.strict:
@@ -107,7 +144,7 @@ def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -
     if how == "function" and len(action.parts) != 2:
         return f"a function takes two parts, here are {len(action.parts)}"
     if how == "weave" and any(
-        run.compiled for part in action.parts for run, _, _ in builder.programs(part)
+        run.compiled for part in action.parts for run, _, _ in on.builder.programs(part)
     ):
         return "compiled programs run whole"
     if how == "weave" and not job.wired and not carries:
@@ -116,13 +153,13 @@ def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -
 
 
 def _weave(
-    builder: Builder, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]
+    on: _OnRank, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]
 ) -> Weave:
     """The weave of some segments; one for all actions that have the same."""
     key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
-    weaves, overlap = builder.known_weaves, builder.job.overlap
+    weaves, overlap = on.known, on.overlap
     if key not in weaves:
-        tasks, sizes = _tasks(builder, segments)
+        tasks, sizes = _tasks(on, segments)
         by_data = overlap.how == "data"
         weaves[key] = (
             by_hand(lines, tasks, overlap.entries, sizes)
@@ -133,7 +170,7 @@ def _weave(
 
 
 def _tasks(
-    builder: Builder, segments: Sequence[tuple[Piece, Segment]]
+    on: _OnRank, segments: Sequence[tuple[Piece, Segment]]
 ) -> tuple[list[Task], dict[Hashable, tuple[Hashable, int]]]:
     """The segments as tasks of the search, and the storage and bytes of the values that cross
     between them.
@@ -146,7 +183,7 @@ def _tasks(
     pace = max((link.pace for link in links), default=1.0)
     for piece, segment in segments:
         line, action, programs, stage, program = piece
-        roles, key = inputs(programs), partial(_key, builder, piece)
+        roles, key = inputs(programs), partial(_key, on, piece)
         for name in (*program.inputs, *program.outputs):
             held = programs.memory.get(name)
             if held is not None and not (
@@ -174,44 +211,44 @@ def _tasks(
     return tasks, sizes
 
 
-def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
+def _key(on: _OnRank, piece: Piece, name: str) -> Hashable:
     """The key of a value without its microbatch, which is that of the line: alike for all actions
     of one weave.
     """
     line, action, programs, stage, _ = piece
-    source, mb = builder.key(programs, stage, action.microbatch, name)
+    source, mb = on.builder.key(programs, stage, action.microbatch, name)
     return (line, source) if mb == action.microbatch else (source, mb)
 
 
 # ---- a function of the user's ----
-def act_jointly(builder: Builder, action: AnyAction) -> None:
+def act_jointly(on: _OnRank, action: AnyAction) -> None:
     """One step for the programs of both stages; the loss's programs run before and after it."""
-    runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
+    runs = [(part, *run) for part in action.parts for run in on.builder.programs(part)]
     mains = [run for run in runs if run[3] == run[0].stage]
-    function = builder.job.overlap.function
+    function = on.overlap.function
     assert function is not None
     for run in runs:
         if run not in mains and run[0].op != "F":
-            builder.run(*run)
-    reads = tuple(key for run in mains for key in builder.have(*run))
+            on.builder.run(*run)
+    reads = tuple(key for run in mains for key in on.builder.reads(*run))
     writes = tuple(
         key
         for part, _, program, stage in mains
-        for key in builder.writes(program, stage, part.microbatch)
+        for key in on.builder.writes(program, stage, part.microbatch)
     )
     owner = replace(
         mains[0][1],
         traced_memory=dict(_memory([programs for _, programs, _, _ in mains])),
         numbers=None,
     )
-    builder.here.update(writes)
+    on.builder.here.update(writes)
     joined = _joined([run[:3] for run in mains], function)
     first = action.parts[0]
-    builder.out.append(Step("F", first, reads, writes, joined, owner, stage=first.stage))
+    on.builder.out.append(Instruction(Run(joined, first.stage, owner), first, reads, writes))
     for run in runs:
         if run not in mains and run[0].op == "F":
-            builder.run(*run)
-    builder.emit(action.parts, ())
+            on.builder.run(*run)
+    on.builder.emit(action.parts, ())
 
 
 def _joined(
