@@ -25,7 +25,7 @@ import fpipe
 from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.lowering.lower import lower
+from fpipe.lowering.builder import lower
 from fpipe.lowering.plan import LoweringInput, ProgramSet
 from fpipe.lowering.value_graph import Interface, ValueGraph
 from fpipe.programs.losses import loss_stage

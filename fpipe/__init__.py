@@ -29,7 +29,7 @@ _TABLE = {
     "products.search.balancing": "balance",
     "products.search.packing": "pack",
     "interop.modules": "from_module to_module",
-    "lowering.weaving.segments": "segment",
+    "passes.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
     "programs.trace_cache": "trace",
     "engine.absent": "elsewhere",
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from .generators import schedule_names as schedule_names
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
-    from .lowering.weaving.segments import segment as segment
+    from .passes.weaving.segments import segment as segment
     from .products.search.balancing import balance as balance
     from .products.search.packing import pack as pack
     from .products.search.solve import Solved as Solved

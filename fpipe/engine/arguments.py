@@ -18,7 +18,6 @@ import torch
 
 from .. import tree
 from ..errors import BatchError, StageError
-from ..lowering.sharding import Layout, Shares
 from ..programs.autocast import ambient
 from ..schedule import Schedule
 from ..tree import AbstractTree, Structure, Tree
@@ -300,12 +299,12 @@ class Call:
             tuple(tree.cache_keys(every)),
         )
 
-    def request(self, shares: Shares | None) -> Request:
+    def request(self, shares: Any) -> Request:
         """The same in full, for preparing the plans."""
         config, training = self.config, self.mode != "forward"
         params: list[AbstractTree | None] = [None] * config.stages
         states: list[AbstractTree | None] = [None] * config.stages
-        layouts: dict[int, Layout] = {}
+        layouts: dict[int, Any] = {}
         for stage, (leaves, spec) in self.leaves.items():
             wanted = training and 0 in self.wanted
             trained = config.trained(stage, self.params[stage]) if wanted else [False] * len(leaves)

@@ -16,12 +16,11 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 from ..actions.costs import Costs, as_costs
-from ..actions.product import product
+from ..actions.product import feature, product
 from ..collectives.group import Group
 from ..errors import ScheduleError, StageError
 from ..generators import Source, make_schedule
 from ..generators.memory_limit import Memory, in_bytes
-from ..lowering.weaving.estimates import RATES
 from ..schedule import Placement, Schedule
 from .handshake import alone
 
@@ -147,7 +146,8 @@ class Auto:
         for part in self._gathered(_plain(plans.figures)):
             for name, values in part.items():
                 known.setdefault(name, {}).update(values)
-        costs = costs_of(known, self.stages, RATES.get(devices, RATES["cuda"]).latency / 1000)
+        rates = feature("weaving.estimates").RATES
+        costs = costs_of(known, self.stages, rates.get(devices, rates["cuda"]).latency / 1000)
         held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0

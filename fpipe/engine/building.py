@@ -13,12 +13,11 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from ..actions.costs import Costs
+from ..actions.product import feature
 from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
 from ..generators import Source
-from ..lowering.sharding import Copies
-from ..lowering.weaving.weave import Overlap
 from ..schedule import Schedule
 from ..stage import (
     OF_MODULES,
@@ -31,6 +30,7 @@ from ..stage import (
 )
 from .auto import chosen_by
 from .config import Config, Loss, Outputs, ties
+from .copies import Copies
 from .descriptions import described
 from .pipeline import Pipeline
 from .reduction import Reduction
@@ -227,9 +227,9 @@ def pipeline(
             tied=ties(parts, tied),
             outputs=outputs,
             accumulate=accumulate,
-            overlap=Overlap.of(overlap),
-            copies=Copies.of(
-                None if dp is None else as_group("dp", dp),
+            overlap=_overlap(overlap),
+            copies=_copies(
+                dp,
                 zero,
                 reduce_dtype,
                 bucket_bytes,
@@ -241,6 +241,22 @@ def pipeline(
             capture=capture,
         )
     )
+
+
+def _overlap(option: Any) -> Any:
+    """How fused actions run: "weave", "sequential", or the value of another option."""
+    named = isinstance(option, str) and option in ("weave", "sequential")
+    return option if named else feature("weaving.weave").Overlap.of(option)
+
+
+def _copies(dp: Group | None, zero: int, *rest: Any) -> Copies | None:
+    if dp is not None:
+        return Copies(as_group("dp", dp), zero, *rest)
+    if zero:
+        raise StageError(
+            f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp"
+        )
+    return None
 
 
 def _mean(reduction: Reduction, dp_reduction: str | None) -> bool:

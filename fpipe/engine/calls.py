@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import GroupError, StageError
+from ..lowering.instructions import Registers
 from ..programs.autocast import without_autocast
 from ..programs.eager.autograd_split import retaining
 from ..programs.internals import transforming, versions
@@ -28,7 +29,6 @@ from .execute import WATCH, drive, execute
 from .feed import Feeder
 from .microbatches import gradients, joined
 from .plan_cache import Cache, CachedPlans, refused
-from .registers import Registers
 from .results import Results
 from .signatures import Pullback
 
@@ -249,7 +249,7 @@ def _run(
     runs = {}
     for rank, executable in executables.items():
         if rank not in regs:
-            regs[rank] = Registers.empty(executable.plan.slots, call.seed)
+            regs[rank] = Registers([None] * executable.plan.slots, call.seed)
         feed(plans.feeders[rank], regs[rank])
         runs[rank] = execute(executable, regs[rank], phase)
     try:

@@ -8,7 +8,7 @@ plan and no call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from os import PathLike
@@ -23,14 +23,13 @@ from ..collectives.group import Group
 from ..errors import StageError
 from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
-from ..lowering.sharding import Copies
-from ..lowering.weaving.weave import Overlap
 from ..programs.losses import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
 from .auto import Auto
 from .capture import check
+from .copies import Copies
 from .reduction import Reduction, Weighted
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
@@ -57,7 +56,7 @@ class Config:
     tied: tuple[tuple[str, ...], ...] = ()
     outputs: Outputs = "zeros"
     accumulate: torch.dtype | None = None
-    overlap: Overlap = field(default_factory=Overlap)
+    overlap: Any = "weave"
     copies: Copies | None = None
     sliced: int | None = None
     capture: bool = False

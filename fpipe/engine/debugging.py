@@ -17,11 +17,11 @@ import torch
 from .. import tree
 from ..devices import drawn
 from ..errors import ActionError, FpipeError
+from ..lowering.instructions import Instruction, Registers, Run
 from ..lowering.keys import Input, inputs
-from ..lowering.plan import Instruction, Plan
+from ..lowering.plan import Plan
 from ..programs.operations import Operation, fill
 from ..programs.program import Program
-from .registers import Registers
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -84,8 +84,8 @@ def check(
     infinity that F saves or returns may be intended, as in a mask; in a loss or a gradient it is an
     error.
     """
-    program, action, owner = ins.program, ins.action, ins.owner
-    assert program is not None and action is not None and owner is not None
+    assert isinstance(ins.op, Run) and ins.action is not None
+    program, action, owner = ins.op.program, ins.action, ins.op.owner
     roles, values = inputs(owner), dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
     for name, value in (

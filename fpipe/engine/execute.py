@@ -2,8 +2,8 @@
 """The interpreter: one short loop over a plan, a generator that yields only where it may have to
 wait.
 
-``bind`` turns each instruction into a small function of the registers (``steps``), once;
-``execute`` runs them. ``drive`` runs one rank per process, or all ranks of a local group in turn,
+``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them.
+ ``drive`` runs one rank per process, or all ranks of a local group in turn,
 by the same code. Nothing here knows schedules or backends.
 """
 
@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from ..collectives.faults import watched
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
-from ..lowering.plan import Instruction, Plan
-from ..lowering.weaving.segments import collective, collectives_of
+from ..lowering.instructions import Instruction, Machine, Registers, StepFn, nothing
+from ..lowering.plan import Plan
 from ..programs.explain import where
-from .registers import Registers
-from .steps import Options, StepFn, nothing, step_of
 
 #: Steps with the numbers of their instructions.
 Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
@@ -57,35 +54,10 @@ WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]
 )
 
 
-def bind(plan: Plan, group: Group, options: Options) -> Executable:
+def bind(plan: Plan, machine: Machine) -> Executable:
     """Make every instruction callable."""
-    groups = _communicators(plan)
-    steps = tuple(
-        step_of(_bounded(ins, groups), plan.rank, group, options) for ins in plan.instructions
-    )
-    return Executable(plan, steps, group)
-
-
-def _communicators(plan: Plan) -> dict[int, str]:
-    """By stage, the process group of the collectives in its programs."""
-    programs = [(ins.stage, ins.program) for ins in plan.instructions if ins.program is not None]
-    return {
-        stage: found.members for stage, program in programs for found in collectives_of(program)
-    }
-
-
-def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
-    """With a program whose waits for collectives end in time: those of a backend may not."""
-    program = ins.program
-    if program is None or ins.stage not in groups or not collective(program):
-        return ins
-    run, waiting = program.run, watched(groups[ins.stage])
-
-    def bounded(box: list[Any]) -> tuple[Any, ...]:
-        with waiting():
-            return run(box)
-
-    return replace(ins, program=replace(program, run=bounded))
+    steps = tuple(ins.op.bind(ins, machine) for ins in plan.instructions)
+    return Executable(plan, steps, machine.group)
 
 
 def execute(
@@ -150,7 +122,8 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
 
 
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
-    from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
+    specs = getattr(ins.op, "specs", ())
+    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
     what = (
         ins.kind
         if ins.action is None

@@ -63,7 +63,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "compile=": _parts([str(stage.compile) for stage in stages]),
         "outputs=": config.outputs,
         "copies": "none" if config.copies is None else config.copies.description,
-        "overlap": config.overlap.how,
+        "overlap": getattr(config.overlap, "how", config.overlap),
         "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
         "debug()": "on" if request.debug else "off",
         "the strides of x": _strides([kind[0] for kind in request.kinds]),

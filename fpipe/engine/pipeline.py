@@ -15,10 +15,9 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from .. import tree
-from ..actions.product import product
+from ..actions.product import feature, product
 from ..collectives.group import Group
 from ..errors import StageError
-from ..lowering.sharding import Shares
 from ..schedule import Schedule
 from ..tree import Tree
 from . import calls
@@ -57,8 +56,10 @@ class Pipeline(Generic[Y, R]):
     """
 
     def __init__(self, config: Config, cache: Cache | None = None):
-        shares = None if config.copies is None else Shares(config.copies)
-        self.config, self.cache = config, cache or Cache(shares)
+        if cache is None:
+            copies = config.copies
+            cache = Cache(None if copies is None else feature("copies.sharding").Shares(copies))
+        self.config, self.cache = config, cache
         self.group, self.copies, self.tied = config.group, config.copies, config.tied
         self.placement, self.stages, self.here = config.placement, config.stages, config.here
         self.output_rank = self.placement.rank_of(

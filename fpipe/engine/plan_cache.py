@@ -15,7 +15,6 @@ from typing import Any
 
 from ..collectives.group import Facts
 from ..errors import BatchError
-from ..lowering.sharding import Shares
 from ..programs.spent import Spent, measured
 from .arguments import Call, Offers
 from .capture import Graphs
@@ -98,7 +97,7 @@ class Cache:
     copies share.
     """
 
-    def __init__(self, shares: Shares | None = None, agreed: bool = False):
+    def __init__(self, shares: Any = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
         self.graphs: Graphs = {}

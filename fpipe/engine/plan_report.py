@@ -8,9 +8,8 @@ Knows plans and programs; no pipeline and no call.
 from __future__ import annotations
 
 from ..actions.costs import Costs
-from ..actions.product import product
+from ..actions.product import feature, product
 from ..lowering.plan import Plan
-from ..lowering.weaving.segments import microseconds
 from .prepare import Prepared
 
 
@@ -33,6 +32,7 @@ class Plans:
         """What is expected of the programs of the stages of this process, by shapes: microseconds,
         and bytes.
         """
+        microseconds = feature("weaving.segments").microseconds
         figures: dict[str, dict[int, float]] = {
             name: {} for name in ("F", "B", "I", "W", "saved", "kept")
         }

@@ -9,17 +9,19 @@ group only to exchange the interfaces of stages between processes. Knows no valu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from .. import tree
+from ..actions.action import Fused
 from ..actions.collector import uncollected
+from ..actions.product import feature
 from ..collectives.codec import encode
 from ..errors import FpipeError, MismatchError, StageError
-from ..lowering.builder import sum_of
-from ..lowering.collective_order import Before, lower_together
-from ..lowering.plan import LoweringInput, Plan
+from ..lowering.builder import lower, sum_of
+from ..lowering.instructions import Machine
+from ..lowering.plan import Feature, LoweringInput, Plan
 from ..lowering.value_graph import Interface, spec_of
 from ..programs.spent import timed
 from ..programs.stage_programs import Programs
@@ -33,7 +35,6 @@ from .kinds import TracedKind, advanced, in_turn, loss_programs, ranks_here, rec
 from .prediction import Seen, expected
 from .progress import shown_late
 from .request import Kind, Request
-from .steps import Options
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,18 @@ def prepare(
     traced = ready.traced if ready else _traced(config, request)
     inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
     first = 0 if copies is None else copies.part * schedule.microbatches
-    options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
+    executables = {}
     with timed("lowering"), uncollected():
-        executables = {
-            rank: bind(plan, group, replace(options, device=group.device(rank)))
-            for rank, plan in lower_together(inputs, _earlier(request, before)).items()
-        }
+        for rank, plan in _lowered(inputs, _earlier(request, before)).items():
+            machine = Machine(
+                rank,
+                group,
+                group.device(rank),
+                config.accumulate,
+                check if request.debug else None,
+                first,
+            )
+            executables[rank] = bind(plan, machine)
     return Prepared(
         request,
         executables,
@@ -114,31 +121,83 @@ def lowering_inputs(
     """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
     group, schedule = config.group, request.schedule
     _check_patterns(config, traced[0].interfaces)
-    tied, specs = _ties(config, request, traced[0].interfaces)
-    return {
+    inputs = {
         rank: LoweringInput(
             schedule,
             tuple(kind.on_rank(config, request, rank) for kind in traced),
             request.kind_of,
             training=request.mode != "forward",
-            tied=tied,
-            grad_specs=specs,
             wide=config.accumulate,
             wants_dx=request.wants_dx,
             phased=request.mode == "vjp",
             wired=apart and not group.at_once,
-            early_loss=apart and group.at_once and request.mode != "vjp",
             strict=group.strict,
-            each=request.each,
-            overlap=config.overlap,
-            copies=config.copies,
-            layouts=request.layouts,
         )
         for rank in ranks
     }
+    features = tuple(_features(config, request, traced[0].interfaces, inputs, apart=apart))
+    return {rank: replace(job, features=features) for rank, job in inputs.items()}
 
 
-def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
+def _features(
+    config: Config,
+    request: Request,
+    interfaces: Sequence[Interface],
+    inputs: Mapping[int, LoweringInput],
+    *,
+    apart: bool,
+) -> Iterator[Feature]:
+    """The features of the plans, in the order in which they act."""
+    tied, specs = _ties(config, request, interfaces)
+    if request.each:
+        yield feature("each").Each()
+    if specs and request.mode != "forward":
+        yield feature("sums").Sums(tied, specs)
+    if config.copies is not None:
+        yield feature("copies.gathering").OfCopies(config.copies, request.layouts, tied)
+    if config.overlap != "sequential" and (
+        any(isinstance(action, Fused) for row in request.schedule for action in row)
+        or _starts_collectives(inputs)
+    ):
+        weaving = feature("weaving.fused")
+        yield weaving.Weaving(weaving.Overlap.of(config.overlap))
+    if apart and sends_loss_early(config, request):
+        yield feature("early_loss").EarlyLoss()
+
+
+def sends_loss_early(config: Config, request: Request) -> bool:
+    """Whether a rank that computes the whole loss sends it as soon as it can."""
+    return config.group.at_once and request.mode != "vjp"
+
+
+def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
+    """Whether a program of the ranks here starts a collective."""
+    kinds = {id(kind): kind for job in inputs.values() for kind in job.kinds}.values()
+    several = (
+        each for kind in kinds for each in (*kind.programs.values(), kind.loss) if each is not None
+    )
+    return any(one.collective for each in several for one in (each.f, each.b, each.i, each.w))
+
+
+def _lowered(
+    inputs: Mapping[int, LoweringInput], earlier: Mapping[int, tuple[Plan, LoweringInput]]
+) -> dict[int, Plan]:
+    """The plans of the ranks here; plans of an earlier call are used again where only sizes
+    differ.
+    """
+    known: dict[int, Plan] = {}
+    if earlier:
+        resized = feature("sizes.resizing").resized
+        found = {rank: resized(*earlier[rank], job) for rank, job in inputs.items()}
+        known = {rank: plan for rank, plan in found.items() if plan is not None}
+    if _starts_collectives(inputs):
+        return feature("weaving.collective_order").in_one_order(inputs, known)
+    return {
+        rank: known[rank] if rank in known else lower(job, rank) for rank, job in inputs.items()
+    }
+
+
+def _earlier(request: Request, before: Sequence[Prepared]) -> dict[int, tuple[Plan, LoweringInput]]:
     """The plans of the latest call with the same schedule and mode."""
     alike = (
         p
@@ -147,7 +206,7 @@ def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
     )
     found = next((p for p in alike if p.request.schedule == request.schedule), None)
     return (
-        None
+        {}
         if found is None
         else {rank: (plan, found.inputs[rank]) for rank, plan in found.plans.items()}
     )

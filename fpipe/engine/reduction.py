@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ..errors import BatchError, StageError
-from ..lowering.sharding import Copies
 from ..stage import keyword_only
+from .copies import Copies
 from .microbatches import Parts
 
 

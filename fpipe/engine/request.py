@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from ..lowering.sharding import Layout
 from ..schedule import Schedule
 from ..tree import AbstractTree
 
@@ -34,7 +33,7 @@ class Request:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     wants_dx: bool = False
-    layouts: Mapping[int, Layout] = field(
+    layouts: Mapping[int, Any] = field(
         default_factory=dict
     )  # by stage, where the pipeline has copies
     each: bool = False  # outputs, and what the loss returns, go to a function of the caller

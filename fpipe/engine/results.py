@@ -19,15 +19,15 @@ import torch
 from .. import tree
 from ..actions.action import plain
 from ..errors import MismatchError
+from ..lowering.instructions import Registers
 from ..lowering.keys import Key, Value, grad, reduced_grad
 from ..lowering.plan import LoweringInput
 from ..lowering.value_graph import ValueGraph, spec_of
 from ..tree import Aval, Structure, Tree
 from .arguments import Call
 from .config import Config
-from .prepare import Prepared
+from .prepare import Prepared, sends_loss_early
 from .reduction import Weights
-from .registers import Registers
 from .scalars import added, packed, row_of, unpacked
 
 
@@ -137,7 +137,11 @@ class ResultLayout:
         """Whether the loss is sent during the plan of the rank that computes it; known to every
         process.
         """
-        return self._some.early_loss and len(self.scalars) == 1
+        return (
+            not self.config.local
+            and sends_loss_early(self.config, self.prepared.request)
+            and len(self.scalars) == 1
+        )
 
     @property
     def _some(self) -> LoweringInput:

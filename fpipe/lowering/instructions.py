@@ -29,6 +29,34 @@ from ..tree import Aval, Spec, sum_dtype
 from .keys import Key
 from .memory import MemoryAccount
 
+
+@dataclass(slots=True, eq=False)
+class Registers:
+    """What changes while one rank runs its plan."""
+
+    slots: list[Any]
+    seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
+    #: by (sender, number), until awaited
+    receives: dict[tuple[int, int], Work] = field(default_factory=dict)
+    #: of all copies, by number, until awaited
+    collectives: dict[int, Sequence[Work]] = field(default_factory=dict)
+    #: random states between segments
+    streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
+    each: Callable[[int, list[Any]], object] | None = None  # gets the outputs of a microbatch
+    send_loss: Callable[[], torch.Tensor] | None = None  # called once the loss is computed
+    loss: torch.Tensor | None = None  # what it returned
+
+    def copy(self) -> Registers:
+        """The same values; a run changes only the copy."""
+        return replace(
+            self,
+            slots=list(self.slots),
+            receives=dict(self.receives),
+            collectives=dict(self.collectives),
+            streams=dict(self.streams),
+        )
+
+
 #: Returns None, or a work to wait for and the slots that its result is written to.
 StepFn: TypeAlias = Callable[[Registers], Any]
 RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
@@ -61,7 +89,7 @@ class Instruction(NamedTuple):
     @property
     def program(self) -> Program | None:
         """The program that it runs, if it runs one."""
-        return self.op.program
+        return self.op.program if isinstance(self.op, Run) else None
 
     def __str__(self) -> str:
         short = self.action is not None and len(self.kind) == 1
@@ -84,33 +112,6 @@ class Machine:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
-@dataclass(slots=True, eq=False)
-class Registers:
-    """What changes while one rank runs its plan."""
-
-    slots: list[Any]
-    seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
-    #: by (sender, number), until awaited
-    receives: dict[tuple[int, int], Work] = field(default_factory=dict)
-    #: of all copies, by number, until awaited
-    collectives: dict[int, Sequence[Work]] = field(default_factory=dict)
-    #: random states between segments
-    streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
-    each: Callable[[int, list[Any]], object] | None = None  # gets the outputs of a microbatch
-    send_loss: Callable[[], torch.Tensor] | None = None  # called once the loss is computed
-    loss: torch.Tensor | None = None  # what it returned
-
-    def copy(self) -> Registers:
-        """The same values; a run changes only the copy."""
-        return replace(
-            self,
-            slots=list(self.slots),
-            receives=dict(self.receives),
-            collectives=dict(self.collectives),
-            streams=dict(self.streams),
-        )
-
-
 class Sizes(Protocol):
     """Programs and specs for other sizes."""
 
@@ -130,7 +131,6 @@ class Op:
 
     __slots__ = ()
     kind: ClassVar[str]
-    program: Program | None = None
     #: Whether it reads the values of the keys that it writes.
     updates: ClassVar[bool] = False
     #: Whether its results take the place of earlier values of the same keys.
@@ -165,7 +165,7 @@ def nothing(r: Registers) -> None:
 class Run(Op):
     """F, B, I, W: run a program."""
 
-    program: Program  # pyright: ignore[reportIncompatibleVariableOverride]
+    program: Program
     stage: int  # one past that of the action for the loss
     owner: Programs = field(compare=False, repr=False)
 
@@ -266,9 +266,7 @@ class Send(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        return _written(
-            _SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs)
-        )
+        return _written(_SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs))
 
     def resized(self, ins: Instruction, sizes: Sizes) -> Op:
         return replace(self, specs=sizes.specs(ins.reads, self.specs))

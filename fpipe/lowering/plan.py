@@ -21,8 +21,8 @@ from ..actions.product import product
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
 from ..tree import Aval
-from .keys import Key, Source, Value
 from .instructions import Instruction
+from .keys import Key, Source, Value
 from .memory import MemoryAccount
 from .value_graph import ValueGraph
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ..collectives.group import Group
 from ..collectives.setup import MeshGroup
+from ..engine.copies import Copies
 from ..errors import CheckpointError, FpipeError
-from ..lowering.sharding import Copies
 
 
 class Pipe(Protocol):

@@ -18,7 +18,7 @@ import optree
 from .. import tree
 from ..collectives.codec import Node, Special, from_node, to_node, under
 from ..errors import CheckpointError
-from ..lowering.sharding import Layout
+from ..passes.copies.sharding import Layout
 from ..stage import Stage
 from ._pipe import Pipe
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.group import Group
+from ..engine.copies import Copies
 from ..errors import TransformError
-from ..lowering.sharding import Copies
 from ..tree import NAMESPACE, Tree
 
 #: Devices that have float64; elsewhere boards are float32.

@@ -13,7 +13,7 @@ import fpipe
 from fpipe import devices
 from fpipe.collectives.local import LocalGroup
 from fpipe.errors import GroupError
-from fpipe.lowering.weaving import estimates
+from fpipe.passes.weaving import estimates
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 import fpipe
 from common import layer, squared
 from fpipe.engine.debugging import check_leaks
-from fpipe.engine.registers import Registers
+from fpipe.lowering.instructions import Registers
 
 WIDTH, PARTS = 3, 4
 SEEN: list[str] = []
@@ -553,7 +553,7 @@ def test_debug_is_a_flag_and_a_context():
 
 def test_debug_finds_what_a_run_forgot_to_free():
     plan = piped().plan(PARAMS, X, T)[0]
-    registers = Registers.empty(plan.slots, None)
+    registers = Registers([None] * plan.slots, None)
     check_leaks(plan, registers)
     forgotten = next(
         s for s in range(plan.slots) if s not in {*plan.feeds.values(), *plan.results.values()}
@@ -561,7 +561,7 @@ def test_debug_finds_what_a_run_forgot_to_free():
     registers.slots[forgotten] = X
     with pytest.raises(fpipe.FpipeError, match=rf"slots \[{forgotten}\]"):
         check_leaks(plan, registers)
-    registers = Registers.empty(plan.slots, None)
+    registers = Registers([None] * plan.slots, None)
     registers.receives[1, 0] = None  # type: ignore[assignment]
     with pytest.raises(fpipe.FpipeError, match=r"receives \[\(1, 0\)\]"):
         check_leaks(plan, registers)

@@ -24,7 +24,7 @@ from fpipe.collectives.group import Done
 from fpipe.collectives.local import LocalGroup
 from fpipe.engine.execute import WATCH
 from fpipe.lowering.plan import Plan
-from fpipe.lowering.sharding import Layout
+from fpipe.passes.copies.sharding import Layout
 from schedule_table import TABLE
 
 WIDTH, MICROBATCHES, ROWS = 8, 4, 2  # of the first, microbatches a copy, rows of each
@@ -387,8 +387,8 @@ def kinds(plan: Plan) -> list[tuple[str, int]]:
     """The instructions of copies, and the stages of programs, in order."""
     out = []
     for ins in plan.instructions:
-        if ins.share is not None:
-            out.append((ins.kind, ins.share.stage))
+        if getattr(ins.op, "share", None) is not None:
+            out.append((ins.kind, getattr(ins.op, "share", None).stage))
         elif ins.program is not None and ins.action is not None and ins.kind in "FBIW":
             out.append((ins.kind, ins.action.stage))
     return out
@@ -411,9 +411,9 @@ def test_every_stage_is_reduced_once(name: str):
     for plan in plans(name).values():
         seen = [ins.kind for ins in plan.instructions]
         stages = [
-            ins.share.stage
+            getattr(ins.op, "share", None).stage
             for ins in plan.instructions
-            if ins.kind == "REDUCE" and ins.share is not None
+            if ins.kind == "REDUCE" and getattr(ins.op, "share", None) is not None
         ]
         assert len(stages) == len(set(stages)) == 2
         shared = [place for place, kind in enumerate(seen) if kind == "SUM"]

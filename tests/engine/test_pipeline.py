@@ -792,12 +792,12 @@ def test_a_skip_goes_straight_from_its_maker_to_its_user(
     """
     plan = piped(TREES["skip"], "GPipe", 4).plan(params, x, t)
     sent = {
-        (r, ins.peer): 0 for r in range(4) for ins in plan[r].instructions if ins.kind == "SEND"
+        (r, ins.op.peer): 0 for r in range(4) for ins in plan[r].instructions if ins.kind == "SEND"
     }
     for rank in range(4):
         for ins in plan[rank].instructions:
             if ins.kind == "SEND":
-                sent[rank, ins.peer] += len(ins.reads)
+                sent[rank, ins.op.peer] += len(ins.reads)
     once = dict.fromkeys([(0, 1), (1, 2), (2, 3), (0, 3), (3, 2), (2, 1), (1, 0), (3, 0)], PARTS)
     assert sent == once
 
@@ -820,8 +820,10 @@ def test_sends_and_receives_have_one_order(x: Tensor):
         plan = piped([layer] * count, name, 4, microbatches=2).plan(params, x, x)
         for a in range(4):
             for b in range(4):
-                sends = [i.specs for i in plan[a].instructions if i.kind == "SEND" and i.peer == b]
+                sends = [
+                    i.op.specs for i in plan[a].instructions if i.kind == "SEND" and i.op.peer == b
+                ]
                 receives = [
-                    i.specs for i in plan[b].instructions if i.kind == "WAIT" and i.peer == a
+                    i.op.specs for i in plan[b].instructions if i.kind == "WAIT" and i.op.peer == a
                 ]
                 assert sends == receives, (name, a, b)

@@ -18,7 +18,8 @@ from common import layer, squared
 from fpipe import Schedule, testing
 from fpipe.collectives.group import Group
 from fpipe.engine.arguments import Call
-from fpipe.lowering.plan import Instruction, Plan
+from fpipe.lowering.instructions import Instruction
+from fpipe.lowering.plan import Plan
 
 WIDTH = 2
 
@@ -97,21 +98,23 @@ def lowered(plan: Plan) -> Lowered:
 
 
 def _line(ins: Instruction) -> Line:
-    action = "" if ins.action is None else str(ins.action)
-    if ins.kind in "FBIW" and ins.action is not None and ins.stage > ins.action.stage:
+    action, op = "" if ins.action is None else str(ins.action), ins.op
+    share = getattr(op, "share", None)
+    if ins.kind in "FBIW" and ins.action is not None and op.stage > ins.action.stage:
         action = f"loss {ins.kind}{ins.action.microbatch}"
     return Line(
         ins.kind,
         action,
-        ins.peer,
-        ins.number,
+        getattr(op, "peer", -1),
+        getattr(op, "count", getattr(op, "number", -1)),
         ins.reads,
         tuple(slot for slot in ins.writes if slot >= 0),
         ins.frees,
-        ins.how,
-        tuple(spec.bytes for spec in ins.specs),
-        -1 if ins.share is None else ins.share.stage,
-        ins.share is not None and ins.share.gradients,
+        getattr(op, "how", ()),
+        tuple(spec.bytes for spec in getattr(op, "specs", ()))
+        or tuple(aval.nbytes for aval in getattr(op, "sums", ())),
+        -1 if share is None else share.stage,
+        share is not None and share.gradients,
     )
 
 

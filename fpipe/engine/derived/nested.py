@@ -20,6 +20,7 @@ from ... import tree
 from ...actions.action import unit
 from ...devices import drawn
 from ...errors import ActionError, FpipeError, StageError
+from ...lowering.instructions import numbered, seed_of
 from ...programs.carries import of_slice
 from ...programs.explain import where, write_error
 from ...programs.internals import versions
@@ -30,7 +31,6 @@ from ...tree import Tree
 from ..arguments import Call
 from ..config import Config, Loss, tied_leaves
 from ..microbatches import Microbatches, Parts, joined
-from ..steps import numbered, seed_of
 from .variants import Chosen
 
 

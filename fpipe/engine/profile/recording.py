@@ -23,11 +23,9 @@ from ...actions.action import Action, plain
 from ...actions.action_kinds import OPS
 from ...collectives.group import Group, Pending
 from ...errors import FpipeError
-from ...lowering.plan import Instruction
+from ...lowering.instructions import Instruction, Recv, Registers, Send, StepFn, Wait
 from ...tree import Spec
 from ..execute import WATCH, Executable
-from ..registers import Registers
-from ..steps import StepFn
 
 _BESIDE = re.compile(f"with ([0-9]+)([{OPS}])([0-9]+)")
 _QUESTIONS = 12
@@ -112,11 +110,14 @@ class Log(NamedTuple):
         times = zip(*map(self.clock.seconds, marks), strict=True)
         for index, (start, end) in enumerate(times, self.first):
             ins = plan.instructions[index]
-            nbytes = sum(spec.bytes for spec in ins.specs) if ins.kind == "SEND" else 0
+            op, nbytes = ins.op, 0
+            if isinstance(op, Send):
+                nbytes = sum(spec.bytes for spec in op.specs)
+            peer = op.peer if isinstance(op, (Send, Recv)) else -1
             label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
             beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
             events.append(
-                Event(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside)
+                Event(ins.kind, ins.action, start, end, peer, numbers[index], nbytes, beside)
             )
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
 
@@ -127,10 +128,11 @@ def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
     """
     sent: dict[int, Iterator[int]] = defaultdict(count)
     for ins in instructions:
-        if ins.kind == "SEND" and ins.action is not None:
-            yield next(sent[ins.peer])
+        op = ins.op
+        if isinstance(op, Send) and ins.action is not None:
+            yield next(sent[op.peer])
         else:
-            yield ins.number if ins.kind == "WAIT" and ins.share is None else -1
+            yield op.number if isinstance(op, Wait) else -1
 
 
 @contextmanager

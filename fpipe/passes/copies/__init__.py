@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a pipeline on other data (``dp=``): gradients reduced, tensors cut into parts (ZeRO)."""
+"""Copies of a pipeline on other data (``dp=``): sums of gradients, tensors in parts (ZeRO)."""

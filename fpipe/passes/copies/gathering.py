@@ -17,12 +17,13 @@ from itertools import count
 import torch
 
 from ...actions.action import Action
+from ...engine.copies import Copies
 from ...lowering.builder import Builder
 from ...lowering.instructions import Instruction
 from ...lowering.keys import Grad, Key, grad, inputs, param, reduced_grad, whole_param
 from ...lowering.plan import Feature, LoweringInput
 from .instructions import Landed, Reduce, Reshard, Unshard
-from .sharding import Copies, Layout, Share
+from .sharding import Layout, Share
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,10 @@ def _reads_shards(feature: OfCopies, job: LoweringInput, action: Action) -> bool
     """Whether an action reads parameters that are sharded."""
     if not feature.copies.cut:
         return False
-    programs, leaves = job.kind(action.microbatch).programs[action.stage], feature.leaves(action.stage)
+    programs, leaves = (
+        job.kind(action.microbatch).programs[action.stage],
+        feature.leaves(action.stage),
+    )
     program = {"F": programs.f, "B": programs.b, "I": programs.i, "W": programs.w}[action.op]
     named = inputs(programs)
     return any(

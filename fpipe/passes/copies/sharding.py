@@ -18,97 +18,13 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...collectives.group import Group, part_of
+from ...collectives.group import part_of
+from ...engine.copies import Copies
 from ...errors import StageError
 
 #: Kernels may take another way, and so round otherwise, where memory is not aligned as an
 #: allocation is.
 _ALIGNED = 64
-
-
-@dataclass(frozen=True)
-class Copies:
-    """How the copies of a pipeline work together; the arguments ``dp=``, ``zero=``, ... of
-    ``fpipe.pipeline``.
-    """
-
-    group: Group
-    zero: int = 0
-    dtype: torch.dtype | None = None  # in which gradients are reduced
-    bucket: int = 1 << 25  # bytes, at most, but for a leaf that is larger
-    unsharded: int = 2  # stages held whole at once, with zero=3
-    mean: bool = True
-    own: tuple[
-        str, ...
-    ] = ()  # names of leaves that are not copies: each copy has its own, as of experts
-
-    def __post_init__(self) -> None:
-        if self.zero not in (0, 1, 2, 3):
-            raise StageError(
-                f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the "
-                "gradients too and 3 "
-                "the parameters too"
-            )
-        if len(self.group.here) != 1:
-            raise StageError(
-                f"dp={self.group!r} has {len(self.group.here)} ranks in this process; a copy of "
-                "the pipeline is one "
-                "process or more: give the group that fpipe.init(dp=...) has as .dp"
-            )
-        if self.bucket < 1 or self.unsharded < 1:
-            raise StageError(
-                f"bucket_bytes={self.bucket}, unsharded={self.unsharded}; both must be 1 at least"
-            )
-
-    @classmethod
-    def of(cls, group: Group | None, zero: int, *rest: Any) -> Copies | None:
-        """What the arguments ask for; ``None`` without a group of copies."""
-        if group is None and zero:
-            raise StageError(
-                f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has "
-                "as .dp"
-            )
-        return None if group is None else cls(group, zero, *rest)
-
-    @property
-    def part(self) -> int:
-        """Which copy this process belongs to."""
-        return self.group.here[0]
-
-    @property
-    def description(self) -> str:
-        """What must be equal on every process."""
-        return (
-            f"{self.group.size} of them, zero={self.zero}, reduced in "
-            f"{self.dtype or 'the dtype of gradients'}, "
-            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, "
-            f"{'mean' if self.mean else 'sum'}, own={self.own}"
-        )
-
-    @property
-    def cut(self) -> bool:
-        """Whether parameters come, and gradients go, in parts."""
-        return self.zero > 0
-
-    def total(self, value: Tensor) -> Tensor:
-        """A number's sum over the copies, in its own dtype where the device has that."""
-        device = self.group.device(self.part)
-        dtype = value.dtype if device.type in ("cpu", "cuda") else torch.float32
-        return self.group.all_reduce(value.to(device, dtype)).to(value.device, value.dtype)
-
-    def average(self, value: Tensor) -> Tensor:
-        """What copies' losses are together: their mean, or their sum where each has been weighed
-        already.
-        """
-        return self.group.all_reduce(value, "mean" if self.mean else "sum")
-
-    def divided(self, value: Tensor) -> Tensor:
-        """A gradient that no other copy has a part in, as one of the mean of the copies' losses."""
-        return value / self.group.size if self.mean else value
-
-    def layout(self, leaves: Sequence[Any], trained: Sequence[bool | None]) -> Layout:
-        """The layout of a stage's leaves; ``None`` for one that is not shared."""
-        return Layout.of(leaves, trained, self.part, self.group.size, self.bucket)
 
 
 class Bucket(NamedTuple):
@@ -340,9 +256,13 @@ class Shares:
     def cut(self, stage: int, value: Any, frozen: Sequence[str]) -> Any:
         """This process's part of one stage's whole tree, whose layout is known from then on."""
         leaves, spec = tree.flatten(value)
-        layout = self.copies.layout(leaves, self.flags(stage, value, frozen))
+        layout = self._layout(leaves, self.flags(stage, value, frozen))
         self.layouts[stage] = spec, layout
         return tree.unflatten(spec, layout.cut(leaves))
+
+    def _layout(self, leaves: Sequence[Any], trained: Sequence[bool | None]) -> Layout:
+        copies = self.copies
+        return Layout.of(leaves, trained, copies.part, copies.group.size, copies.bucket)
 
     def join(self, stage: int, value: Any) -> Any:
         """One stage's whole tree from everybody's parts; every copy must call this in one order."""
@@ -393,7 +313,7 @@ class Shares:
         and their layout.
         """
         if not self.copies.cut:
-            return list(leaves), self.copies.layout(leaves, self.flags(stage, value, frozen))
+            return list(leaves), self._layout(leaves, self.flags(stage, value, frozen))
         layout = self.check(stage, leaves)
         pairs = zip(leaves, layout.shapes, strict=True)
         return [

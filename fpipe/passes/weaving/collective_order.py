@@ -43,9 +43,7 @@ class Starts(NamedTuple):
     plain: tuple[Sign, ...]
 
 
-def in_one_order(
-    inputs: Mapping[int, LoweringInput], known: Mapping[int, Plan]
-) -> dict[int, Plan]:
+def in_one_order(inputs: Mapping[int, LoweringInput], known: Mapping[int, Plan]) -> dict[int, Plan]:
     """The plans of the ranks of this process, with one order of collectives on every communicator.
 
     ``known`` are plans that need not be made.
@@ -97,7 +95,9 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     started = (
         c
         for source in inputs.values()
-        if any(isinstance(each, Weaving) and each.overlap.how == "weave" for each in source.features)
+        if any(
+            isinstance(each, Weaving) and each.overlap.how == "weave" for each in source.features
+        )
         for kind in source.kinds
         for programs in kind.programs.values()
         if not programs.compiled

@@ -16,13 +16,13 @@ from typing import Any
 
 from ...actions.action import Action, AnyAction, Fused
 from ...errors import WeaveError
-from ...programs.graphs import Held
-from ...programs.program import Program
-from ...programs.stage_programs import Programs
 from ...lowering.builder import Builder, Piece
 from ...lowering.instructions import Instruction, Run
 from ...lowering.keys import CALLERS, inputs
 from ...lowering.plan import Feature, Plan
+from ...programs.graphs import Held
+from ...programs.program import Program
+from ...programs.stage_programs import Programs
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
@@ -132,7 +132,7 @@ def _segments(on: _OnRank, action: AnyAction, coarse: bool) -> Iterator[tuple[Pi
 def _reason(on: _OnRank, action: AnyAction, position: int, carries: bool) -> str:
     """Why a fused action is not woven; "" where it is."""
     job, how = on.builder.job, on.overlap.how
-    refused = job.overlap.refused.get((on.builder.rank, position))
+    refused = on.overlap.refused.get((on.builder.rank, position))
     if refused:
         return refused
     if job.strict:
@@ -152,9 +152,7 @@ def _reason(on: _OnRank, action: AnyAction, position: int, carries: bool) -> str
     return ""
 
 
-def _weave(
-    on: _OnRank, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]
-) -> Weave:
+def _weave(on: _OnRank, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]) -> Weave:
     """The weave of some segments; one for all actions that have the same."""
     key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
     weaves, overlap = on.known, on.overlap

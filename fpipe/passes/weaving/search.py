@@ -44,7 +44,7 @@ def weave(
     ``sizes`` maps a value to its storage and the bytes of that. The default of the bound is the
     peak of the lines one after the other plus all transfers.
 
-    >>> from fpipe.lowering.weaving.weave import Transfer
+    >>> from fpipe.passes.weaving.weave import Transfer
     >>> a2a = Transfer("y", "all_to_all", "ep", 50)
     >>> first = Task(0, "dispatch", 10, writes=("y",), starts=(a2a,)), Task(0, "experts", 10,
     ...     ("y",), waits=("y",))

@@ -349,6 +349,8 @@ class Overlap:
     @classmethod
     def of(cls, option: Any) -> Overlap:
         """From the user's option: a name, a function, or a weave as data."""
+        if isinstance(option, Overlap):
+            return option
         if option in ("weave", "sequential"):
             return cls(option)
         if isinstance(option, Weave):

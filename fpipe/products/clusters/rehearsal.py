@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from ... import tree
+from ...actions.product import feature
 from ...collectives.local import LocalGroup
 from ...engine.arguments import Call
+from ...engine.copies import Copies
 from ...engine.pipeline import Pipeline
 from ...engine.prepare import lowering_inputs, traced_in_turn
-from ...lowering.lower import lower
+from ...lowering.builder import lower
+from ...lowering.instructions import Recv, Send
 from ...lowering.plan import Plan
-from ...lowering.sharding import Copies, Shares
 from ...programs.spent import Spent, measured, timed
-from ...tree import Spec, Tree
+from ...tree import Tree
 
 
 class _Apart(LocalGroup):
@@ -49,12 +51,12 @@ class Rehearsed:
     @property
     def received(self) -> tuple[int, int]:
         """Messages from other ranks, and their bytes."""
-        return _messages(self.plan, "RECV")
+        return _messages(self.plan, Recv)
 
     @property
     def sent(self) -> tuple[int, int]:
         """Messages to other ranks, and their bytes."""
-        return _messages(self.plan, "SEND")
+        return _messages(self.plan, Send)
 
 
 def rehearse(
@@ -85,7 +87,7 @@ def rehearse(
     if copies > 1:
         config = replace(config, copies=Copies(_Apart(copies, copies=True), zero))
         assert config.copies is not None
-        shares = Shares(config.copies)
+        shares = feature("copies.sharding").Shares(config.copies)
         if zero:
             params = [shares.cut(stage, each, config.frozen) for stage, each in enumerate(params)]
     request = Call.of(config, "grad", params, x, targets, {}).request(shares)
@@ -101,11 +103,9 @@ def rehearse(
     return {rank: Rehearsed(plan, held[rank]) for rank, plan in plans.items()}, sum(spent, Spent())
 
 
-def _messages(plan: Plan, kind: str) -> tuple[int, int]:
-    steps = [step for step in plan.steps if step.kind == kind]
-    return len(steps), sum(
-        spec.bytes for step in steps for spec in step.avals if isinstance(spec, Spec)
-    )
+def _messages(plan: Plan, kind: type[Recv] | type[Send]) -> tuple[int, int]:
+    ops = [ins.op for ins in plan.instructions if type(ins.op) is kind]
+    return len(ops), sum(spec.bytes for op in ops for spec in op.specs)
 
 
 def _bytes(params: Tree) -> int:

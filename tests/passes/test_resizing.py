@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.lowering import collective_order
-from fpipe.lowering.lower import lower
+from fpipe.lowering.builder import lower
+from fpipe.passes.sizes import resizing
 from schedule_table import TABLE, Case
 
 D = 4
@@ -45,14 +45,14 @@ def params(stages: int) -> list[Any]:
 def reused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each plan that had a predecessor, whether it reuses it."""
     found: list[bool] = []
-    resized = collective_order.resized
+    resized = resizing.resized
 
     def noted(*args: Any) -> Any:
         plan = resized(*args)
         found.append(plan is not None)
         return plan
 
-    monkeypatch.setattr(collective_order, "resized", noted)
+    monkeypatch.setattr(resizing, "resized", noted)
     return found
 
 
@@ -62,7 +62,7 @@ def compare(pipe: fpipe.Pipeline) -> None:
         for rank, plan in cached.prepared.plans.items():
             alone = lower(cached.prepared.inputs[rank], rank)
             assert plan == alone
-            assert plan.steps == alone.steps
+            assert plan.keyed == alone.keyed
             assert plan.curve == alone.curve
 
 

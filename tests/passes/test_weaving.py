@@ -18,10 +18,10 @@ from collective_stages import WIDTH, all_collectives, moe_stage, parameters
 from common import same, squared
 from fpipe import WeaveError
 from fpipe.errors import GroupError, MismatchError
-from fpipe.lowering.collective_order import Starts, conflicts
-from fpipe.lowering.weaving.search import weave
-from fpipe.lowering.weaving.segments import segments_of
-from fpipe.lowering.weaving.weave import Memory, Task, Transfer, Weave, by_hand, play
+from fpipe.passes.weaving.collective_order import Starts, conflicts
+from fpipe.passes.weaving.search import weave
+from fpipe.passes.weaving.segments import segments_of
+from fpipe.passes.weaving.weave import Memory, Task, Transfer, Weave, by_hand, play
 from sample import also
 from storage_meter import peak_bytes
 
