@@ -53,7 +53,7 @@ class OfCopies(Feature):
 
 class _OnRank(Feature):
     def __init__(self, of: OfCopies, builder: Builder):
-        self.of, self.out, self.added = of, builder.out, builder.added
+        self.of, self.builder = of, builder
         self.steps = _steps(of, builder.job, builder.rank, builder.added)
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
@@ -61,13 +61,17 @@ class _OnRank(Feature):
         return whole_param(stage, leaf) if sharded else None
 
     def before(self) -> None:
-        self.out += next(self.steps)
+        self._emit()
+
+    def _emit(self) -> None:
+        out = self.builder.out
+        out += next(self.steps)
 
     def finish(self) -> None:
-        self.out += next(self.steps)
+        self._emit()
 
     def results(self, keys: Iterable[Key]) -> list[Key]:
-        reduces = (ins.op for ins in self.out if isinstance(ins.op, Reduce))
+        reduces = (ins.op for ins in self.builder.out if isinstance(ins.op, Reduce))
         leaves = {(op.share.stage, leaf) for op in reduces for leaf in op.share.leaves}
         kept = {*keys} - {grad(*leaf) for leaf in leaves}
         return [*kept, *(reduced_grad(*leaf) for leaf in leaves)]
