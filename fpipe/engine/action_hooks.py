@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from ..errors import WeaveError
+from ..lowering.instructions import Registers, Run, StepFn
 from .execute import WATCH, Executable
-from .registers import Registers
-from .steps import StepFn
 
 #: A function of the text of an action, as "1F0", and of a function that runs it.
 ActionHook: TypeAlias = Callable[[str, Callable[[], None]], object]
@@ -39,9 +38,9 @@ def around_actions(hook: ActionHook) -> Iterator[None]:
     def watch(bound: Executable, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
         hooked = []
         for step, ins in zip(steps, bound.plan.instructions[first:], strict=False):
-            action, program = ins.action, ins.program
-            runs = action is not None and program is not None and not program.label
-            if runs and ins.stage == action.stage:
+            action, op = ins.action, ins.op
+            runs = action is not None and isinstance(op, Run) and not op.program.label
+            if runs and op.stage == action.stage:
                 step = _through(hook, step, str(action))
             hooked.append(step)
         return hooked

@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from .. import tree
 from ..errors import StageError
-from ..lowering.instructions import add_each
 from ..stage import Stage, keyword_only
 from ..tree import Tree
 from .module_function import ModuleFunction, changing_buffers, tensors_of

@@ -151,7 +151,7 @@ class Builder:
         if role == "grad":
             return grad(stage, leaf)
         if role == "state":
-            start = [(State(stage, i), None) for i in range(programs.counts[3])]
+            start: list[Key] = [(State(stage, i), None) for i in range(programs.counts[3])]
             return self.state.setdefault(stage, start)[leaf]
         graph = self.job.kind(mb).graph
         if role in ("x", "cotangent") and stage < self.job.stages:

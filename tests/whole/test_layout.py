@@ -58,23 +58,27 @@ PACKAGES = {
     "lowering": Entry(
         "schedule + programs -> the instructions of one rank",
         "tensors, backends",
-        "actions collectives errors programs schedule tree",
+        "actions collectives devices programs schedule tree",
     ),
     "engine": Entry(
         "one call: configuration, preparation, feed, loop, results",
         "names of schedules, kinds of backends",
         "actions collectives devices errors generators lowering programs schedule stage tree",
     ),
-    "passes": Entry("features that most pipelines do not use", "products", ""),
+    "passes": Entry(
+        "features that most pipelines do not use",
+        "products",
+        "actions collectives engine errors lowering programs tree",
+    ),
     "transforms": Entry(
         "gradient transforms, (init, update)",
         "schedules",
-        "collectives errors lowering programs tree",
+        "collectives engine errors programs tree",
     ),
     "saving": Entry(
         "checkpoints, whole weights",
         "how a pipeline runs",
-        "actions collectives errors lowering stage tree",
+        "actions collectives engine errors passes stage tree",
     ),
     "testing": Entry(
         "fake groups, conformance suite", "schedules, programs", "collectives errors tree"
@@ -133,6 +137,7 @@ PRIVATE_TORCH = {
     },
     "programs.internals": {
         "_ops",
+        "_c10d_functional",
         "_op",
         "_opname",
         "_overloadname",
@@ -267,15 +272,15 @@ def test_heart_does_not_grow():
     )
     assert done.returncode == 0, done.stderr
     heart = json.loads(done.stdout)
-    assert heart["count"] <= 78
-    assert heart["tokens"] <= 106_900
+    assert heart["count"] <= 68
+    assert heart["tokens"] <= 90_500
     assert heart["run"] / heart["lines"] >= 0.23
 
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 382_600
-    assert tokens / lines <= 9.34  # what was deleted last had fewer tokens a line
+    assert tokens <= 376_000
+    assert tokens / lines <= 9.5
     assert PACKAGE.total("anys") <= 1_250
 
 
@@ -283,7 +288,7 @@ def test_no_regression():
     """Figures of the whole package that were reached once; ``python tests/helpers/structure.py``
     prints them.
     """
-    assert PACKAGE.levels <= 8
+    assert PACKAGE.levels <= 10
     assert PACKAGE.total("group_getattrs") == 0
     # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver,
     # one its choices, one the members of a quorum, one the results of its copies, five what is
@@ -298,6 +303,17 @@ def test_licence_of_every_file():
     assert not wrong, f"the first line of {wrong} must be {SPDX!r}"
 
 
+#: Methods that overrides document once, in ``lowering``: of Op and Feature.
+INHERITED = {
+    node.name
+    for module in ("lowering.instructions", "lowering.plan")
+    for owner in MODULES[module].tree.body
+    if isinstance(owner, ast.ClassDef) and owner.name in ("Op", "Feature")
+    for node in owner.body
+    if isinstance(node, ast.FunctionDef)
+}
+
+
 def undocumented(name: str, module: Module) -> Iterator[str]:
     if not ast.get_docstring(module.tree):
         yield f"{name}: the module"
@@ -310,6 +326,7 @@ def undocumented(name: str, module: Module) -> Iterator[str]:
         for member in node.body if isinstance(node, ast.ClassDef) else ():
             if (
                 isinstance(member, kinds)
+                and not (node.bases and member.name in INHERITED)
                 and not member.name.startswith("_")
                 and not ast.get_docstring(member)
             ):
