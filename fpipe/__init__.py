@@ -43,10 +43,7 @@ _TABLE = {
     "engine.pipeline": "Pipeline",
     "engine.profile.profiling": "measure_costs profile",
     "engine.reduction": "weighted",
-    "saving.load": "load",
-    "saving.receive": "receive",
-    "saving.save": "save",
-    "saving.stream": "stream",
+    "saving": "load receive save stream",
     "schedule": "Action Fused Placement Schedule Slice",
     "actions.costs": "Costs",
     "actions.timeline": "Timeline",
@@ -112,10 +109,10 @@ if TYPE_CHECKING:
     from .products.training.quorum import quorum as quorum
     from .programs.stage_programs import Programs as Programs
     from .programs.trace_cache import trace as trace
-    from .saving.load import load as load
-    from .saving.receive import receive as receive
-    from .saving.save import save as save
-    from .saving.stream import stream as stream
+    from .saving import load as load
+    from .saving import receive as receive
+    from .saving import save as save
+    from .saving import stream as stream
     from .schedule import *
     from .stage import Stage as Stage
     from .stage import block as block

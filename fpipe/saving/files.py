@@ -16,7 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives.codec import is_dense
+from ..collectives.codec import from_bytes, is_dense, to_bytes
 from ..errors import CheckpointError
 
 _LENGTH = struct.Struct("<Q")
@@ -66,14 +66,14 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor to write: its name, dtype and shape, and a function that returns its bytes when it
-    is its turn.
+    """A tensor to write: its name, dtype and shape, and a function that returns it when it is its
+    turn.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    data: Callable[[], bytes | bytearray]
+    read: Callable[[], Tensor]
 
     @property
     def bytes(self) -> int:
@@ -82,14 +82,14 @@ class Entry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file that was written: bytes in all and of its header, hash of the header; by tensor first,
-    last byte, hash.
+    """A file that was written: its bytes and those of its header, the hash of the header, and of
+    each tensor first byte, end and hash.
     """
 
     size: int
     header: int
     sha256: str
-    pieces: tuple[tuple[int, int, str], ...]
+    tensors: tuple[tuple[int, int, str], ...]
 
 
 # ---- writing ----
@@ -100,39 +100,34 @@ def write(
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
-        name, shape = _stored(entry)
-        rows[entry.name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + entry.bytes]}
+        dtype, shape = NAMES.get(entry.dtype, "F64"), list(entry.shape)
+        if entry.dtype is torch.complex128:
+            shape.append(2)
+        rows[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + entry.bytes]}
         at += entry.bytes
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes
     head = _LENGTH.pack(len(text)) + text
-    pieces, begin = [], len(head)
+    tensors, begin = [], len(head)
     with open(path, "xb") as file:
         file.write(head)
         for entry in entries:
-            raw = entry.data()
+            raw = to_bytes(entry.read())
             if len(raw) != entry.bytes:
                 raise CheckpointError(
                     f"{entry.name!r} has {len(raw)} bytes, and its shape {entry.bytes}"
                 )
             file.write(raw)
-            pieces.append((begin, begin + len(raw), hashlib.sha256(raw).hexdigest()))
+            tensors.append((begin, begin + len(raw), hashlib.sha256(raw).hexdigest()))
             begin += len(raw)
         file.flush()
         os.fsync(file.fileno())
-    return Written(begin, len(head), hashlib.sha256(head).hexdigest(), tuple(pieces))
-
-
-def _stored(entry: Entry) -> tuple[str, list[int]]:
-    """Dtype and shape as the header has them."""
-    if entry.dtype is torch.complex128:
-        return "F64", [*entry.shape, 2]
-    return NAMES[entry.dtype], list(entry.shape)
+    return Written(begin, len(head), hashlib.sha256(head).hexdigest(), tuple(tensors))
 
 
 # ---- reading ----
 @contextmanager
-def opened(folder: Path, name: str) -> Iterator[FileIO]:
+def opened(folder: Path, name: str) -> Iterator[BufferedReader]:
     """A regular file directly in a folder; CheckpointError for a link, a device, a path, or where
     there is none.
     """
@@ -151,7 +146,7 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
         raise CheckpointError(
             f"{folder / name}: {why}; use a complete copy of the checkpoint"
         ) from error
-    with os.fdopen(number, "rb", buffering=0) as file:
+    with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise CheckpointError(
                 f"{folder / name} is not a regular file; such a checkpoint is not read"
@@ -159,12 +154,12 @@ def opened(folder: Path, name: str) -> Iterator[FileIO]:
         yield file
 
 
-def size_of(file: FileIO) -> int:
+def size_of(file: BufferedReader) -> int:
     """The bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 
-def header(file: FileIO, what: str) -> tuple[dict[str, Header], bytes]:
+def header(file: BufferedReader, what: str) -> tuple[dict[str, Header], bytes]:
     """The tensors of a file by name, in the order of their data, and the bytes before the data.
 
     Raises CheckpointError for anything that safetensors does not allow: a header that is too long
@@ -212,23 +207,77 @@ def _entry(row: Any, start: int) -> Header:
     return Header(dtype, tuple(shape), start + begin, start + end)
 
 
-def exactly(file: FileIO, begin: int, count: int) -> bytearray:
+def exactly(file: BufferedReader, begin: int, count: int) -> bytearray:
     """Bytes of a file; ValueError where it is shorter."""
     if begin + count > size_of(file):
         raise ValueError(f"it ends before byte {begin + count}")
     raw = bytearray(count)
-    view, at = memoryview(raw), 0
     file.seek(begin)
-    while at < count:
-        read = file.readinto(view[at : at + _BLOCK])
-        if not read:
-            raise ValueError(f"it ends before byte {begin + count}")
-        at += read
+    if file.readinto(raw) != count:
+        raise ValueError(f"it ends before byte {begin + count}")
     return raw
 
 
+def hashed(
+    file: BufferedReader, begin: int, end: int, low: int = 0, high: int = 0
+) -> tuple[bytearray, str]:
+    """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, and the hash of all."""
+    digest, kept = hashlib.sha256(), bytearray(high - low)
+    for at in range(0, end - begin, _BLOCK):
+        block = exactly(file, begin + at, min(_BLOCK, end - begin - at))
+        digest.update(block)
+        first, last = max(low, at), min(high, at + len(block))
+        if first < last:
+            kept[first - low : last - low] = block[first - at : last - at]
+    return kept, digest.hexdigest()
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    folder: Path
+    file: str
+    header: Header
+
+    def __call__(self) -> Tensor:
+        """Read it."""
+        dtype, shape, begin, end = self.header
+        with opened(self.folder, self.file) as file:
+            return from_bytes(exactly(file, begin, end - begin), dtype, shape)
+
+    def entry(self, name: str) -> Entry:
+        """To write it under a name."""
+        return Entry(name, self.header.dtype, self.header.shape, self)
+
+
+def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
+    """The tensors of a safetensors file, or of those in a folder, by name; their data are not read.
+
+    Raises:
+        CheckpointError: if there are none, a file is no safetensors file, or two have a tensor of
+        one name.
+    """
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{place} is no safetensors file and no folder of such; formats with pickles are not "
+            "read"
+        )
+    tensors: dict[str, Stored] = {}
+    for path in files:
+        with opened(path.parent, path.name) as file:
+            for name, entry in header(file, str(path))[0].items():
+                if name in tensors:
+                    raise CheckpointError(
+                        f"{name!r} is in {tensors[name].file} and in {path.name}; remove one"
+                    )
+                tensors[name] = Stored(path.parent, path.name, entry)
+    return tensors
+
+
 def checked(
-    file: FileIO, begin: int, end: int, sha256: str, low: int, high: int
+    file: BufferedReader, begin: int, end: int, sha256: str, low: int, high: int
 ) -> bytearray | None:
     """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, all of which are read; None for
     another hash.
@@ -243,14 +292,6 @@ def checked(
         first, last = max(low - (at - begin), 0), min(high - (at - begin), len(block))
         found += block[first : max(first, last)]
     return found if digest.hexdigest() == sha256 else None
-
-
-def hashed(file: FileIO, begin: int, end: int) -> str:
-    """The hash of a range of a file."""
-    digest = hashlib.sha256()
-    for at in range(begin, end, _BLOCK):
-        digest.update(exactly(file, at, min(_BLOCK, end - at)))
-    return digest.hexdigest()
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:

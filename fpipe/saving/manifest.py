@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -36,8 +36,9 @@ _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _HEX = frozenset("0123456789abcdef")
 
 
-#: Passes groups of tensors on, and counts them.
-Track: TypeAlias = Callable[[list[list[Entry]]], Iterable[list[Entry]]]
+T = TypeVar("T")
+#: Passes the parts of some work on, and counts them.
+Track: TypeAlias = Callable[[list[T]], Iterable[T]]
 
 
 class Piece(NamedTuple):
@@ -204,10 +205,10 @@ class Manifest:
         """
         row = self.files[name]
         with opened(folder, name) as file:
-            if size_of(file) != row.size or hashed(file, 0, row.header) != row.sha256:
+            if size_of(file) != row.size or hashed(file, 0, row.header)[1] != row.sha256:
                 raise damaged(folder / name, "its size or header")
 
-    def faults(self, folder: Path, track: Any = iter) -> Iterator[str]:
+    def faults(self, folder: Path, track: Track[Any] = iter) -> Iterator[str]:
         """What differs between the files and the manifest; every byte is read."""
         for name in self.files:
             try:
@@ -218,35 +219,57 @@ class Manifest:
             for piece in leaf.pieces:
                 try:
                     with opened(folder, piece.file) as file:
-                        if hashed(file, piece.begin, piece.end) != piece.sha256:
+                        if hashed(file, piece.begin, piece.end)[1] != piece.sha256:
                             yield str(damaged(folder / piece.file, f"the data of {key!r}"))
                 except (CheckpointError, ValueError) as error:
                     yield f"{key!r}: {error}"
 
 
+class Span(NamedTuple):
+    """A tensor to write: elements ``first`` to ``last`` of a leaf."""
+
+    key: str
+    first: int
+    last: int
+    entry: Entry
+
+
+def write_spans(
+    folder: Path, process: int, spans: Iterable[Span], most: int, track: Track[Any] = iter
+) -> tuple[dict[str, File], dict[str, list[Piece]]]:
+    """Write tensors into files of at most ``most`` bytes, but for a larger tensor; the files, and
+    the pieces of leaves.
+    """
+    files, pieces = dict[str, File](), dict[str, list[Piece]]()
+    groups = list(grouped(spans, lambda span: span.entry.bytes, most))
+    for number, group in enumerate(track(groups)):
+        name = f"{process:05}-{number:05}.safetensors"
+        done = write(folder / name, [span.entry for span in group])
+        files[name] = File(done.size, done.header, done.sha256)
+        for (key, first, last, _), place in zip(group, done.tensors, strict=True):
+            pieces.setdefault(key, []).append(Piece(first, last, name, *place))
+    return files, pieces
+
+
 def from_entries(
-    folder: Path, entries: Sequence[Entry], most: int, track: Track = iter
+    folder: Path, entries: Sequence[Entry], most: int, track: Track[Any] = iter
 ) -> Manifest:
     """Write a checkpoint of parameters alone into a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty; write the checkpoint to a new folder")
-    files, leaves, slots = dict[str, File](), dict[str, Leaf](), dict[str, Node]()
-    for number, group in enumerate(track(list(grouped(entries, lambda entry: entry.bytes, most)))):
-        name = f"00000-{number:05}.safetensors"
-        done = write(
-            folder / name, [entry._replace(name=f"params/{entry.name}") for entry in group]
-        )
-        files[name] = File(done.size, done.header, done.sha256)
-        for entry, place in zip(group, done.pieces, strict=True):
-            piece = Piece(0, prod(entry.shape), name, *place)
-            leaves[f"params/{entry.name}"] = Leaf(
-                dtype_name(entry.dtype), entry.shape, True, (piece,)
-            )
-            slots[entry.name] = ["leaf", f"params/{entry.name}"]
-    manifest = Manifest(
-        {"params": ["stages", "params"]}, leaves, slots={"params": slots}, files=files
+    keys = {entry.name: f"params/{entry.name}" for entry in entries}
+    spans = (
+        Span(keys[entry.name], 0, prod(entry.shape), entry._replace(name=keys[entry.name]))
+        for entry in entries
     )
+    files, pieces = write_spans(folder, 0, spans, most, track)
+    leaves = {
+        keys[name]: Leaf(dtype_name(dtype), shape, True, tuple(pieces[keys[name]]))
+        for name, dtype, shape, _ in entries
+    }
+    slots = {"params": {name: ["leaf", key] for name, key in keys.items()}}
+    manifest = Manifest({"params": ["stages", "params"]}, leaves, slots=slots, files=files)
     manifest.write(folder)
     return manifest
 
@@ -275,3 +298,8 @@ def flush_folder(folder: Path) -> None:
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a complete checkpoint."""
     return (Path(folder) / NAME).is_file()
+
+
+def discard(folder: str | os.PathLike[str]) -> None:
+    """Make a checkpoint incomplete, if it is complete: the next one may be written there."""
+    (Path(folder) / NAME).unlink(missing_ok=True)

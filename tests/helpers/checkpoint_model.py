@@ -174,7 +174,7 @@ def steps(
 
 def by_name(pipe: Any, params: Any) -> dict[str, Tensor]:
     """Parameters by their names in the model: of any cut the same."""
-    from fpipe.saving.keys import Names
+    from fpipe.saving.leaf_names import Names
 
     names, found = Names(pipe), {}
     for stage in pipe.here:

@@ -27,8 +27,8 @@ from checkpoint_model import (
 )
 from common import same
 from fpipe import CheckpointError, testing
+from fpipe.saving.files import stored
 from fpipe.saving.manifest import Manifest
-from fpipe.saving.receive import stored
 from fpipe.transforms.norms import ClipState
 from fpipe.transforms.optimizers import AdamState
 
@@ -272,7 +272,7 @@ def _on_process(folder: Path) -> bool:
     with pytest.raises(CheckpointError, match="'rank' differs between processes"):
         fpipe.save(folder / "c", pipe, params=params, rank=alone.rank)
     with (
-        mock.patch("fpipe.saving.save._SEEN", 0.1),
+        mock.patch("fpipe.saving.writing._SEEN", 0.1),
         pytest.raises(CheckpointError, match=r"/d-0 and .* are two folde"),
     ):
         fpipe.save(folder / f"d-{alone.rank}", pipe, params=params)

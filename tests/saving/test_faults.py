@@ -235,7 +235,7 @@ def test_a_process_that_cannot_write_is_reported(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fpipe.saving.save.write", full)
+        patch.setattr("fpipe.saving.manifest.write", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             fpipe.save(tmp_path / "c", two(), params=weights())
     with pytest.raises(CheckpointError, match="no manifest"):
@@ -252,7 +252,7 @@ def test_a_failed_save_has_ended_when_it_is_reported(
     def full(*args: Any, **more: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fpipe.saving.save.write", full)
+    monkeypatch.setattr("fpipe.saving.manifest.write", full)
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         fpipe.save(tmp_path / "c", two(), params=weights())
@@ -269,7 +269,7 @@ def test_a_load_waits_for_the_save_of_its_folder(tmp_path: Path, monkeypatch: py
 
 
 ENDS = """
-import pathlib, sys, fpipe.saving.save as save
+import pathlib, sys, fpipe.saving.writing as save
 job = save._Job(pathlib.Path(sys.argv[1]), "0", 0, [0, 1], float("inf"), False)
 write = save._started(lambda: job.write([]), job.folder)
 save._started(lambda: job.complete(None, write), job.folder)

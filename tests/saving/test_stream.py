@@ -15,7 +15,7 @@ import fpipe
 from checkpoint_model import Layout, by_name, model, pipeline
 from common import same
 from fpipe import CheckpointError, Stage, testing
-from fpipe.saving.receive import stored
+from fpipe.saving.files import stored
 
 LAYOUTS = [
     Layout(8, "ZBV", 4),

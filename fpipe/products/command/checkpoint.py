@@ -12,8 +12,7 @@ import click
 
 from ...actions import progress
 from ...errors import CheckpointError
-from ...saving import hub
-from ...saving.manifest import Leaf, Manifest, from_entries, is_complete
+from ...saving import Leaf, Manifest, export_model, import_model, is_complete
 from .options import INVALID, Count, report_error
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -122,9 +121,9 @@ def convert(path: Path, out: Path, tree: str, shard: int) -> None:
     model = is_complete(path)
     with progress(f"writing {out}") as track:
         if model:
-            hub.export_model(path, out, tree, shard, track)
+            export_model(path, out, tree, shard, track)
         else:
-            from_entries(out, hub.entries(hub.model_files(path)), shard, track)
+            import_model(path, out, shard, track)
     click.echo(
         f"wrote {out}"
         + ("; from_pretrained needs the config.json of the model there too" if model else "")

@@ -24,9 +24,7 @@ import torch
 from ...engine.gradients import check_pipeline, value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
-from ...saving._pipe import axes
-from ...saving.load import load
-from ...saving.save import Saving, save
+from ...saving import Saving, groups_of, load, save
 from ...transforms import Transform, apply_updates
 from ...transforms.finite import LossScaleState
 from ...tree import flatten, unflatten
@@ -119,7 +117,7 @@ class Loop:
             )
         if self.pipe.config.loss is None:
             raise StageError("the pipeline has no loss; give one with a loss")
-        if self.quorum is not None and len(axes(self.pipe)) > 1:
+        if self.quorum is not None and len(groups_of(self.pipe)) > 1:
             raise UnsupportedError(
                 "Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out"
             )
@@ -175,7 +173,7 @@ class Loop:
 
     @property
     def _first(self) -> bool:
-        return self._leads and all(0 in axis.here for axis in axes(self.pipe))
+        return self._leads and all(0 in axis.here for axis in groups_of(self.pipe))
 
     @property
     def _leads(self) -> bool:
@@ -380,7 +378,7 @@ class Loop:
     def _stops(self, signalled: bool) -> bool:
         """Whether a process got a signal: all of them stop after the same step."""
         flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
-        for axis in axes(self.pipe):
+        for axis in groups_of(self.pipe):
             flag = axis.all_reduce(flag, "max")
         return bool(flag.item())
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ...engine.pipeline import Pipeline
 from ...errors import CheckpointError
-from ...saving._pipe import axes, folder_of, folders_of, is_first
-from ...saving.manifest import NAME, is_complete
+from ...saving import discard, folder_of, folders_of, groups_of, is_complete, is_first
 
 _FOLDER = re.compile(r"step-(\d{9,})")
 
@@ -60,7 +59,7 @@ class RunFolder(NamedTuple):
         """
         steps = self.complete()
         row = (steps[-1], "") if steps else (-1, self._of_others())
-        for axis in axes(self.pipe):
+        for axis in groups_of(self.pipe):
             row = axis.gather_objects(row)[0]
         step, others = row
         if others:
@@ -80,7 +79,7 @@ class RunFolder(NamedTuple):
         for later in self.steps():
             part = folder_of(self.of(later), self.pipe)
             if later > step and part != self.of(later):
-                (part / NAME).unlink(missing_ok=True)
+                discard(part)
 
     def _of_others(self) -> str:
         """A complete checkpoint that was written with another ``tp=``; empty text if there is
@@ -101,7 +100,7 @@ class RunFolder(NamedTuple):
         for step in complete[:-keep]:
             if not keep_every or step % keep_every:
                 for folder in folders_of(self.of(step), self.pipe):
-                    (folder / NAME).unlink()  # from here on it is incomplete
+                    discard(folder)  # from here on it is incomplete
         for step in set(self.steps()) - set(self.complete()):
             if complete and step < complete[-1]:  # a later one may be under way
                 shutil.rmtree(self.of(step))

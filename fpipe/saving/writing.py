@@ -20,18 +20,18 @@ from concurrent.futures import wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ..actions.progress import progress
 from ..collectives.codec import from_bytes, to_bytes
 from ..errors import CheckpointError
-from ._pipe import Pipe, agree, everyone, folder_of, is_first, writer_of
-from .collect import Holding, Place, collect, merged
-from .files import Entry, grouped, write
-from .keys import Names
-from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
+from ..tree import Tree
+from ._processes import Pipe, agree, everyone, folder_of, is_first, writer_of
+from .collect import Facts, Place, collect, merged
+from .leaf_names import Names
+from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete, write_spans
 
 T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
@@ -42,8 +42,6 @@ _LAST = 2.0  #: seconds for the lists of other processes after the program has e
 _OURS = re.compile(
     r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part"
 )
-#: Names of trees that would be taken for arguments of ``load``.
-RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Saving:
 
     path: Path
     pipe: Pipe
-    written: Future[str]
+    written: Future[None]
     completed: Future[None] | None
 
     def done(self) -> bool:
@@ -66,24 +64,23 @@ class Saving:
             CheckpointError: on every process, if one could not write its part, or tied leaves
             differ.
         """
+        completed = self.completed
         try:
-            agree(self.pipe, lambda: self.written.result())
+            agree(self.pipe, self.written.result)
         except CheckpointError:
-            if (
-                self.completed is not None
-            ):  # it reads the lists, which the next save to this folder removes
-                futures_wait([self.completed], timeout=_LAST)
+            if completed is not None:  # it reads lists that the next save to this folder removes
+                futures_wait([completed], timeout=_LAST)
             raise
-        agree(self.pipe, lambda: None if self.completed is None else self.completed.result())
+        agree(self.pipe, lambda: None if completed is None else completed.result())
 
 
 def save(
     path: str | os.PathLike[str],
     pipe: Pipe,
     *,
-    params: Sequence[Any] | None = None,
+    params: Sequence[Tree] | None = None,
     wait: bool = True,
-    **more: Any,
+    **more: Tree,
 ) -> Saving:
     """Write a checkpoint that any other layout of the same model can load; every process calls it.
 
@@ -125,21 +122,24 @@ def save(
 
 
 def _start(
-    folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping[str, Any], wait: bool
+    folder: Path, pipe: Pipe, params: Sequence[Tree] | None, more: Mapping[str, Tree], wait: bool
 ) -> Saving:
     """Collect, agree on what is written, and start the threads."""
-    holding, token = agree(
-        pipe, lambda: (_collected(Names(pipe), params, more), secrets.token_hex(8))
-    )
-    facts = everyone(pipe, holding.facts())
-    total = agree(pipe, lambda: merged(facts))
-    token = _agreed_token(pipe, token)
+    holding = agree(pipe, lambda: collect(Names(pipe), params, more))
+    rows = everyone(pipe, json.dumps(holding.facts))
+    facts = agree(pipe, lambda: merged(rows))
+    number = _number(pipe)
+    rows = everyone(pipe, json.dumps([number, secrets.token_hex(8)]))
+    processes = dict(sorted(json.loads(row) for row in rows))
+    token = processes[0]
     agree(pipe, lambda: _prepare(folder, token) if is_first(pipe) else None)
     _check_shared(folder, pipe, token)
-    job = _Job(folder, token, _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
-    rows = [_Host.of(place, copied=not wait) for place in holding.places]
-    written = _started(lambda: job.write(rows), folder)
-    completed = _started(lambda: job.complete(total, written), folder) if is_first(pipe) else None
+    job = _Job(folder, token, number, tuple(processes), pipe.group.timeout, shown=wait)
+    places = holding.places
+    if not wait:
+        places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
+    written = _started(lambda: job.write(places), folder)
+    completed = _started(lambda: job.complete(facts, written), folder) if is_first(pipe) else None
     return Saving(folder, pipe, written, completed)
 
 
@@ -159,15 +159,13 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
     return future
 
 
-def _collected(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any]) -> Holding:
-    wrong = RESERVED & more.keys()
-    if wrong:
-        raise CheckpointError(
-            f"{min(wrong)!r} is an argument of load; save the tree under another name"
-        )
-    return collect(names, params, more)
+def _number(pipe: Pipe) -> int:
+    """Of this process among all of the pipeline and its copies; 0 is the first one's."""
+    copy = 0 if pipe.copies is None else pipe.copies.part
+    return copy * pipe.group.size + pipe.group.here[0]
 
 
+# ---- the folder ----
 def _prepare(folder: Path, token: str) -> None:
     """An empty folder but for a mark: what an incomplete checkpoint left there is removed."""
     if is_complete(folder):
@@ -205,55 +203,84 @@ def _check_shared(folder: Path, pipe: Pipe, token: str) -> None:
         raise CheckpointError(f"{what}; give one path, on a file system that all processes share")
 
 
-def _agreed_token(pipe: Pipe, token: str) -> str:
-    """The token of the first process, which marks the lists of this checkpoint."""
-    rows = everyone(pipe, token if is_first(pipe) else "")
-    return next(row for row in rows if row)
-
-
-def _number(pipe: Pipe) -> int:
-    """Of this process among all of the pipeline and its copies."""
-    copy = 0 if pipe.copies is None else pipe.copies.part
-    return copy * pipe.group.size + pipe.group.here[0]
-
-
-def _numbers(pipe: Pipe) -> list[int]:
-    """Of all processes."""
-    return sorted(map(int, everyone(pipe, str(_number(pipe)))))
-
-
-# ---- tensors that are to be written ----
+# ---- threads ----
 @dataclass(frozen=True)
-class _Host:
-    """A place, with a function that returns its bytes on the host."""
+class _Job:
+    """What the threads of a process do for one checkpoint."""
 
-    place: Place
-    data: Callable[[], bytearray]
+    folder: Path
+    token: str
+    number: int
+    numbers: tuple[int, ...]
+    timeout: float
+    shown: bool
 
-    @classmethod
-    def of(cls, place: Place, copied: bool) -> _Host:
-        if not copied:
-            return cls(place, lambda: to_bytes(place.tensor))
-        raw = to_bytes(place.tensor)
-        kept = place._replace(tensor=place.tensor.new_empty(0))
-        return cls(kept, lambda: raw)
+    def write(self, places: Sequence[Place]) -> None:
+        """Write the tensors of this process, and then the list of them."""
+        shown = self.shown and self.number == 0
+        spans = [place.span for place in places if place.write]
+        try:
+            with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
+                files, pieces = write_spans(self.folder, self.number, spans, MOST_FILE, track)
+            self._list([files, pieces, [_print(place) for place in places if place.repeated]])
+        except Exception as error:
+            self._list(f"{type(error).__name__}: {error}")
+            raise
 
-    @property
-    def entry(self) -> Entry:
-        """How it is called in a file: by its name, with the elements where it is not whole."""
-        place = self.place
-        whole = place.first == 0 and place.last == _count(place.shape)
-        name = place.key if whole else f"{place.key}[{place.first}:{place.last}]"
-        return Entry(
-            name,
-            place.tensor.dtype,
-            place.shape if whole else (place.last - place.first,),
-            self.data,
-        )
+    def _list(self, content: object) -> None:
+        part = self.folder / f".{secrets.token_hex(8)}.part"
+        part.write_text(json.dumps(content), encoding="utf-8")
+        part.rename(self._list_of(self.number))
+
+    def _list_of(self, number: int) -> Path:
+        return self.folder / f"{number:05}.{self.token}.json"
+
+    def complete(self, facts: Facts, written: Future[None]) -> None:
+        """Wait for the lists of all processes and write the manifest."""
+        lists = [self._list_of(number) for number in self.numbers]
+        self._wait_for(lists, written)
+        rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
+        fault = next((row for row in rows if isinstance(row, str)), None)
+        if fault is not None:
+            raise CheckpointError(f"a process could not write its part of {self.folder}: {fault}")
+        _check_ties([print_ for _, _, prints in rows for print_ in prints])
+        files = {name: File(*file) for part, _, _ in rows for name, file in part.items()}
+        pieces = dict[str, list[Piece]]()
+        for _, part, _ in rows:
+            for key, found in part.items():
+                pieces.setdefault(key, []).extend(Piece(*piece) for piece in found)
+        leaves = {
+            key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
+            for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items())
+        }
+        manifest = Manifest(leaves=leaves, files=files, **facts)
+        for key, leaf in leaves.items():
+            manifest.check_leaf(key, leaf)
+        flush_folder(self.folder)
+        manifest.write(self.folder)
+        for path in lists:
+            path.unlink()
+
+    def _wait_for(self, lists: Sequence[Path], written: Future[None]) -> None:
+        until = time.monotonic() + self.timeout * 10
+        while missing := [path for path in lists if not path.exists()]:
+            if written.done():
+                written.result()  # raises where not even the list could be written
+            if (
+                not threading.main_thread().is_alive()
+            ):  # the program ends: a process may have failed
+                until = min(until, time.monotonic() + _LAST)
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"{missing[0]} did not appear; its process ended, or does not see this folder"
+                )
+            time.sleep(_POLL)
 
 
-def _count(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+# ---- leaves in several places ----
+def _print(place: Place) -> tuple[str, str, int]:
+    raw = to_bytes(place.tensor)
+    return place.key, place.where, fingerprint(raw, place.tensor.dtype, place.first)
 
 
 def fingerprint(raw: bytearray, dtype: torch.dtype, first: int) -> int:
@@ -275,92 +302,6 @@ def fingerprint(raw: bytearray, dtype: torch.dtype, first: int) -> int:
     return total % 2**64
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the threads of a process do for one checkpoint."""
-
-    folder: Path
-    token: str
-    number: int
-    numbers: list[int]
-    timeout: float
-    shown: bool
-
-    def write(self, rows: Sequence[_Host]) -> str:
-        """Write the tensors of this process, and then the list of them."""
-        try:
-            files, pieces = dict[str, File](), dict[str, list[Piece]]()
-            mine = [row for row in rows if row.place.write]
-            groups = list(grouped(mine, lambda row: row.entry.bytes, MOST_FILE))
-            shown = self.shown and self.number == 0
-            with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
-                for number, group in enumerate(track(groups)):
-                    name = f"{self.number:05}-{number:05}.safetensors"
-                    done = write(self.folder / name, [row.entry for row in group])
-                    files[name] = File(done.size, done.header, done.sha256)
-                    for row, (begin, end, digest) in zip(group, done.pieces, strict=True):
-                        piece = Piece(row.place.first, row.place.last, name, begin, end, digest)
-                        pieces.setdefault(row.place.key, []).append(piece)
-            prints = [_print(row) for row in rows if row.place.repeated]
-            return self._listed([files, pieces, prints])
-        except Exception as error:
-            self._listed(f"{type(error).__name__}: {error}")
-            raise
-
-    def _listed(self, content: Any) -> str:
-        part = self.folder / f".{secrets.token_hex(8)}.part"
-        text = json.dumps(content)
-        part.write_text(text, encoding="utf-8")
-        part.rename(self._list_of(self.number))
-        return text
-
-    def _list_of(self, number: int) -> Path:
-        return self.folder / f"{number:05}.{self.token}.json"
-
-    def complete(self, total: Holding, written: Future[str]) -> None:
-        """Wait for the lists of all processes and write the manifest."""
-        lists = [self._list_of(number) for number in self.numbers]
-        until = time.monotonic() + self.timeout * 10
-        while missing := [path for path in lists if not path.exists()]:
-            if written.done():
-                written.result()  # raises where not even the list could be written
-            if (
-                not threading.main_thread().is_alive()
-            ):  # the program ends, after a failure of another process perhaps
-                until = min(until, time.monotonic() + _LAST)
-            if time.monotonic() > until:
-                raise CheckpointError(
-                    f"{missing[0]} did not appear; its process ended, or does not see this folder"
-                )
-            time.sleep(_POLL)
-        rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
-        fault = next((row for row in rows if isinstance(row, str)), None)
-        if fault is not None:
-            raise CheckpointError(f"a process could not write its part of {self.folder}: {fault}")
-        _check_ties([print_ for _, _, prints in rows for print_ in prints])
-        files = {name: File(*file) for part, _, _ in rows for name, file in part.items()}
-        pieces = dict[str, list[Piece]]()
-        for _, part, _ in rows:
-            for key, found in part.items():
-                pieces.setdefault(key, []).extend(Piece(*piece) for piece in found)
-        leaves = {
-            key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
-            for key, (dtype, shape, host, _) in sorted(total.leaves.items())
-        }
-        manifest = Manifest(total.trees, leaves, total.stages, total.layers, total.slots, files)
-        for key, leaf in leaves.items():
-            manifest.check_leaf(key, leaf)
-        flush_folder(self.folder)
-        manifest.write(self.folder)
-        for path in lists:
-            path.unlink()
-
-
-def _print(row: _Host) -> tuple[str, str, int]:
-    place = row.place
-    return place.key, place.where, fingerprint(row.data(), place.tensor.dtype, place.first)
-
-
 def _check_ties(prints: Sequence[tuple[str, str, int]]) -> None:
     """All places of a leaf hold the same elements."""
     sums: dict[str, dict[str, int]] = {}
@@ -371,6 +312,6 @@ def _check_ties(prints: Sequence[tuple[str, str, int]]) -> None:
         if len(set(at.values())) > 1:
             raise CheckpointError(
                 f"{key!r} has different values on {' and '.join(at)}, and is one parameter; no "
-                "checkpoint was written: "
-                "apply the same updates to tied leaves and to all ranks of a stage"
+                "checkpoint was written: apply the same updates to tied leaves and to all ranks of "
+                "a stage"
             )

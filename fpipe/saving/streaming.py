@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..collectives.codec import DTYPES, dtype_name
 from ..errors import CheckpointError
-from ..tree import Spec, is_tensor
-from ._pipe import Pipe, agree, everyone
+from ..tree import Spec, Tree, is_tensor
+from ._processes import Pipe, agree, everyone
 from .collect import merged, stage_trees
 from .files import grouped
-from .keys import Names, StageTree
+from .leaf_names import Names, StageTree
 
 #: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may
 #: hold one more, and the allocator of a host may keep three times as much, because tensors of other
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype."""
-        return getattr(torch, self.dtype)
+        return DTYPES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -55,7 +56,7 @@ class Row(NamedTuple):
 
 def stream(
     pipe: Pipe,
-    params: Sequence[Any],
+    params: Sequence[Tree],
     bucket_bytes: int = 1 << 28,
     *,
     dtype: torch.dtype | None = None,
@@ -97,31 +98,16 @@ def stream(
         raise CheckpointError(
             f"bucket_bytes={bucket_bytes}, to={to}; give bytes, and a rank below {pipe.group.size}"
         )
-    return _start(pipe, params, bucket_bytes, dtype, to, rename)
-
-
-def _start(
-    pipe: Pipe,
-    params: Sequence[Any],
-    bucket: int,
-    dtype: torch.dtype | None,
-    to: int | None,
-    rename: Callable[[str], str] | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Agree on what comes in which order."""
-    trees, holding = agree(pipe, lambda: stage_trees(Names(pipe), params))
-    facts = everyone(pipe, holding.facts())
-    agree(pipe, lambda: merged(facts))
-    texts = everyone(pipe, json.dumps(agree(pipe, lambda: _rows(Names(pipe), trees, dtype))))
-    found = (row for text in texts for row in json.loads(text))
-    rows = sorted(
-        {
-            Row(stage, leaf, rank, name, tuple(shape), kind)
-            for stage, leaf, rank, name, shape, kind in found
-        }
-    )
-    names = agree(pipe, lambda: [row.name if rename is None else rename(row.name) for row in rows])
-    return _streamed(pipe, trees, rows, names, bucket, to)
+    names = Names(pipe)
+    trees, facts = agree(pipe, lambda: stage_trees(names, params))
+    texts = everyone(pipe, json.dumps(facts))
+    agree(pipe, lambda: merged(texts))
+    mine = agree(pipe, lambda: _rows(names, trees, dtype))
+    texts = everyone(pipe, json.dumps(mine))
+    data = (row for text in texts for row in json.loads(text))
+    rows = sorted({Row(*row)._replace(shape=tuple(row[4])) for row in data})
+    labels = agree(pipe, lambda: [rename(row.name) if rename else row.name for row in rows])
+    return _streamed(pipe, trees, rows, labels, bucket_bytes, to)
 
 
 def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
@@ -137,8 +123,8 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
                 )
             if is_tensor(leaf) and rank in pipe.group.here and names.first(stage, path) == stage:
                 kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-                text = str(kind).removeprefix("torch.")
-                rows.append(Row(stage, index, rank, here.keys[index], here.shape(index), text))
+                name, shape = here.keys[index], here.shape(index)
+                rows.append(Row(stage, index, rank, name, shape, dtype_name(kind)))
     return rows
 
 
@@ -150,33 +136,28 @@ def _streamed(
     bucket: int,
     to: int | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    following, kept = iter(names), to is None or to in pipe.group.here
+    following = iter(names)
+    wanted = to is None or to in pipe.group.here
     for run in _runs(rows, int(bucket * _WHOLE)):
-        own = run[0].rank in pipe.group.here
-        tensors = [_whole(pipe, trees[r.stage], r) if own else _empty(pipe, r, kept) for r in run]
+        if run[0].rank in pipe.group.here:
+            tensors = [_whole(pipe, trees[row.stage], row) for row in run]
+        else:
+            device = pipe.config.device
+            tensors = [torch.empty(row.shape, dtype=row.torch_dtype, device=device) for row in run]
         if len(pipe.group.here) < pipe.group.size:
             _send(pipe, tensors, run, _piece(pipe, bucket))
         tensors.reverse()
-        while tensors:
+        while tensors:  # this function holds none that it has handed out
             yield (
                 next(following),
-                tensors.pop() if kept else torch.empty_like(tensors.pop(), device="meta"),
+                tensors.pop() if wanted else torch.empty_like(tensors.pop(), device="meta"),
             )
 
 
 def _runs(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
     """Consecutive parameters of one rank, of at most so many bytes."""
-    for run in grouped(rows, lambda row: row.bytes, most):
-        while run:
-            same = [row for row in run if row.rank == run[0].rank]
-            count = next((i for i, row in enumerate(run) if row.rank != run[0].rank), len(same))
-            yield run[:count]
-            run = run[count:]
-
-
-def _empty(pipe: Pipe, row: Row, kept: bool) -> Tensor:
-    device = pipe.config.device if kept else torch.device("meta")
-    return torch.empty(row.shape, dtype=row.torch_dtype, device=device)
+    for _, same in groupby(rows, lambda row: row.rank):
+        yield from grouped(same, lambda row: row.bytes, most)
 
 
 def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
@@ -184,13 +165,14 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     leaf: Tensor = here.leaves[row.leaf].detach()
     if here.layout is None or here.span(row.leaf) is None or pipe.copies is None:
         return leaf.to(row.torch_dtype)
-    group, total = pipe.copies.group, torch.empty(row.shape, dtype=leaf.dtype, device=leaf.device)
+    group = pipe.copies.group
+    total = torch.empty(row.shape, dtype=leaf.dtype, device=leaf.device)
     flat = total.view(-1)
     for copy in range(group.size):
-        first, last = here._replace(layout=replace(here.layout, part=copy)).span(row.leaf) or (0, 0)
+        first, last = here.span(row.leaf, copy) or (0, 0)
         if first < last:
-            spec = Spec((last - first,), (1,), leaf.dtype)
             mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
+            spec = Spec((last - first,), (1,), leaf.dtype)
             flat[first:last] = group.share(mine, (spec,), copy)[0]
     return total.to(row.torch_dtype)
 
@@ -205,27 +187,21 @@ def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int
     """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the
     others.
     """
-    source, device = rows[0].rank, pipe.config.device
+    source = rows[0].rank
     own = source in pipe.group.here
-    flat = [
-        tensor.contiguous().view(-1).view(torch.uint8) if own or not tensor.is_meta else None
-        for tensor in tensors
-    ]
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     cuts = [
-        (i, at, min(at + piece, r.bytes))
-        for i, r in enumerate(rows)
-        for at in range(0, r.bytes, piece)
+        (i, first, min(first + piece, row.bytes))
+        for i, row in enumerate(rows)
+        for first in range(0, row.bytes, piece)
     ]
     for number, group in enumerate(grouped(cuts, lambda cut: cut[2] - cut[1], piece)):
+        views = [flat[i][first:last] for i, first, last in group]
         specs = tuple(Spec((last - first,), (1,), torch.uint8) for _, first, last in group)
-        views = [
-            None if (whole := flat[i]) is None else whole[first:last] for i, first, last in group
-        ]
-        sent = tuple(view for view in views if view is not None) if own else None
-        values = pipe.group.share(sent, specs, source)
-        for view, value in zip(views, values, strict=True):
-            if view is not None and not own:
+        values = pipe.group.share(tuple(views) if own else None, specs, source)
+        if not own:
+            for view, value in zip(views, values, strict=True):
                 view.copy_(value)
         del values
         if number % _AHEAD == _AHEAD - 1:
-            pipe.group.all_reduce(torch.zeros(1, device=device))
+            pipe.group.all_reduce(torch.zeros(1, device=pipe.config.device))

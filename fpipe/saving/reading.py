@@ -9,11 +9,11 @@ files are written.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from .. import tree
 from ..actions.progress import progress
-from ..collectives.codec import Node, from_bytes, from_node
+from ..collectives.codec import Node, dtype_name, from_bytes, from_node
 from ..errors import CheckpointError
-from ._pipe import Pipe, agree, everyone, folder_of, is_first, wait_for_writers
-from .collect import own
-from .files import checked, opened
-from .keys import Names, StageTree, describe_stage, expand, stage_tree, state_tree, structure_of
+from ..tree import Tree
+from ._processes import Pipe, agree, check_unused, everyone, folder_of, wait_for_writers
+from .collect import own_key
+from .files import hashed, opened
+from .leaf_names import Names, StageTree, Structures
 from .manifest import Leaf, Manifest, damaged
 
 
@@ -37,7 +38,7 @@ def load(
     path: str | os.PathLike[str],
     pipe: Pipe,
     *names: str,
-    like: Sequence[Any] | None = None,
+    like: Sequence[Tree] | None = None,
     strict: bool = True,
 ) -> Any:
     """What ``fpipe.save`` wrote, for this pipeline's layout; every process calls it.
@@ -79,7 +80,13 @@ def load(
             f"processes read different checkpoints at {path}; all must see one file system"
         )
     reader = agree(pipe, lambda: _reader(folder, manifest, Names(pipe), like, strict, names))
-    _check_extra(reader, everyone(pipe, reader.facts()))
+    check_unused(
+        pipe,
+        manifest.slots.get("params", {}),
+        {key for here in reader.templates.values() for key in here.keys},
+        lambda unused: f"{folder} has a parameter {unused} that no stage takes",
+        strict,
+    )
     with progress(f"loading {path}") as track:
         values = agree(pipe, lambda: [reader.value(name) for name in track(names)])
     return values[0] if len(values) == 1 else tuple(values)
@@ -89,7 +96,7 @@ def _reader(
     folder: Path,
     manifest: Manifest,
     names: Names,
-    like: Sequence[Any] | None,
+    like: Sequence[Tree] | None,
     strict: bool,
     wanted: Sequence[str],
 ) -> Reader:
@@ -100,72 +107,59 @@ def _reader(
             f"{folder} has {there}, not {unknown[0] if unknown else 'nothing'!r}; name what to load"
         )
     check = lru_cache(maxsize=None)(partial(manifest.check_file, folder))
+    reader = Reader(folder, manifest, names, {}, {}, check)
     if not manifest.slots:
-        return Reader(folder, manifest, names, {}, strict, {}, check)
-    try:
-        templates = _templates(names, manifest, like)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{folder}: the manifest has a structure that cannot be read: {error!r}"
-        ) from error
-    reader = Reader(folder, manifest, names, templates, strict, {}, check)
+        return reader
+    with _readable(f"{folder}: the structure of its parameters"):
+        reader = replace(reader, templates=_templates(reader, like))
     faults = reader.faults()
-    pairs = (
-        (key, leaf)
-        for here in templates.values()
-        for key, leaf in zip(here.keys, here.leaves, strict=True)
-    )
-    kept = {key: leaf for key, leaf in pairs if key in faults and not strict and _has_data(leaf)}
-    lost = [fault for key, fault in faults.items() if key not in kept]
+    kept = {key: leaf for key, (_, leaf) in faults.items() if not strict and not leaf.is_meta}
+    lost = [fault for key, (fault, _) in faults.items() if key not in kept]
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         raise CheckpointError(
             f"{folder}: {lost[0]}{more}; load the same model, or pass strict=False with like=params"
         )
     for key in kept:
-        warnings.warn(f"{folder}: skipped: {faults[key]}", stacklevel=6)
-    return Reader(folder, manifest, names, templates, strict, kept, check)
+        warnings.warn(f"{folder}: skipped: {faults[key][0]}", stacklevel=5)
+    return replace(reader, kept=kept)
 
 
-def _has_data(leaf: Any) -> bool:
-    return not (tree.is_tensor(leaf) and leaf.is_meta)
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """A checkpoint whose hashes are right may have been written by another program."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{what} cannot be read: {error}; save it again") from error
 
 
 # ---- templates ----
-def _templates(
-    names: Names, manifest: Manifest, like: Sequence[Any] | None
-) -> dict[int, StageTree]:
+def _templates(reader: Reader, like: Sequence[Tree] | None) -> dict[int, StageTree]:
     """The parameters of the stages here as tensors without data, with their names."""
-    pipe = names.pipe
+    names, pipe = reader.names, reader.names.pipe
     if like is not None:
         pipe.config.check_params(like)
-    trees: list[Any] = [None] * pipe.stages
+    trees: list[Tree] = [None] * pipe.stages
     for stage in pipe.here:
-        trees[stage] = _template(names, manifest, stage) if like is None else like[stage]
-    if like is None and pipe.parts is not None:  # records the layout of whole leaves
-        trees = pipe.shard(trees)
-    elif pipe.parts is not None and like is not None and not pipe.cache.shares.layouts:
-        trees = pipe.shard(like)
-    return {
-        stage: stage_tree(names, stage, trees[stage], describe_stage(names, stage, trees[stage]))
-        for stage in pipe.here
-    }
+        trees[stage] = names.expected(stage, like)
+        if like is None and names.stages[stage].stage.weights is None:
+            trees[stage] = _recorded(reader, stage)
+    if pipe.parts is not None and (like is None or not pipe.cache.shares.layouts):
+        trees = pipe.shard(trees)  # records the layout of whole leaves
+    return {stage: names.tree(stage, trees[stage]) for stage in pipe.here}
 
 
-def _template(names: Names, manifest: Manifest, stage: int) -> Any:
-    """Parameters of one stage without data: of its module, or of the structure in the
-    checkpoint.
-    """
-    of = names.stages[stage]
-    if of.stage.weights is not None:
-        return {name: weight.like for name, weight in of.stage.weights.items()}
+def _recorded(reader: Reader, stage: int) -> Tree:
+    """Parameters of one stage without data, from the structure in the checkpoint."""
+    names, manifest = reader.names, reader.manifest
 
     def leaf(node: Node, path: str) -> Any:
         if node[0] == "at":
             return from_node(node[2], path)
-        stored = _leaf_of(names.pipe, manifest, f"params/{node[1]}")
+        stored = reader.leaf(f"params/{node[1]}")
         if stored is None:
             raise CheckpointError(
                 f"the checkpoint has no leaf {node[1]!r}; it was saved by other copies of the "
@@ -173,18 +167,9 @@ def _template(names: Names, manifest: Manifest, stage: int) -> Any:
             )
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
 
-    known = {
-        **names.tied_parts(stage),
-        **manifest.stages,
-    }  # saved by a cut in which tied leaves were one
-    return expand(structure_of(of, known), known, manifest.layers, of, leaf)
-
-
-def _leaf_of(pipe: Pipe, manifest: Manifest, key: str) -> Leaf | None:
-    """A leaf, or this copy's of one that each copy has for itself."""
-    if key in manifest.leaves or pipe.copies is None:
-        return manifest.leaves.get(key)
-    return manifest.leaves.get(own(key, pipe.copies.part, pipe.copies.group.size))
+    # tied parts were one in the cut that was saved
+    stages = {**names.tied_parts(stage), **manifest.stages}
+    return Structures(stages, manifest.layers).expand(names.stages[stage], leaf)
 
 
 # ---- values ----
@@ -196,94 +181,84 @@ class Reader:
     manifest: Manifest
     names: Names
     templates: Mapping[int, StageTree]
-    strict: bool
     kept: Mapping[str, Any]  # parameters that are not read, by name
     check: Callable[[str], None]  # of the header of a file, once
 
-    def facts(self) -> str:
-        """The names of the parameters here, as text."""
-        return json.dumps(
-            [sorted({key for here in self.templates.values() for key in here.keys}), self.strict]
-        )
-
-    def faults(self) -> dict[str, str]:
-        """What is wrong with parameters here, by name."""
-        found: dict[str, str] = {}
-        for here in self.templates.values():
+    def faults(self) -> dict[str, tuple[str, Tensor]]:
+        """What is wrong with parameters here, and what the pipeline has instead, by name."""
+        faults: dict[str, tuple[str, Tensor]] = {}
+        for stage, here in self.templates.items():
             for index, (key, like) in enumerate(zip(here.keys, here.leaves, strict=True)):
-                if tree.is_tensor(like):
-                    leaf = _leaf_of(self.names.pipe, self.manifest, f"params/{key}")
-                    want = f"{str(like.dtype).removeprefix('torch.')}{list(here.shape(index))}"
-                    if leaf is None:
-                        found[key] = f"it has no leaf {key!r}, {want}, of stage {here.stage}"
-                    elif str(leaf) != want:
-                        found[key] = f"leaf {key!r} is {leaf}, and stage {here.stage} takes {want}"
-        return found
+                if not tree.is_tensor(like):
+                    continue
+                leaf = self.leaf(f"params/{key}")
+                want = f"{dtype_name(like.dtype)}{list(here.shape(index))}"
+                if leaf is None:
+                    faults[key] = f"it has no leaf {key!r}, {want}, of stage {stage}", like
+                elif str(leaf) != want:
+                    faults[key] = f"leaf {key!r} is {leaf}, and stage {stage} takes {want}", like
+        return faults
 
-    def value(self, name: str) -> Any:
+    def leaf(self, key: str) -> Leaf | None:
+        """A leaf, or this copy's of one that each copy has for itself."""
+        leaves, pipe = self.manifest.leaves, self.names.pipe
+        if key in leaves or pipe.copies is None:
+            return leaves.get(key)
+        return leaves.get(own_key(key, pipe))
+
+    def value(self, name: str) -> Tree:
         """One of the trees."""
-        try:
+        with _readable(f"{self.folder}: {name!r}"):
             return from_node(self.manifest.trees[name], name, self._special)
-        except CheckpointError:
-            raise
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(
-                f"{self.folder}: {name!r} cannot be read: {error!r}; save it again"
-            ) from error
 
     def _special(self, node: Node, path: str) -> Any:
         if node[0] == "leaf":
-            return self._tensor(node[1], None)
+            return self._tensor(node[1])
         if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Any] = [None] * self.names.pipe.stages
         for stage, here in (self.templates if node[0] == "stages" else self._states()).items():
-            column = (self._part(node[1], here, index) for index in range(len(here.keys)))
-            out[stage] = tree.unflatten(here.spec, column)
+            parts = (self._part(node[1], here, index) for index in range(len(here.keys)))
+            out[stage] = tree.unflatten(here.spec, parts)
         return out
 
     def _states(self) -> dict[int, StageTree]:
         """What the stages here carry, as it is in the beginning."""
-        stages = self.names.pipe.config.functions
-        found = {
-            s: state_tree(self.names, s, stages[s].initial_state) for s in self.names.pipe.here
-        }
-        return {stage: here for stage, here in found.items() if here is not None}
+        names, stages = self.names, self.names.pipe.config.functions
+        states = {s: names.state_tree(s, stages[s].initial_state) for s in names.pipe.here}
+        return {stage: state for stage, state in states.items() if state is not None}
 
     def _part(self, slot: str, here: StageTree, index: int) -> Any:
         """What a list by stage has for one parameter."""
-        key = here.keys[index]
+        key, pipe = here.keys[index], self.names.pipe
         if slot == "params" and key in self.kept:
             return self.kept[key]
         node = self.manifest.slots[slot].get(key)
-        if node is None and here.state:
-            raise CheckpointError(
-                f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}"
-            )
         if node is None:
+            if here.state:
+                raise CheckpointError(
+                    f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}"
+                )
             return None
-        device = self.names.pipe.group.device(self.names.pipe.config.rank_here(here.stage))
+        device = pipe.group.device(pipe.config.rank_here(here.stage))
 
         def special(node: Node, path: str) -> Any:
             if node[0] == "at":
                 return from_node(node[2], path)
             if node[0] != "leaf":
                 return NotImplemented
-            leaf = _leaf_of(self.names.pipe, self.manifest, node[1])
-            span = here.span(index)
-            cut = span is not None and leaf is not None and leaf.shape == here.shape(index)
-            nested = node[1] != f"{slot}/{key}"
-            span = span if cut and not (nested and leaf is not None and not leaf.shape) else None
+            leaf, span = self.leaf(node[1]), None
+            number = leaf is not None and not leaf.shape
+            if leaf is not None and leaf.shape == here.shape(index):
+                span = None if number and node[1] != f"{slot}/{key}" else here.span(index)
             tensor = self._tensor(node[1], span)
-            return (
-                tensor if leaf is not None and leaf.host and not leaf.shape else tensor.to(device)
-            )
+            return tensor if leaf is not None and number and leaf.host else tensor.to(device)
 
         return from_node(node, f"{slot}/{key}", special)
 
-    def _tensor(self, key: str, span: tuple[int, int] | None) -> Tensor:
+    def _tensor(self, key: str, span: tuple[int, int] | None = None) -> Tensor:
         """A leaf on the host, or elements of it along one axis."""
-        leaf = _leaf_of(self.names.pipe, self.manifest, key)
+        leaf = self.leaf(key)
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
             why = f"; it was saved for each copy of the pipeline, {others}" if others else ""
@@ -306,22 +281,8 @@ def read_leaf(folder: Path, key: str, leaf: Leaf, span: tuple[int, int] | None =
         if low < high:
             with opened(folder, piece.file) as file:
                 at = (low - piece.first) * itemsize, (high - piece.first) * itemsize
-                part = checked(file, piece.begin, piece.end, piece.sha256, *at)
-            if part is None:
+                part, digest = hashed(file, piece.begin, piece.end, *at)
+            if digest != piece.sha256:
                 raise damaged(folder / piece.file, f"the data of {key!r}")
             raw = part if not raw else raw + part
     return from_bytes(raw, leaf.torch_dtype, leaf.shape if span is None else (last - first,))
-
-
-def _check_extra(reader: Reader, rows: Sequence[str]) -> None:
-    """Parameters that no stage takes are an error, or a warning."""
-    taken = {key for row in rows for key in json.loads(row)[0]}
-    extra = sorted(set(reader.manifest.slots.get("params", {})) - taken) if reader.templates else []
-    if not extra:
-        return
-    more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-    text = f"{reader.folder} has a parameter {extra[0]!r}{more} that no stage takes"
-    if reader.strict:
-        raise CheckpointError(f"{text}; load it into the whole model, or pass strict=False")
-    if is_first(reader.names.pipe):
-        warnings.warn(text, stacklevel=3)

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of leaves in the whole model: those of a module, of a stage with a name, or of numbered
+blocks.
+
+They do not depend on the cut where modules, names or ``layers=`` define them; a stage without
+either is called by its number. Tied leaves have one name. This module must not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import optree
+
+from .. import tree
+from ..collectives.codec import Node, Special, from_node, to_node, under
+from ..errors import CheckpointError
+from ..passes.copies.sharding import Layout
+from ..stage import Stage
+from ._processes import Pipe
+
+
+def after(path: str, head: str) -> str | None:
+    """What follows a head in a dotted path; None if the path does not begin with it.
+
+    >>> after("a.b.c", "a.b"), after("a.b", "a.b"), after("a.bc", "a.b"), after("a", "")
+    ('c', '', None, 'a')
+    """
+    if not head or path == head:
+        return path[len(head) :]
+    return path[len(head) + 1 :] if path.startswith(f"{head}.") else None
+
+
+def joined(head: str, path: str) -> str:
+    """A dotted path of two, which may be empty."""
+    return under(head, path) if path else head
+
+
+class Part(NamedTuple):
+    """A subtree of a stage's parameters: its path, its name in the model, and numbers of its
+    blocks.
+    """
+
+    path: str
+    name: str
+    numbers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StageNames:
+    """The names of the leaves of one stage."""
+
+    index: int
+    stage: Stage
+
+    @property
+    def prefix(self) -> str:
+        """What the names of leaves outside of all parts begin with."""
+        return self.stage.name or str(self.index)
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The parts with names or numbers, by path."""
+        layers = self.stage.layers
+        if layers is None:
+            return {}
+        if not isinstance(layers, Mapping):
+            return {"": Part("", self.stage.name or "layers", tuple(layers))}
+        return {
+            path: Part(path, value) if isinstance(value, str) else Part(path, path, tuple(value))
+            for path, value in layers.items()
+        }
+
+    @cached_property
+    def heads(self) -> dict[str, str]:
+        """The names of parts and of numbered blocks, by path; of a stage without them, its own."""
+        heads: dict[str, str] = {}
+        for path, name, numbers in self.parts.values():
+            if numbers is None:
+                heads[path] = name
+            else:
+                heads |= {under(path, i): under(name, n) for i, n in enumerate(numbers)}
+        return heads if self.parts else {"": self.prefix}
+
+    def key(self, path: str) -> str:
+        """The name of the leaf at a path of the stage's parameters.
+
+        >>> StageNames(3, Stage(max, layers=range(4, 8))).key("1.w"), StageNames(3,
+        ...     Stage(max)).key("w")
+        ('layers.5.w', '3.w')
+        >>> StageNames(0, Stage(max, layers={"in": "embed", "blocks": range(3)})).key("in.w")
+        'embed.w'
+        """
+        if self.stage.weights is not None:
+            return self.stage.weights[path].key if path in self.stage.weights else path
+        for head, name in self.heads.items():
+            rest = after(path, head)
+            if rest is not None:
+                return joined(name, rest)
+        return joined(self.prefix, path)
+
+
+class StageTree(NamedTuple):
+    """Parameters of a stage here: structure, leaves, paths and names, in the order of the leaves.
+
+    Or the state that a stage carries.
+    """
+
+    stage: int
+    spec: tree.Structure
+    leaves: list[Any]
+    paths: list[str]
+    keys: list[str]
+    own: list[bool]  # whether each copy of the pipeline has its own
+    layout: Layout | None = None  # of parts
+    state: bool = False
+
+    def span(self, index: int, copy: int | None = None) -> tuple[int, int] | None:
+        """Which elements of a leaf this process, or another copy, has; None: all."""
+        if self.layout is None or self.layout.shapes[index] is None:
+            return None
+        layout = self.layout if copy is None else replace(self.layout, part=copy)
+        rows = (row for bucket in layout.buckets for row in layout.pieces(bucket))
+        return next((first, last) for leaf, first, last, _ in rows if leaf == index)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Of a whole leaf."""
+        shape = None if self.layout is None else self.layout.shapes[index]
+        return tuple(self.leaves[index].shape) if shape is None else shape
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of all leaves of a pipeline."""
+
+    pipe: Pipe
+
+    @cached_property
+    def stages(self) -> tuple[StageNames, ...]:
+        """By stage."""
+        functions = self.pipe.config.functions
+        return tuple(StageNames(index, stage) for index, stage in enumerate(functions))
+
+    @cached_property
+    def ties(self) -> dict[tuple[int, str], tuple[str, int]]:
+        """By stage and path of a tied leaf: name and stage of the first leaf of its group."""
+        ties: dict[tuple[int, str], tuple[str, int]] = {}
+        for group in self.pipe.tied:
+            split = (name.partition(".") for name in group)
+            members = sorted((int(stage), path) for stage, _, path in split)
+            stage, path = members[0]
+            for member in members:
+                ties.setdefault(member, (self.stages[stage].key(path), stage))
+        return ties
+
+    def of(self, stage: int, path: str) -> str:
+        """The name of a leaf; that of the first leaf of its group where it is tied."""
+        tied = self.ties.get((stage, path))
+        return self.stages[stage].key(path) if tied is None else tied[0]
+
+    def first(self, stage: int, path: str) -> int:
+        """The stage that writes a leaf."""
+        return self.ties.get((stage, path), ("", stage))[1]
+
+    def tied_leaves(self, stage: int) -> dict[str, Node]:
+        """The tied leaves of a stage, by path."""
+        return {path: ["leaf", key] for (s, path), (key, _) in self.ties.items() if s == stage}
+
+    def tied_parts(self, stage: int) -> dict[str, Node]:
+        """Structures of the parts of a stage that have tied leaves, if they have no others."""
+        parts: dict[str, Node] = {}
+        for head, name in self.stages[stage].heads.items():
+            tied = self.tied_leaves(stage).items()
+            rows = {rest: node for path, node in tied if (rest := after(path, head)) is not None}
+            if rows:
+                parts[name] = nested(rows)
+        return parts
+
+    # ---- trees of a stage here ----
+    def tree(self, stage: int, params: tree.Tree, *, whole: bool = False) -> StageTree:
+        """The parameters of a stage as they are on this process, ``whole`` or in parts."""
+        pipe = self.pipe
+        leaves, spec = tree.flatten(params)
+        paths = tree.names(params)
+        own = () if pipe.copies is None else pipe.copies.own
+        parts = pipe.parts is not None and leaves and not whole
+        return StageTree(
+            stage,
+            spec,
+            leaves,
+            paths,
+            [self.of(stage, path) for path in paths],
+            [tree.matches(f"{stage}.{path}", own) for path in paths],
+            pipe.cache.shares.check(stage, leaves) if parts else None,
+        )
+
+    def state_tree(self, stage: int, value: tree.Tree) -> StageTree | None:
+        """The state that a stage carries, by names of a module's buffers, or as those of leaves.
+
+        None if the value does not have the structure of the stage's initial state.
+        """
+        of = self.stages[stage]
+        leaves, spec = tree.flatten(value)
+        if not of.stage.state or spec != tree.flatten(of.stage.initial_state)[1]:
+            return None
+        paths = tree.names(value)
+        module = of.stage.weights is not None
+        keys = paths if module else [joined(of.prefix, path) for path in paths]
+        return StageTree(stage, spec, leaves, paths, keys, [False] * len(leaves), state=True)
+
+    def expected(self, stage: int, like: Sequence[tree.Tree] | None) -> tree.Tree:
+        """Parameters with the expected form: of ``like``, of a module, or None."""
+        weights = self.stages[stage].stage.weights
+        if like is not None:
+            return like[stage]
+        return None if weights is None else {name: weight.like for name, weight in weights.items()}
+
+
+# ---- structures of parameters ----
+class Described(NamedTuple):
+    """The structure of a stage's parameters, of its parts by name, and of numbered blocks by name
+    and number.
+    """
+
+    node: Node
+    stages: dict[str, Node]
+    layers: dict[str, dict[str, Node]]
+    rest: list[str]  # paths of the leaves outside of all parts
+
+
+def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
+    """The structure of the parameters of one stage, with names for leaves."""
+    of = names.stages[stage]
+    parts: dict[str, Node] = {}
+    layers: dict[str, dict[str, Node]] = {}
+    rest: list[str] = []
+
+    def leaf(value: tree.Tree, path: str) -> Any:
+        if tree.is_tensor(value):
+            return ["leaf", names.of(stage, path)]
+        if value is None or not optree.tree_is_leaf(value, namespace=tree.NAMESPACE):
+            return NotImplemented
+        return ["at", names.of(stage, path), to_node(value, path)]
+
+    def special(value: Any, path: str) -> Any:
+        part = of.parts.get(path)
+        if part is None:
+            node = leaf(value, path)
+            if node is not NotImplemented:
+                rest.append(path)
+            return node
+        if part.numbers is None:
+            parts[part.name] = to_node(value, path, leaf, fields=False)
+            return ["part", part.name]
+        if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
+            size = len(value) if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            raise CheckpointError(
+                f"layers= of stage {stage} numbers {len(part.numbers)} blocks, "
+                f"{list(part.numbers)}, and its parameters have {size} at {path or 'the top'!r}; "
+                "number each block of the list"
+            )
+        layers.setdefault(part.name, {}).update(
+            (str(n), to_node(block, under(path, i), leaf, fields=False))
+            for i, (n, block) in enumerate(zip(part.numbers, value, strict=True))
+        )
+        return ["layers", part.name, type(value).__name__]
+
+    return Described(to_node(params, "", special, fields=False), parts, layers, rest)
+
+
+def composed(of: StageNames) -> Node:
+    """The structure of a stage all of whose leaves are in parts: nested dicts, or the only part."""
+    return nested(
+        {
+            path: ["part", name] if numbers is None else ["layers", name, "list"]
+            for path, name, numbers in of.parts.values()
+        }
+    )
+
+
+def nested(rows: Mapping[str, Node]) -> Node:
+    """Nested dicts with nodes at dotted paths.
+
+    >>> nested({"a.b": ["none"], "c": ["none"]})
+    ['dict', [['a', ['dict', [['b', ['none']]]]], ['c', ['none']]]]
+    """
+    if "" in rows:
+        return rows[""]
+    heads: dict[str, dict[str, Node]] = {}
+    for path, node in rows.items():
+        head, _, rest = path.partition(".")
+        heads.setdefault(head, {})[rest] = node
+    return ["dict", [[head, nested(below)] for head, below in heads.items()]]
+
+
+class Structures(NamedTuple):
+    """Recorded structures: of stages and parts by name, and of blocks by list and number."""
+
+    stages: Mapping[str, Node]
+    layers: Mapping[str, Mapping[str, Node]]
+
+    def expand(self, of: StageNames, leaf: Special) -> tree.Tree:
+        """The parameters of a stage; ``leaf`` decides on leaves.
+
+        The structure is recorded under the name of the stage, or composed of its parts.
+        """
+        numbers = {part.name: part.numbers for part in of.parts.values()}
+
+        def special(node: Node, path: str) -> Any:
+            if node[0] == "part":
+                return from_node(self.stage(node[1]), path, special)
+            if node[0] != "layers":
+                return leaf(node, path) if node[0] in ("leaf", "at") else NotImplemented
+            name = node[1]
+            if numbers.get(name) is None:
+                raise CheckpointError(
+                    f"stage {of.index} ({of.prefix}) has a list of blocks {name!r} at {path!r}; "
+                    "number them with layers="
+                )
+            blocks = [
+                from_node(self.block(name, n), under(path, i), special)
+                for i, n in enumerate(numbers[name] or ())
+            ]
+            return tuple(blocks) if node[2] == "tuple" else blocks
+
+        whole = self.stage(of.prefix) if of.prefix in self.stages or not of.parts else composed(of)
+        return from_node(whole, "", special)
+
+    def stage(self, name: str) -> Node:
+        """The structure of a stage or a part."""
+        if name not in self.stages:
+            there = ", ".join(map(repr, self.stages)) or "parameters of modules alone"
+            raise CheckpointError(
+                f"the checkpoint has no stage or part {name!r}; it has {there}: give stages the "
+                "names they had, as in Stage(fn, name=...), name parts and number blocks with "
+                "Stage(fn, layers=...), or pass like=params"
+            )
+        return self.stages[name]
+
+    def block(self, name: str, number: int) -> Node:
+        """The structure of a numbered block."""
+        blocks = self.layers.get(name, {})
+        if str(number) not in blocks:
+            there = ", ".join(blocks) or "none"
+            raise CheckpointError(
+                f"the checkpoint has no layer {name}.{number}; it has {there}: number layers= as "
+                "when it was saved"
+            )
+        return blocks[str(number)]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.receive``: parameters of the stages here from pairs of name and tensor, or from
+safetensors files.
+
+Each process keeps, or reads, the tensors of its stages alone. This module must not know who named
+the tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..collectives.codec import Node, from_node
+from ..errors import CheckpointError
+from ..tree import Tree
+from ._processes import Pipe, agree, check_unused
+from .files import stored
+from .leaf_names import Names, StageTree, after, joined, nested
+
+#: Names with tensors, or with functions that read them.
+Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
+#: Tensors, a function that returns them, files, or a folder of files.
+Source: TypeAlias = (
+    Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | str | os.PathLike[str]
+)
+
+
+def receive(
+    pipe: Pipe,
+    named_tensors: Source,
+    *,
+    like: Sequence[Any] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> list[Any]:
+    """Parameters for this pipeline from whole tensors by name, such as those of ``fpipe.stream``.
+
+    Each process keeps copies of the tensors of its stages, on their ranks' devices; with ``zero=``,
+    its parts of them. Every process calls it, with an iterator that has the same names everywhere.
+
+    Args:
+        pipe: the pipeline.
+        named_tensors: pairs of name and tensor; a mapping, whose values may be functions that
+            return the tensor; or the path of a safetensors file or a folder of them, of which each
+            process reads its own tensors; or a function that returns a mapping.
+        like: parameters whose structure, shapes and dtypes are expected, one tree per stage; by
+            default those of the module behind each stage, and otherwise nested dicts and lists, by
+            the dots in the names.
+        dtype: convert floating tensors to it; otherwise they must have the dtype that is expected,
+            if that is known.
+        strict: with False, names that no stage takes are a warning.
+
+    Returns:
+        One tree per stage, ``None`` for stages of other processes.
+
+    Raises:
+        CheckpointError: on every process, for a tensor that is missing, not expected, or of another
+        shape or dtype.
+
+    >>> import fpipe
+    >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
+    >>> pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    >>> fpipe.receive(pipe, [("first.w", torch.eye(2)), ("last.w", torch.ones(2))])[1]
+    {'w': tensor([1., 1.])}
+    """
+    pairs: Any = named_tensors
+    if isinstance(named_tensors, (str, os.PathLike)):
+        pairs = agree(pipe, lambda: stored(named_tensors))
+    elif callable(named_tensors):
+        pairs = agree(pipe, named_tensors)
+    names = Names(pipe)
+    templates = agree(pipe, lambda: _templates(names, like))
+    wanted = _wanted(names, templates)
+    there, taken = set[str](), dict[str, Tensor]()
+    fault: Exception | None = None
+    for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
+        there.add(name)
+        try:
+            if fault is None and wanted(name):
+                taken[name] = _copied(value if isinstance(value, Tensor) else value(), dtype)
+        except Exception as error:  # the other processes go on until all have seen all names
+            fault = error
+    params = agree(pipe, lambda: _built(names, templates, taken, fault))
+    check_unused(pipe, there, taken, lambda unused: f"no stage takes {unused}", strict)
+    return pipe.shard(params)
+
+
+def _copied(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    converted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to(converted, copy=True)
+
+
+# ---- what each stage takes ----
+def _templates(names: Names, like: Sequence[Tree] | None) -> dict[int, StageTree]:
+    """What is known of the parameters of the stages here beforehand."""
+    if like is not None:
+        names.pipe.config.check_params(like)
+    trees = {stage: names.expected(stage, like) for stage in names.pipe.here}
+    return {
+        stage: names.tree(stage, params, whole=True)
+        for stage, params in trees.items()
+        if params is not None
+    }
+
+
+def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str], bool]:
+    """Whether a tensor belongs to a stage here, by its name."""
+    keys = {key for here in templates.values() for key in here.keys}
+    keys |= {key for (stage, _), (key, _) in names.ties.items() if stage in names.pipe.here}
+    unknown = [names.stages[stage] for stage in names.pipe.here if stage not in templates]
+    heads = [head for stage in unknown for head in stage.heads.values()]
+    return lambda name: name in keys or any(after(name, head) is not None for head in heads)
+
+
+def _built(
+    names: Names,
+    templates: Mapping[int, StageTree],
+    taken: Mapping[str, Tensor],
+    fault: Exception | None,
+) -> list[Tree]:
+    """Parameters by stage from tensors by name."""
+    if fault is not None:
+        raise fault
+    params: list[Tree] = [None] * names.pipe.stages
+    for stage in names.pipe.here:
+        if stage in templates:
+            here = templates[stage]
+            pairs = zip(here.keys, here.leaves, strict=True)
+            leaves = (_checked(stage, key, leaf, taken) for key, leaf in pairs)
+            params[stage] = tree.unflatten(here.spec, leaves)
+        else:
+            params[stage] = _nested(names, stage, taken)
+    return params
+
+
+def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) -> object:
+    if not tree.is_tensor(like):
+        return like
+    if key not in taken:
+        raise CheckpointError(
+            f"{key!r} of stage {stage} is missing; pass the tensors of the whole model"
+        )
+    value = taken[key]
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise CheckpointError(
+            f"{key!r} is {tree.describe([value])[1:-1]}, and stage {stage} takes "
+            f"{tree.describe([like])[1:-1]}; pass the tensors of this model, and dtype= to convert "
+            "them"
+        )
+    return value
+
+
+def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Tree:
+    """Nested dicts and lists of the tensors whose names begin as those of a stage."""
+    rows: dict[str, Node] = names.tied_leaves(stage)
+    for path, head in names.stages[stage].heads.items():
+        below = {key: rest for key in taken if (rest := after(key, head)) is not None}
+        rows |= {joined(path, rest): ["leaf", key] for key, rest in below.items()}
+    missing = [key for _, key in rows.values() if key not in taken]
+    if missing or not rows:
+        raise CheckpointError(
+            f"there is no tensor {missing[0] if missing else names.stages[stage].prefix!r} for "
+            f"stage {stage}; pass the tensors of the whole model, by names as fpipe.stream has "
+            "them, or like=params"
+        )
+
+    def leaf(node: Node, path: str) -> object:
+        return taken[node[1]] if node[0] == "leaf" else NotImplemented
+
+    return _lists(from_node(nested(rows), "", leaf))
+
+
+def _lists(value: Tree) -> Tree:
+    """Dicts whose keys count from 0 as lists."""
+    if not isinstance(value, dict):
+        return value
+    below = {key: _lists(item) for key, item in value.items()}
+    numbers = [str(number) for number in range(len(below))]
+    return [below[number] for number in numbers] if set(below) == set(numbers) else below
