@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,32 +38,33 @@ from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
-from .faults import Corrupt, Delay, Drop, Duplicate, Fault, Kill, MessageFault, Refuse
+from .faults import Corrupt, Delay, Drop, Duplicate, Fault, Kill, Refuse
 from .world import Killed, World
 
 _CPU = torch.device("cpu")
 _GLOO = Capabilities.of("cpu", "gloo")
+F = TypeVar("F", bound=Fault)
 _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 
-@dataclass
-class _Message:
-    """A message under way: its packed buffers, copies of them at the time of the send, what
-    arrives, and when.
+class _Message(NamedTuple):
+    """A message under way: the buffers of the sender, none once it may change them, copies of them,
+    and when they arrive.
     """
 
     specs: tuple[Spec, ...]
     buffers: list[Tensor]
     copies: list[Tensor]
-    payload: list[Tensor]
     arrival: float
 
     def release(self, src: int, dst: int) -> None:
         """Check that the sender did not change the tensors until now; from now on it may."""
         for now, then in zip(self.buffers, self.copies, strict=False):
-            if not torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8)):
-                what = f"rank {src} changed a tensor that was still on its way to rank {dst}"
-                raise GroupError(f"{what}; it must wait for the send")
+            if not torch.equal(_bytes(now), _bytes(then)):
+                raise GroupError(
+                    f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
+                    "wait for the send"
+                )
         self.buffers.clear()
 
 
@@ -80,11 +81,10 @@ class _Channel:
     last_arrival: float = 0.0
 
 
-F = TypeVar("F", bound=Fault)
 #: A call of a pipeline, announced by each rank with a word and its facts.
-_Announced = dict[int, tuple[int, Callable[[], Facts]]]
+_Announced: TypeAlias = dict[int, tuple[int, Callable[[], Facts]]]
 #: One collective call: what each rank called it with, as (name, value).
-_Call = dict[int, tuple[str, Any]]
+_Call: TypeAlias = dict[int, tuple[str, Any]]
 
 
 class Network:
@@ -98,37 +98,27 @@ class Network:
         self.announced: defaultdict[int, _Announced] = defaultdict(dict)
         self.left: defaultdict[int, set[int]] = defaultdict(set)
 
-    def channel(self, src: int, dst: int) -> _Channel:
-        """The channel from one rank to another."""
-        check_channel(src, dst, len(self.world.ranks))
-        return self.channels[src, dst]
-
-    def faults_of(self, src: int, dst: int, nth: int) -> list[MessageFault]:
-        """The faults of a message, which occur now."""
-        faults = (fault for fault in self.faults if isinstance(fault, MessageFault))
-        return [self.occurs(f) for f in faults if (f.src, f.dst, f.nth) == (src, dst, nth)]
-
-    def occurs(self, fault: F) -> F:
-        """Record that a fault occurred."""
-        self.occurred.add(fault)
-        return fault
+    def occurring(self, kind: type[F], *where: object) -> list[F]:
+        """The faults of a kind whose first fields are these; they occur now."""
+        faults = [
+            fault
+            for fault in self.faults
+            if isinstance(fault, kind) and astuple(fault)[: len(where)] == where
+        ]
+        self.occurred.update(faults)
+        return faults
 
     def unused(self) -> str:
         """What a test with a fault that never occurred should know; "" if all occurred."""
-        never = [fault for fault in self.faults if fault not in self.occurred]
+        never = [str(fault) for fault in self.faults if fault not in self.occurred]
         if not never:
             return ""
-        messages = [
-            f"{src} to {dst}: {channel.sent}"
-            for (src, dst), channel in sorted(self.channels.items())
-        ]
+        sent = [f"{src} to {dst}: {c.sent}" for (src, dst), c in sorted(self.channels.items())]
         calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
         return (
-            f"{', '.join(map(str, never))} never occurred, so the test did not test it. Messages "
-            "by channel were "
-            f"{', '.join(messages) or 'none'}; calls of the group were {', '.join(calls)}. Choose "
-            "a message or a call "
-            "that takes place, or leave the fault out"
+            f"{', '.join(never)} never occurred, so the test did not test it. Messages by channel "
+            f"were {', '.join(sent) or 'none'}; calls of the group were {', '.join(calls)}. Choose "
+            "a message or a call that takes place, or leave the fault out"
         )
 
 
@@ -154,19 +144,12 @@ class FakeGroup(Group):
 
     def _enter(self, name: str) -> None:
         """Start of every call: applies Kill and Refuse, and lets another rank run first."""
-        state = self._world.ranks[self.rank]
+        state, network = self._world.ranks[self.rank], self._network
         number, state.calls = state.calls, state.calls + 1
-        for fault in self._network.faults:
-            if isinstance(fault, Kill) and (fault.rank, fault.before) == (self.rank, number):
-                self._network.occurs(fault)
-                raise Killed(f"rank {self.rank} was killed before call {number}")
-            if (
-                isinstance(fault, Refuse)
-                and fault.operation == name
-                and fault.rank in (None, self.rank)
-            ):
-                self._network.occurs(fault)
-                raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
+        if network.occurring(Kill, self.rank, number):
+            raise Killed(f"rank {self.rank} was killed before call {number}")
+        if network.occurring(Refuse, name, self.rank) or network.occurring(Refuse, name, None):
+            raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
         self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
 
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
@@ -244,32 +227,37 @@ class FakeGroup(Group):
         return MismatchError(f"{found.text(range(self.size))}. This group cannot be used again")
 
     # ---- messages ----
+    def _channel(self, src: int, dst: int) -> _Channel:
+        check_channel(src, dst, self.size)
+        return self._network.channels[src, dst]
+
     def send(
         self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
     ) -> Work:
         """Send one message; in lockstep this returns only once its receive was posted."""
         if src != self.rank:
             raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
-        channel, world = self._network.channel(src, dst), self._world
+        channel, world, network = self._channel(src, dst), self._world, self._network
         self._enter("send")
         specs = tuple(map(Spec.of, tensors)) if specs is None else specs
-        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tuple(tensors), src, dst)]
+        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
+        where = src, dst, channel.sent
         number, channel.sent = channel.sent, channel.sent + 1
-        faults = self._network.faults_of(src, dst, number)
-        if any(isinstance(fault, Drop) for fault in faults):
+        if network.occurring(Drop, *where):
             channel.arrivals.append(None)
             world.lost += 1
             return Done()
-        late = sum(fault.seconds for fault in faults if isinstance(fault, Delay))
+        late = sum(fault.seconds for fault in network.occurring(Delay, *where))
         spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        copies = [buffer.clone() for buffer in buffers]
-        message = _Message(specs, buffers, copies, _corrupted(copies, faults), arrival)
+        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
+        for fault in network.occurring(Corrupt, *where):
+            message.buffers.clear()  # they differ from what arrives
+            _invert(message.copies, fault)
         channel.arrivals.append(message)
-        if any(isinstance(fault, Duplicate) for fault in faults):
-            channel.arrivals.append(
-                _Message(specs, [], [], [part.clone() for part in message.payload], arrival)
-            )
+        if network.occurring(Duplicate, *where):
+            again = [copy.clone() for copy in message.copies]
+            channel.arrivals.append(_Message(specs, [], again, arrival))
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(
@@ -294,7 +282,7 @@ class FakeGroup(Group):
             raise GroupError(
                 f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
             )
-        channel, world = self._network.channel(src, dst), self._world
+        channel, world = self._channel(src, dst), self._world
         self._enter("recv")
         number = channel.requested
         channel.requested += 1
@@ -314,7 +302,7 @@ class FakeGroup(Group):
             message, channel.arrivals[number] = channel.arrivals[number], None
             assert message is not None
             message.release(src, dst)
-            tensors = wire_format(message.specs).unpack(message.payload, _CPU)
+            tensors = wire_format(message.specs).unpack(message.copies, _CPU)
             return as_planned(tensors, specs, src, dst)
 
         return Pending(finish, ready)
@@ -324,7 +312,7 @@ class FakeGroup(Group):
         them.
         """
         self._enter("settle")
-        channel = self._network.channel(self.rank, dst)
+        channel = self._channel(self.rank, dst)
         for number in range(channel.settled, min(channel.settled + count, channel.sent)):
             what = f"to let go of message {number} to rank {dst}, which has not asked for it"
             self._until(lambda number=number: channel.requested > number, dst, what)
@@ -427,20 +415,19 @@ class FakeGroup(Group):
         """The world records errors itself."""
 
 
-def _corrupted(buffers: list[Tensor], faults: Sequence[MessageFault]) -> list[Tensor]:
-    """What arrives of the buffers of a message; the buffers themselves are not changed."""
-    for fault in faults:
-        if isinstance(fault, Corrupt):
-            size = sum(buffer.nbytes for buffer in buffers)
-            if not 0 <= fault.byte < size:
-                raise GroupError(f"{fault} can never occur: the message has {size} bytes")
-            buffers = [buffer.clone() for buffer in buffers]
-            parts, byte = iter(buffers), fault.byte
-            part = next(parts)
-            while byte >= part.nbytes:
-                byte, part = byte - part.nbytes, next(parts)
-            part.view(-1).view(torch.uint8)[byte].bitwise_not_()
-    return buffers
+def _invert(buffers: list[Tensor], fault: Corrupt) -> None:
+    """Invert the bits of one byte of a message."""
+    byte, size = fault.byte, sum(buffer.nbytes for buffer in buffers)
+    if not 0 <= byte < size:
+        raise GroupError(f"{fault} can never occur: the message has {size} bytes")
+    for buffer in buffers:
+        if 0 <= byte < buffer.nbytes:
+            _bytes(buffer)[byte].bitwise_not_()
+        byte -= buffer.nbytes
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.view(-1).view(torch.uint8)
 
 
 def _carried(tensor: Tensor, op: str) -> Tensor:
