@@ -108,10 +108,12 @@ class Exchange(Protocol):
         """A rank whose word is missing, if the exchange knows which."""
         ...
 
-    def pause(self, number: int, waited: float) -> str:
-        """Wait a short time for the words that are missing; why they will not come, if that is
-        known.
-        """
+    def pause(self) -> None:
+        """Wait a short time for the words that are missing."""
+        ...
+
+    def gone(self, number: int) -> str:
+        """Why the words that are missing will not come, if that is known."""
         ...
 
 
@@ -178,19 +180,17 @@ class Agreement:
             self._wait(self.check)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        exchange = self.exchange
+        exchange, number = self.exchange, self._number
         assert exchange is not None
-        start = time.monotonic()
         while not done():
-            peer = exchange.missing(self._number)
-            with self._monitor.waiting(
-                peer, "for the call of" if peer is not None else "for the calls of"
-            ):
-                while not done() and exchange.missing(self._number) == peer:
-                    waited = time.monotonic() - start
-                    gone = exchange.pause(self._number, waited)
-                    if (gone or waited > self._monitor.timeout) and not done():
-                        raise RuntimeError(gone or "timed out")
+            peer = exchange.missing(number)
+            self._monitor.until(
+                lambda peer=peer: done() or exchange.missing(number) != peer,
+                peer,
+                "for the calls of" if peer is None else "for the call of",
+                exchange.pause,
+                lambda: exchange.gone(number),
+            )
 
     # ---- calls that a rank refuses ----
     def refuse(self, error: BaseException) -> None:
@@ -318,7 +318,7 @@ class Reduced:
     def missing(self, number: int) -> None:
         """It is not known."""
 
-    def pause(self, number: int, waited: float) -> str:
+    def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""
         assert self._work is not None
         try:
@@ -326,4 +326,7 @@ class Reduced:
         except RuntimeError:
             if self._work.is_completed():  # not only late
                 raise
+
+    def gone(self, number: int) -> str:
+        """It is not known."""
         return ""

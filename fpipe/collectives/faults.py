@@ -10,6 +10,7 @@ a time-out; it must not know messages.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,8 @@ import torch.distributed as dist
 from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledError
 from ._store import members
 from .bounded import BoundedStore, StoreLostError, host
-from .journal import BEAT, Entry, Journal
-from .trail import Trail, at, search
-from .watchdog import GRACE, give_up
+from .journal import BEAT, GRACE, Entry, Journal
+from .trail import RAISED, Trail, at, search
 
 _LATE = ("timed out", "timeout", "time out")
 _OF_STORE = StoreLostError, dist.DistNetworkError, dist.DistStoreError
@@ -74,6 +74,10 @@ class FaultMonitor:
         """The failure of a rank of the group."""
         return self.journal.failure(self.names[rank])
 
+    def _peers(self, peer: int | None) -> tuple[int, ...]:
+        """The global ranks that are waited for: one, or all others."""
+        return self.others if peer is None else (self.names[peer],)
+
     @contextmanager
     def waiting(self, peer: int | None, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
@@ -82,12 +86,8 @@ class FaultMonitor:
         With ``peers``, which are global ranks, these are waited for in code of the user: its errors
         pass unchanged.
         """
-        foreign = bool(peers)
-        start = time.monotonic()
-        journal = self.journal
-        journal.peers = peers = tuple(peers) or (
-            self.others if peer is None else (self.names[peer],)
-        )
+        foreign, start, journal = bool(peers), time.monotonic(), self.journal
+        journal.peers = peers = tuple(peers) or self._peers(peer)
         journal.watch(start + self.timeout + GRACE, partial(self._expired, peers, doing, start))
         try:
             yield
@@ -106,7 +106,7 @@ class FaultMonitor:
     def until(
         self,
         ready: Callable[[], bool],
-        peer: int,
+        peer: int | None,
         doing: str,
         sleep: Callable[[], object],
         gone: Callable[[], str],
@@ -151,9 +151,7 @@ class FaultMonitor:
         self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0
     ) -> GroupError:
         """The error to raise for a backend's error; the group raises it again from now on."""
-        return self._diagnosed(
-            error, self.others if peer is None else (self.names[peer],), doing, seconds
-        )
+        return self._diagnosed(error, self._peers(peer), doing, seconds)
 
     def _diagnosed(
         self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float
@@ -166,7 +164,7 @@ class FaultMonitor:
         # Before anything else: the backend may have closed this rank's connections already.
         journal.failed("", peers, lost=not late)
         trail = search(journal, self.me, peers, lost=not late)
-        if journal.lost and not trail.raised:
+        if journal.lost and trail.kind != RAISED:
             trail = self._without_store(
                 trail, one=len(peers) == 1 and not isinstance(error, _OF_STORE)
             )
@@ -246,10 +244,11 @@ class FaultMonitor:
             return Trail(known.text, known.suspect)
         name, rank = host()
         lost = f"the store of the job does not answer ({name} hosts it)"
-        text = "; ".join(filter(None, [trail.text, lost]))
+        trail = trail._replace(text="; ".join(filter(None, [trail.text, lost])))
         if rank is None:
-            return Trail(text, trail.suspect if one or trail.read else None, host=name)
-        return Trail(text, trail.suspect if rank == self.me or trail.read else rank)
+            suspect = trail.suspect if one or trail.read else None
+            return trail._replace(suspect=suspect, host=name)
+        return trail if rank == self.me or trail.read else trail._replace(suspect=rank)
 
     def _advice(self, trail: Trail) -> str:
         """Which process to examine, with its host and number."""
@@ -263,6 +262,20 @@ class FaultMonitor:
             if processes
             else "Look at the output of every rank"
         )
+
+
+def give_up(error: FpipeError) -> None:
+    """Print an error and end the process, without the clean-up that would wait for other threads.
+
+    A wait in another library cannot be interrupted from Python. The other ranks see that the
+    process is gone, and its last line of output states the error.
+    """
+    line = (
+        f"{type(error).__module__}.{type(error).__name__}: {error}. The wait cannot be "
+        "interrupted; this process ends\n"
+    )
+    os.write(2, line.encode())
+    os._exit(1)
 
 
 def watched(name: str) -> Callable[[], AbstractContextManager[None]]:

@@ -21,8 +21,10 @@ from typing import NamedTuple, TypeVar
 from ..errors import GroupError
 from .bounded import BoundedStore, StoreLostError
 from .codec import decode, encode
-from .watchdog import GRACE
 
+#: Seconds after the time-out of a group at which the search for the cause of a wait that has not
+#: ended begins.
+GRACE = 1.5
 EVERY = 0.1
 BEAT = 1.0
 _PATIENCE, _PAUSE = 2.0, 3.0  #: seconds for the store to answer, and until the next try

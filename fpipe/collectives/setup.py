@@ -93,20 +93,17 @@ def init(
     >>> init().size, init(pp=4).size  # without torchrun: all ranks are in this process
     (1, 4)
     """
-    requested = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    seconds = TIMEOUT if requested is None else float(requested)
-    _check(pp, dp, tp, seconds)
+    seconds = _seconds(TIMEOUT if timeout is None else timeout)
+    for name, ranks in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
+        check_ranks(name, ranks)
     started = dist.is_initialized()
-    if (
-        not started and "RANK" in os.environ and pick(device).type == "cpu"
-    ):  # a process for this rank alone
-        keep_freed()
+    if not started and "RANK" in os.environ and pick(device).type == "cpu":
+        keep_freed()  # the process is for this rank alone
     if not started and not _launched():
         if dp * tp != 1:
-            needed = dp * tp * (pp or 1)
             raise GroupError(
-                f"{_copies(dp, tp)} needs {needed} processes and there is one; start them with "
-                "torchrun"
+                f"{_copies(dp, tp)} needs {dp * tp * (pp or 1)} processes and there is one; start "
+                "them with torchrun"
             )
         return local(devices=[pick(device)] * (pp or 1))
     picked = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -115,7 +112,7 @@ def init(
     pp = _shape(pp, dp, tp)
     key = (pp, dp, tp, picked, dist.group.WORLD)
     group = _GROUPS.get(key)
-    if group is None or (requested is not None and group.timeout != seconds):
+    if group is None or (timeout is not None and group.timeout != seconds):
         for old in _GROUPS.values():  # of a destroyed process group, or of another shape
             old.close()
         _GROUPS.clear()
@@ -123,6 +120,15 @@ def init(
         # copies of a stage more, and processes that share a stage most.
         group = _GROUPS[key] = _group(picked, (pp, dp, tp), seconds)
     return group
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise GroupError(
+            f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
+        )
+    return seconds
 
 
 def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
@@ -186,16 +192,11 @@ def adopt(
     ...
     """
     pg = _process_group(source)
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not seconds > 0:
-        raise GroupError(
-            f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
-        )
     carried = backends_of(pg)
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator if accelerator is not None and accelerator.type in carried else "cpu"
-    return C10dGroup(pg, current(device), seconds, capabilities, purpose)
+    return C10dGroup(pg, current(device), _seconds(timeout), capabilities, purpose)
 
 
 def _process_group(source: object) -> dist.ProcessGroup:
@@ -218,15 +219,6 @@ def _process_group(source: object) -> dist.ProcessGroup:
 
 def _launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _check(pp: object, dp: object, tp: object, seconds: float) -> None:
-    for name, ranks in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
-        check_ranks(name, ranks)
-    if not seconds > 0:
-        raise GroupError(
-            f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
-        )
 
 
 def _start(device: torch.device, backend: str | None, seconds: float) -> None:

@@ -18,118 +18,84 @@ from typing import NamedTuple
 from .journal import BEAT, Entry, Journal
 
 #: How likely a rank is the cause: the smallest is.
-_RAISED, _GONE, _SILENT, _IDLE, _WAITS = range(5)
+RAISED, _GONE, _SILENT, _IDLE, _WAITS = range(5)
 _SOON = 0.5  #: seconds to wait for the report of a rank whose connection broke
 
 
 class Trail(NamedTuple):
-    """A chain of ranks, each stopped by the next, as text; the last one, and whether it reported
-    its failure.
+    """A chain of ranks, each stopped by the next, as text; the last one, and how likely it is the
+    cause.
 
-    ``host``: the process that hosts the store and is no rank, if that may be the cause. ``read``:
-    entries of the journal led to it.
+    ``read``: entries of the journal led to it. ``host``: the process that hosts the store and is no
+    rank, if that may be the cause.
     """
 
-    text: str
-    suspect: int | None
-    raised: bool = False
+    text: str = ""
+    suspect: int | None = None
+    kind: int = _WAITS
+    read: bool = False
     host: str = ""
-    read: bool = False
-
-
-class _Visit(NamedTuple):
-    """A rank on the way: how likely it is the cause, and the text that leads to it."""
-
-    kind: int
-    rank: int
-    text: str
-    read: bool = False
 
 
 def search(journal: Journal, me: int, peers: Sequence[int], lost: bool) -> Trail:
     """From the ranks that this one waits for, of which one broke its connection if ``lost``."""
     best, seen = _walk(journal, me, peers, lost, frozenset())
-    if best is not None and best.kind > _GONE and not journal.lost:
-        best, _ = _walk(journal, me, peers, lost, _silent(journal, seen - {me}))
-    return (
-        Trail("", None)
-        if best is None
-        else Trail(best.text, best.rank, best.kind == _RAISED, read=best.read)
-    )
+    if best.kind > _GONE and seen and not journal.lost:
+        best, _ = _walk(journal, me, peers, lost, _silent(journal, seen))
+    return best
 
 
 def _walk(
     journal: Journal, me: int, peers: Sequence[int], lost: bool, silent: frozenset[int]
-) -> tuple[_Visit | None, set[int]]:
+) -> tuple[Trail, set[int]]:
     """The most likely cause, and the ranks that were visited."""
     queue = deque((rank, lost and len(peers) == 1, "") for rank in peers)
-    seen, best = {me}, None
+    seen, best = set[int](), Trail()
     while queue:
         rank, gone, way = queue.popleft()
-        if rank in seen:
+        if rank in seen or rank == me:
             continue
         seen.add(rank)
         failure, last = _report(journal, rank, gone), journal.last(rank)
-        visit = _visit(rank, failure, last, gone, rank in silent, way, not journal.lost)
-        visit = visit._replace(read=bool(failure or last or way))
-        if best is None or visit.kind < best.kind or visit.kind == best.kind == _WAITS:
-            best = visit  # of ranks that wait in a circle, the last one
-        if visit.kind <= _GONE:
-            return visit, seen
+        kind, text = _state(rank, failure, last, gone, rank in silent, not journal.lost)
         entry = failure or last
-        if visit.kind == _WAITS and entry is not None:
-            broke = failure is not None and failure.lost
-            verb = "lost" if broke else "waits for"
+        # of ranks that wait in a circle, the last one
+        if kind < best.kind or kind == best.kind == _WAITS:
+            best = Trail(
+                (way + text).removesuffix("; "), rank, kind, entry is not None or way != ""
+            )
+        if kind <= _GONE:
+            break
+        if kind == _WAITS and entry is not None:
+            verb, alone = "lost" if entry.lost else "waits for", len(entry.peers) == 1
             for other in entry.peers:
-                queue.append(
-                    (
-                        other,
-                        broke and len(entry.peers) == 1,
-                        f"{way}rank {rank}{at(entry.note)} {verb} rank {other}; ",
-                    )
-                )
+                step = f"{way}rank {rank}{at(entry.note)} {verb} rank {other}; "
+                queue.append((other, entry.lost and alone, step))
     return best, seen
 
 
-def _visit(
-    rank: int,
-    failure: Entry | None,
-    last: Entry | None,
-    gone: bool,
-    silent: bool,
-    way: str,
-    readable: bool,
-) -> _Visit:
+def _state(
+    rank: int, failure: Entry | None, last: Entry | None, gone: bool, silent: bool, readable: bool
+) -> tuple[int, str]:
+    """How likely a rank is the cause, and why."""
     if failure is not None and not failure.peers:
-        return _Visit(_RAISED, rank, f"{way}rank {rank}{at(failure.note)} raised {failure.failure}")
-    if failure is None and gone:
-        no_entry = ", and left no journal entry" if readable else ""
-        return _Visit(
-            _GONE, rank, f"{way}rank {rank} is gone{no_entry if last is None else _last(last)}"
-        )
-    if failure is None and silent:
-        what = "has no journal entry" if last is None else f"does not answer{_last(last)}"
-        return _Visit(_SILENT, rank, f"{way}rank {rank} {what}")
-    if failure is None and last is None:
-        return _Visit(
-            _WAITS,
-            rank,
-            f"{way}rank {rank} has no journal entry" if readable else way.removesuffix("; "),
-        )
-    if failure is None and last is not None and not last.peers:
-        return _Visit(_IDLE, rank, f"{way}rank {rank} waits for no rank{_last(last)}")
+        return RAISED, f"rank {rank}{at(failure.note)} raised {failure.failure}"
     entry = failure or last
-    assert entry is not None
-    whom = (
-        f"rank {entry.peers[0]}"
-        if len(entry.peers) == 1
-        else f"ranks {', '.join(map(str, entry.peers))}"
-    )
-    return _Visit(_WAITS, rank, f"{way}rank {rank} waits for {whom}{_last(entry)}")
-
-
-def _last(entry: Entry) -> str:
-    return f", and its last known action was {entry.note or '(none)'}, {entry.ago}"
+    action = ""
+    if entry is not None:
+        action = f", and its last known action was {entry.note or '(none)'}, {entry.ago}"
+    no_entry = f"rank {rank} has no journal entry"
+    if failure is None and gone:
+        nothing = ", and left no journal entry" if readable else ""
+        return _GONE, f"rank {rank} is gone{action or nothing}"
+    if failure is None and silent:
+        return _SILENT, f"rank {rank} does not answer{action}" if action else no_entry
+    if entry is None:
+        return _WAITS, no_entry if readable else ""
+    if not entry.peers:
+        return _IDLE, f"rank {rank} waits for no rank{action}"
+    ranks = f"rank{'s' if len(entry.peers) > 1 else ''} {', '.join(map(str, entry.peers))}"
+    return _WAITS, f"rank {rank} waits for {ranks}{action}"
 
 
 def _report(journal: Journal, rank: int, gone: bool) -> Entry | None:
@@ -154,8 +120,8 @@ def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:
     before = {rank: journal.last(rank) for rank in ranks}
     time.sleep(1.6 * BEAT)
     same = (rank for rank, last in before.items() if journal.last(rank) == last)
-    found = frozenset(rank for rank in same if journal.failure(rank) is None)
-    return frozenset() if journal.lost else found
+    silent = frozenset(rank for rank in same if journal.failure(rank) is None)
+    return frozenset() if journal.lost else silent
 
 
 def at(note: str) -> str:

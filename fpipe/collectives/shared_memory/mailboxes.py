@@ -120,7 +120,7 @@ class SharedMemory:
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
         words = {rank: peer.outbox.words for rank, peer in peers.items()}
-        self.words = Board(outbox.words, words, lambda rank: peers[rank].gone(), self._poll)
+        self.words = Board(outbox.words, words, lambda rank: peers[rank].gone())
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
