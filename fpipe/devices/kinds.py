@@ -17,7 +17,6 @@ class DeviceKind:
         visible: the environment variable that selects the devices that a process can use.
         package: the package to import where support is not part of torch.
         attention: the attention implementation to use.
-        fused_mask: whether its kernel accepts an explicit mask.
         compile_many: whether torch.compile is trusted where several devices are used.
         name: for people.
 
@@ -30,7 +29,6 @@ class DeviceKind:
     visible: str | None = None
     package: str | None = None
     attention: str = "eager"
-    fused_mask: bool = True
     compile_many: bool = True
     name: str = ""
 
@@ -58,7 +56,6 @@ _ROWS = (
         "xccl",
         "ZE_AFFINITY_MASK",
         attention="sdpa",
-        fused_mask=False,
         compile_many=False,
         name="Intel GPU",
     ),
