@@ -18,7 +18,6 @@ import torch
 
 from .. import tree
 from ..actions.text import counted
-from ..collectives.claim import Claim
 from ..collectives.group import Group
 from ..errors import StageError
 from ..generators import Source, is_path, schedule_from
@@ -29,6 +28,7 @@ from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
 from .auto import Auto
 from .capture import check
+from .claim import Claim
 from .copies import Copies
 from .reduction import Reduction, Weighted
 

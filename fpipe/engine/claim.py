@@ -2,15 +2,15 @@
 """``Claim``: a group serves one call at a time.
 
 Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter
-theirs in another order on each rank. This module must not know calls or pipelines.
+theirs in another order on each rank. This module must not know pipelines.
 """
 
 from __future__ import annotations
 
 from threading import get_ident
 
+from ..collectives.group import Group
 from ..errors import GroupError
-from .group import Group
 
 #: The attribute of a group that holds the thread of its call, set in one step that no other thread
 #: interrupts.
