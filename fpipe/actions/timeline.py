@@ -17,7 +17,7 @@ from itertools import accumulate, chain, count, repeat
 from math import fsum, inf
 from operator import sub
 from os import PathLike
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Fused, Row
@@ -25,6 +25,9 @@ from .action_kinds import KINDS
 from .dependencies import Facts
 from .placement import Placement
 from .product import product
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Span(NamedTuple):
@@ -370,6 +373,40 @@ class Timeline:
         """The picture that a notebook shows."""
         return product("pictures").figure(self)
 
+    def plot(
+        self,
+        ax: Axes | None = None,
+        style: str = "paper",
+        *,
+        memory: bool = True,
+        critical: bool = False,
+        messages: bool = False,
+    ) -> Axes:
+        """Draw the timeline with matplotlib, to be edited, combined and saved as its figures are.
+
+        Args:
+            ax: The axes to draw into. By default those of a new figure, of a size that suits.
+            style: ``"paper"`` for print, without figures beside the lanes; ``"light"`` or
+                ``"dark"`` for a screen.
+            memory: Draw below each lane what its rank holds.
+            critical: Draw a line through the actions on which the total depends.
+            messages: Draw a line for every message between ranks.
+
+        Returns:
+            The axes. Time is along x, and a lane is 1 high.
+
+        Raises:
+            FpipeError: matplotlib is missing, or no style has this name.
+
+        >>> from matplotlib.figure import Figure
+        >>> from fpipe import make_schedule
+        >>> ax = make_schedule("1F1B", 2, 4).simulate().plot(Figure().subplots())
+        >>> [label.get_text() for label in ax.get_yticklabels()]
+        ['rank 0', 'rank 1']
+        """
+        pictures = product("pictures")
+        return pictures.plot(self, ax, style, pictures.Look(memory, critical, messages))
+
     def save(
         self,
         path: str | PathLike[str],
@@ -396,7 +433,8 @@ class Timeline:
             width: The width in pixels. By default it follows from the number of actions.
 
         Raises:
-            FpipeError: The suffix is not known, or Pillow is missing for ``.png``.
+            FpipeError: The suffix is not known, or matplotlib is missing for ``.png`` and
+                ``.pdf``.
 
         >>> import pathlib, tempfile
         >>> from fpipe.generators import make_schedule

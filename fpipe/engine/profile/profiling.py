@@ -16,7 +16,7 @@ from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row
 from ...actions.costs import Costs
@@ -31,6 +31,9 @@ from ..gradients import value_and_grad
 from ..pipeline import Pipeline
 from .costing import costs, shares, timeline
 from .recording import Log, Run, gathered, recording
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Profile:
@@ -164,6 +167,10 @@ class Profile:
         product("pictures").save([self.simulated, self.timeline], path)
         if Path(fspath(path)).suffix.lower() == ".json":
             _add_instructions(Path(path), self._last)
+
+    def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
+        """Both timelines one over the other in a figure of matplotlib: see ``Timeline.plot``."""
+        return product("pictures").plot([self.simulated, self.timeline], ax, style)
 
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
         """Both timelines as text."""

@@ -15,6 +15,7 @@ from ...actions import Costs, progress, write_bytes
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from ...generators.memory_limit import in_bytes
+from .. import pictures
 from ..search import comparison, frontier
 from ..search.comparison import Entry
 from ..search.solve import solve as solve_schedule
@@ -141,7 +142,7 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     "--out",
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="Draw bubble against memory: .svg.",
+    help="Draw bubble against memory: .svg, .png, .pdf.",
 )
 @json_option
 def compare(
@@ -176,7 +177,7 @@ def compare(
     p, m = bounded(ranks, microbatches)
     price = parse_costs(costs)
     if out is not None:
-        check_suffix(out, [".svg"], "--out")
+        check_suffix(out, [".svg", ".png", ".pdf"], "--out")
     with as_usage_error():
         limit = inf if memory is None else in_bytes(memory)
         chosen_names = matching(only)
@@ -190,7 +191,13 @@ def compare(
     entries.sort(key=comparison.SORTED_BY[sort])
     chosen = frontier.take(entries, limit)
     if out is not None:
-        write_bytes(out, frontier.svg(entries).encode())
+        suffix = Path(out).suffix.lower()
+        write_bytes(
+            out,
+            frontier.svg(entries).encode()
+            if suffix == ".svg"
+            else pictures.frontier(frontier.points(entries), suffix),
+        )
     if as_json:
         taken = None if chosen is None else chosen.name
         print_json(

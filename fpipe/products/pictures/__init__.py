@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .notebook import figure, folded, table, titled
-    from .output import FORMATS, draw, load, save
+    from .output import FORMATS, draw, load, plot, save
+    from .plotting import frontier
     from .scene import Drawable
     from .shapes import Look
     from .trace import is_timeline
 
 _TABLE = {
     "notebook": "figure folded table titled",
-    "output": "FORMATS draw load save",
+    "output": "FORMATS draw load plot save",
+    "plotting": "frontier",
     "scene": "Drawable",
     "shapes": "Look",
     "trace": "is_timeline",
@@ -31,8 +33,10 @@ __all__ = [
     "draw",
     "figure",
     "folded",
+    "frontier",
     "is_timeline",
     "load",
+    "plot",
     "save",
     "table",
     "titled",

@@ -15,21 +15,25 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from os import PathLike, fspath
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...actions.text_files import write_bytes
 from ...errors import FpipeError
-from . import terminal
+from . import plotting, terminal
 from .difference import against
 from .scene import Drawable, Scene, scenes
 from .shapes import Look
 from .trace import read
 
-#: suffix -> (module that paints it, description); a module's ``paint`` takes scenes and returns
-#: text or bytes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: suffix -> (module that paints it, description); a module's ``paint`` takes scenes and a look,
+#: that of ``plot`` the suffix too, and returns text or bytes
 FORMATS: dict[str, tuple[str, str]] = {
     ".svg": ("svg", "a drawing"),
-    ".png": ("png", "an image"),
-    ".pdf": ("pdf", "a page for papers and slides"),
+    ".png": ("plotting", "an image"),
+    ".pdf": ("plotting", "a page for papers and slides"),
     ".html": ("html", "a page to zoom, search and hover over, in one file"),
     ".json": ("trace", "a trace for Perfetto and Chrome, which fpipe view reads too"),
     ".txt": ("terminal", "plain text, 160 columns wide"),
@@ -72,6 +76,20 @@ def draw(
     )
 
 
+def plot(
+    timeline: Drawable | Sequence[Drawable],
+    ax: Axes | None = None,
+    style: str = "paper",
+    look: Look | None = None,
+) -> Axes:
+    """Draw a timeline, or several one over the other, into ``ax``, or into a new figure of pyplot.
+
+    Raises:
+        FpipeError: if matplotlib is not installed, or no style has this name.
+    """
+    return plotting.plot(compared(timeline, look), look or Look(), style, ax)
+
+
 def save(
     timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], look: Look | None = None
 ) -> None:
@@ -92,9 +110,11 @@ def save(
         raise FpipeError(
             f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
         )
-    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(
-        compared(timeline, look), look
-    )
+    scenes_, module = compared(timeline, look), FORMATS[suffix][0]
+    if module == "plotting":
+        picture = plotting.paint(scenes_, look or Look(), suffix)
+    else:
+        picture = import_module(f"{__package__}.{module}").paint(scenes_, look)
     try:
         write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

@@ -93,24 +93,35 @@ def _frame(scenes: Sequence[Scene], look: Look) -> _Frame:
         if short
         else 24 + max(text_width(labels.figures_of(one, s), 11) for s in scenes for one in s.lanes)
     )
-    wide = max(min(end / cell * CELL, WIDEST), NARROWEST)
-    if end / cell * TIGHT <= WIDER:  # a wider page, if numbers can be read on it
-        wide = max(wide, end / cell * TIGHT)
+    wide = natural_width(scenes)
     if look.width is not None:
         wide = max(look.width - left - beside, 60.0)
     scale = wide / end
-    lane = next(height for most, height in LANE.items() if ranks <= most)
+    lane = lane_height(scenes)
     curve = (
         round(0.45 * lane)
         if look.memory and any(lane.curve for s in scenes for lane in s.lanes)
         else 0
     )
-    detail, size = _label_size(scenes, cell * scale)
+    detail, size = label_size(scenes, cell * scale)
     hints = sum(scene.bars for scene in scenes) <= 4000
     return _Frame(left, wide, left + wide + beside, scale, lane, curve, detail, size, hints, short)
 
 
-def _label_size(scenes: Sequence[Scene], space: float) -> tuple[int, float]:
+def natural_width(scenes: Sequence[Scene]) -> float:
+    """The width of all bars together where none is asked for."""
+    cells = max(scene.total for scene in scenes) / min(scene.cell for scene in scenes)
+    wide = max(min(cells * CELL, WIDEST), NARROWEST)
+    return max(wide, cells * TIGHT) if cells * TIGHT <= WIDER else wide
+
+
+def lane_height(scenes: Sequence[Scene]) -> float:
+    """The height of a lane: less for many ranks."""
+    ranks = max(len(scene.lanes) for scene in scenes)
+    return next(height for most, height in LANE.items() if ranks <= most)
+
+
+def label_size(scenes: Sequence[Scene], space: float) -> tuple[int, float]:
     """The fullest names that fit into a short bar, and their size."""
     for detail in (3, 2, 1):
         size = (space - 3) / max(0.5, *(scene.widest_name(detail) for scene in scenes))
@@ -291,7 +302,7 @@ class _Item(NamedTuple):
     text: str
 
 
-def _items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]:
+def legend_items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]:
     dense = all(is_dense(scene, scale) for scene in scenes)
     shown = 1 if dense else max([scene.shades for scene in scenes if not scene.against], default=1)
     for op, word, _ in labels.legend([scene for scene in scenes if not scene.against]):
@@ -322,7 +333,7 @@ def _legend(
     """The legend, in as many lines as it needs; returns where it ends."""
     first = 12 if frame.short else frame.left
     x: float = first
-    for item in _items(scenes, look, frame.scale):
+    for item in legend_items(scenes, look, frame.scale):
         stacked = len(item.swatches) > 1 and item.swatches[0][1] < 1
         boxes = 16 * (1 if stacked else len(item.swatches))
         space = boxes + 7 + 1.1 * text_width(item.text, 12) + 20

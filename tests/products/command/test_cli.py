@@ -54,7 +54,7 @@ def test_draw_starts_without_torch_or_numpy():
     code = (
         "import sys; from fpipe.products.command.cli import main;"
         "status = main(['draw', 'ZBV', '--ranks', '4', '--microbatches', '8']);"
-        "heavy = {'torch', 'numpy', 'rich', 'PIL', 'optree'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'rich', 'matplotlib', 'PIL', 'optree'} & set(sys.modules);"
         "sys.exit(repr(heavy) if heavy else status)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -526,6 +526,9 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
     drawn = ElementTree.parse(picture).getroot()
     labels = [title.text or "" for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert any(label.startswith("VMin: bubble 18.64%, memory 2") for label in labels)
+    for name, start in (("frontier.png", b"\x89PNG"), ("frontier.pdf", b"%PDF")):
+        printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(start)
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
 

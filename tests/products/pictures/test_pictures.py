@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-import zlib
-from io import BytesIO
 from itertools import combinations, pairwise
-from math import dist
+from math import dist, isnan
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
 from PIL import Image, ImageFont
 
 from fpipe.actions.action import Action, AnyAction, Fused
@@ -22,7 +23,7 @@ from fpipe.actions.timeline import Timeline
 from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
-from fpipe.products.pictures import Look, colours, dense, idle, labels, output, pdf, png, terminal
+from fpipe.products.pictures import Look, colours, dense, idle, labels, output, terminal
 from fpipe.products.pictures import page as layout
 from fpipe.products.pictures.packed import expanded
 from fpipe.products.pictures.scene import _steps, scenes
@@ -550,58 +551,111 @@ def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, micr
             assert left >= -1 and left + wide <= width + 1, shape.text
 
 
-# ---- pdf ----
-def test_pdf_has_every_shape_at_the_places_that_its_table_names(tmp_path: Path):
-    pictures.save(timeline(costs="overlap=3"), tmp_path / "a.pdf", Look(critical=True))
-    data = (tmp_path / "a.pdf").read_bytes()
-    table = int(re.search(rb"startxref\n(\d+)\n%%EOF\n$", data)[1])  # type: ignore[index]
-    places = [int(line[:10]) for line in data[table:].splitlines()[3:] if line.endswith(b" n ")]
-    assert [data[place:].split(b" ", 1)[0] for place in places] == [
-        b"%d" % (k + 1) for k in range(len(places))
+# ---- figures of matplotlib ----
+def bars_of(axes: Axes) -> list[tuple[float, float, float, float]]:
+    """(start, end, top, foot) of the rectangles in a figure."""
+    return [
+        (box.x0, box.x1, box.y0, box.y1)
+        for collection in axes.collections
+        if isinstance(collection, PolyCollection)
+        for box in (path.get_extents() for path in collection.get_paths())
     ]
-    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0]).decode(
-        "cp1252"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plot_has_a_bar_for_every_part_at_its_time(name: str):
+    t = timeline(name, costs="overlap=3")
+    axes = t.plot(Figure().subplots(), memory=False)
+    found = {(round(a, 6), round(b, 6), int(y)) for a, b, y, _ in bars_of(axes)}
+    (lane,) = {round(top, 6) for _, _, top, _ in bars_of(axes) if 1 <= top < 1.3}
+    assert axes.get_ylim() == (pytest.approx(4 * lane), 0)
+    for span in t:
+        y = span.rank * lane
+        for k in range(len(span.action.parts)):
+            top = y + k / len(span.action.parts)
+            assert (round(span.start, 6), round(span.end, 6), int(top)) in found
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"rank {k}" for k in range(4)]
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert words[0] == "forward" and "idle: warm-up" in words
+    assert any(text.get_text().endswith(": 4 ranks, 8 microbatches") for text in axes.texts)
+
+
+def test_a_plot_shows_lines_and_memory_where_they_are_asked_for():
+    t = timeline(costs="comm=0.2,I=1.3")
+    axes = t.plot(Figure().subplots(), "light", critical=True, messages=True)
+    messages, critical = axes.lines[-2:]
+    assert sum(map(isnan, messages.get_xdata())) == t.messages
+    assert list(critical.get_xdata()) == [
+        pytest.approx(time) for span in t.critical_path for time in (span.start, span.end)
+    ]
+    held = [line for line in axes.lines[:-2] if len(line.get_xdata())]
+    assert len(held) == 4
+    plain = t.plot(Figure().subplots(), memory=False)
+    assert not any(len(line.get_xdata()) for line in plain.lines)
+
+
+def test_a_plot_is_drawn_into_the_axes_of_its_caller():
+    left, right = Figure(figsize=(12, 3)).subplots(1, 2)
+    assert timeline("1F1B").plot(left) is left
+    other = pictures.plot([timeline("1F1B"), timeline("ZBV")], right, "dark")
+    assert [tick.get_text() for tick in other.get_yticklabels()] == 2 * [
+        f"rank {k}" for k in range(4)
+    ]
+    assert other.get_facecolor()[:3] == tuple(
+        part / 255 for part in colours.rgb(colours.palette(1, dark=True)["paper"])
     )
-    page = layout.page(scenes(timeline(costs="overlap=3")), Look(critical=True))
-    assert stream.count(" re f") == 1 + sum(isinstance(s, layout.Rect) for s in page.shapes)
-    assert stream.count(" Tj ET") == sum(isinstance(s, layout.Text) for s in page.shapes)
-    assert stream.count(" Q") == sum(isinstance(s, layout.Path) for s in page.shapes)
-    assert "(3F2) Tj" in stream
+    with pytest.raises(FpipeError, match="no style is called 'draft'; use paper, light, dark"):
+        timeline().plot(right, "draft")
 
 
-def test_pdf_escapes_brackets():
-    data = pdf.write(layout.Page(9, 9, [layout.Text(1, 1, "(1)\\", 9)]))
-    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0])
-    assert rb"(\(1\)\\) Tj" in stream
-
-
-# ---- png ----
-def pixels(data: bytes) -> tuple[int, int, list[bytes]]:
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    image = Image.open(BytesIO(data))
-    assert image.mode == "RGB"
-    raw, line = image.tobytes(), 3 * image.width
-    return image.width, image.height, [raw[k * line : (k + 1) * line] for k in range(image.height)]
-
-
-def test_png_shows_what_the_layout_says(tmp_path: Path):
-    t = timeline("DualPipeV", costs="overlap=3")
-    pictures.save(t, tmp_path / "a.png")
-    wide, high, rows = pixels((tmp_path / "a.png").read_bytes())
-    page = layout.page(scenes(t))
-    fills = colours.palette(page.shades)
-    assert (wide, high) == (round(2 * page.width), round(2 * page.height))
-    rects = [
-        s
-        for s in page.shapes
-        if isinstance(s, layout.Rect) and s.hint and not s.hint.startswith("idle")
+def test_names_are_in_the_bars_that_have_space_for_them():
+    wide = timeline("1F1B", 2, 2).plot(Figure(figsize=(9, 2)).subplots(), memory=False)
+    narrow = timeline("1F1B", 2, 2).plot(Figure(figsize=(0.5, 2)).subplots(), memory=False)
+    names = [one for one in wide.collections if isinstance(one, PathCollection)]
+    assert sum(len(one.get_offsets()) for one in names) == 8
+    assert not any(isinstance(one, PathCollection) for one in narrow.collections)
+    wide.figure.draw_without_rendering()
+    bars = [
+        wide.transData.transform([[start, top], [end, foot]])
+        for start, end, top, foot in bars_of(wide)
     ]
-    assert len(rects) == sum(len(span.action.parts) for span in t)
-    for rect in rects:  # just inside its left top corner, where there is no letter
-        x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
-        assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(fills[rect.colour])
-    inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}
-    assert colours.rgb(colours.INK) in inks  # and there are letters
+    for one in names:
+        (outline,), transform = one.get_paths(), one.get_transform()
+        letters = transform.transform_path(outline).get_extents()
+        for x, y in wide.transData.transform(one.get_offsets()):
+            assert any(
+                min(xs) <= x + letters.x0
+                and x + letters.x1 <= max(xs)
+                and min(ys) <= y + letters.y0
+                and y + letters.y1 <= max(ys)
+                for xs, ys in (bar.T for bar in bars)
+            )
+
+
+@pytest.mark.parametrize("size", [(2, 4), (16, 64)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_png_has_the_colours_of_all_kinds_of_work(
+    tmp_path: Path, size: tuple[int, int], dark: bool
+):
+    t = timeline("ZBV", *size)
+    t.save(tmp_path / "a.png", dark=dark)
+    image = Image.open(tmp_path / "a.png").convert("RGB")
+    assert image.width > 1000 and image.height > 300
+    fills = colours.palette(2, dark)
+    assert image.getpixel((2, 2)) == colours.rgb(fills["paper"])
+    inks = {colour: count for count, colour in image.getcolors(1 << 24)}
+    for key in ("F0", "F1", "I0", "I1", "W0", "W1", "warmup", "ink"):
+        assert inks.get(colours.rgb(fills[key]), 0) > 20, key
+
+
+def test_pdf_contains_its_fonts_and_is_the_same_each_time(tmp_path: Path):
+    for name in ("a.pdf", "b.pdf"):
+        timeline(costs="overlap=3").save(tmp_path / name, critical=True)
+    data = (tmp_path / "a.pdf").read_bytes()
+    assert data.startswith(b"%PDF") and b"/FontFile2" in data
+    assert b"/Type42" in data or b"/CIDFontType2" in data
+    assert b"/Subtype /Type3" not in data
+    assert data == (tmp_path / "b.pdf").read_bytes()
 
 
 def test_letters_are_as_wide_as_the_layout_takes_them_to_be():
@@ -621,59 +675,18 @@ def test_letters_are_as_wide_as_the_layout_takes_them_to_be():
     assert text_width("\N{SNOWMAN}", 22.0) == text_width("\N{HOURGLASS}", 22.0) > 0
 
 
-def test_labels_stay_within_their_bars(tmp_path: Path):
-    """Letters are drawn over their own rectangle alone: beside it the page keeps its colours."""
-    page = layout.page(scenes(timeline("1F1B", 3, 12)))
-    plain = page._replace(shapes=[shape for shape in page.shapes if isinstance(shape, layout.Rect)])
-    bars = [shape for shape in plain.shapes if shape.hint]
-    names = [
-        s for s in page.shapes if isinstance(s, layout.Text) and re.fullmatch(r"\d[FB]\d+", s.text)
-    ]
-    named = [*plain.shapes, *names]
-    one, two = (
-        pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named)
-    )
-    inside = {
-        (x, y)
-        for bar in bars
-        for x in _across(bar.x, bar.width)
-        for y in _across(bar.y, bar.height)
-    }
-    changed = {
-        (x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)
-    }
-    assert len(bars) * 20 < len(changed)
-    assert changed <= inside
-
-
-def _across(start: float, length: float) -> range:
-    return range(round(2 * start), round(2 * (start + length)))
-
-
-def _at(image: tuple[int, int, list[bytes]], x: int, y: int) -> bytes:
-    return image[2][y][3 * x : 3 * x + 3]
-
-
-def test_without_pillow_a_png_is_refused_and_the_extra_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("ending", [".png", ".pdf"])
+def test_without_matplotlib_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: str
 ):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(
-        FpipeError,
-        match=r"a \.png needs Pillow; pip install '\.\[pictures\]' in a checkout of fpipe, or "
-        r"write \.svg",
-    ):
-        pictures.save(timeline(), tmp_path / "a.png")
-    assert not (tmp_path / "a.png").exists()
-
-
-def test_letters_beyond_the_page_are_cut():
-    page = layout.Page(
-        10, 10, [layout.Text(-3, 12, "WWWW", 20, "ink"), layout.Rect(-5, -5, 50, 8, "mark")]
-    )
-    wide, high, rows = pixels(png.write(page, 1))
-    assert (wide, high) == (10, 10)
-    assert rows[0] == bytes(colours.rgb(colours.palette(1)["mark"])) * 10
+    for module in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(FpipeError, match=r"need matplotlib: pip install fpipe\[pictures\]"):
+        pictures.save(timeline(), tmp_path / f"a{ending}")
+    with pytest.raises(FpipeError, match=r"need matplotlib: pip install fpipe\[pictures\]"):
+        timeline().plot()
+    assert not (tmp_path / f"a{ending}").exists()
 
 
 # ---- trace ----
