@@ -303,6 +303,7 @@ class _Item(NamedTuple):
 
 
 def legend_items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]:
+    """The entries of the legend."""
     dense = all(is_dense(scene, scale) for scene in scenes)
     shown = 1 if dense else max([scene.shades for scene in scenes if not scene.against], default=1)
     for op, word, _ in labels.legend([scene for scene in scenes if not scene.against]):
