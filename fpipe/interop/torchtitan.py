@@ -22,7 +22,7 @@ from ..errors import BatchError, StageError, UnsupportedError
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches
-from ._experts import is_experts
+from .experts import is_experts
 from .graph_cuts import cut_forward
 from .module_function import clone
 from .modules import from_module

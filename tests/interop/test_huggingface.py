@@ -15,8 +15,8 @@ import transformers
 import fpipe
 import huggingface_survey
 from fpipe import tree
-from fpipe.interop import _layers, huggingface
-from fpipe.interop._structure import structure_of
+from fpipe.interop import huggingface, layer_blocks
+from fpipe.interop.huggingface.units import units_of
 from fpipe.programs.trace_cache import trace
 from huggingface_decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 from sample import also
@@ -303,7 +303,7 @@ def test_experts_whose_code_cannot_be_traced_run_on_autograd():
 def passed(model: Any, cuts: list[int]) -> list[int]:
     """How many tensors each stage takes."""
     stages, _ = huggingface.stages(model, cuts=cuts)
-    return [len(stage.fn.part.takes) for stage in stages[1:]]
+    return [len(stage.fn.part.receives) for stage in stages[1:]]
 
 
 def test_only_what_later_layers_use_is_passed_on():
@@ -316,10 +316,10 @@ def test_equal_layers_are_traced_once(family: str):
     model = huggingface_survey.small(family)
     stages, params = huggingface.stages(model, 1)
     trace(stages[0], params[0], tokens(2))
-    layers = [stages[0].fn.module.get_submodule(name) for name in structure_of(model).layers]
-    shared = set(map(_layers._shared, layers))
+    layers = [stages[0].fn.module.get_submodule(name) for name in units_of(model).layers]
+    shared = set(map(layer_blocks.shared_by_equals, layers))
     assert len(shared) == 1
-    assert None not in shared
+    assert not any(layer.alone for layer in shared)
 
 
 def seq2seq() -> Any:

@@ -116,10 +116,10 @@ PRIVATE_TORCH = {
         "_parameters",
         "_python_dispatch",
     },
-    "interop._recorder": {"_python_dispatch"},
+    "interop.huggingface.recording": {"_python_dispatch"},
     "interop.replacements": {"_compiled_call_impl"},
     "interop.fsdp": {"_version"},
-    "interop._experts": {"_experts_implementation"},
+    "interop.experts": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},
     "passes.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {

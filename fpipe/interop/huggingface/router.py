@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import StageError
+from ...errors import StageError
 
 
 class Totals(NamedTuple):

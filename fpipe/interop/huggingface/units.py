@@ -3,8 +3,7 @@
 
 Layers are the items of lists of modules. The modules that contain such a list are the trunk: their
 own code runs between layers, as do modules without parameters. Every other child of the trunk is,
-like a layer, a unit, which one stage runs as a whole. This module must not know any family of
-models by name.
+like a layer, a unit, which one stage runs as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..errors import StageError
+from ...errors import StageError
 
 #: The class of transformers that most layers have as a base.
 _LAYER = "GradientCheckpointingLayer"
@@ -23,15 +22,14 @@ _LAYER = "GradientCheckpointingLayer"
 _SHARE = 0.1
 
 
-class Structure(NamedTuple):
-    """The units of a model by module, with their dotted names, and which of them are layers."""
+class Units(NamedTuple):
+    """The units of a model with their dotted names, and the names of those that are layers."""
 
-    trunk: tuple[str, ...]
-    units: dict[nn.Module, str]
+    names: dict[nn.Module, str]
     layers: frozenset[str]
 
 
-def structure_of(model: nn.Module) -> Structure:
+def units_of(model: nn.Module) -> Units:
     """The units of a model of the transformers package.
 
     Raises:
@@ -42,18 +40,21 @@ def structure_of(model: nn.Module) -> Structure:
             f"{type(model).__name__} is no causal model of the transformers package; "
             "fpipe.from_module cuts other modules"
         )
-    lists = _lists(model)
+    lists = dict(_module_lists(model, ""))
+    if any(_is_layer(item) for items in lists.values() for item in items):
+        lists = {name: items for name, items in lists.items() if any(map(_is_layer, items))}
+    else:
+        sizes = {n: sum(p.numel() for p in items.parameters()) for n, items in lists.items()}
+        large = _SHARE * max(sizes.values(), default=0)
+        lists = {name: lists[name] for name, size in sizes.items() if size and size >= large}
     if not lists:
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
             "stages as functions"
         )
-    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)} | {
-        ""
-    }
-    units = dict(_units(model, "", {*trunk, *lists}))
-    layers = frozenset(name for name in units.values() if name.rpartition(".")[0] in lists)
-    return Structure(tuple(sorted(trunk)), units, layers)
+    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)}
+    names = dict(_units(model, "", {*trunk, *lists}))
+    return Units(names, frozenset(n for n in names.values() if n.rpartition(".")[0] in lists))
 
 
 def _units(
@@ -67,20 +68,8 @@ def _units(
         path = f"{prefix}.{name}" if prefix else name
         if path in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _units(child, path, opened)
-        elif (
-            "dropout" in type(child).__name__.lower() or next(child.parameters(), None) is not None
-        ):
+        elif any(True for _ in child.parameters()) or "dropout" in type(child).__name__.lower():
             yield child, path
-
-
-def _lists(model: nn.Module) -> list[str]:
-    """The names of the lists of layers."""
-    found = dict(_module_lists(model, ""))
-    known = [name for name, child in found.items() if any(map(_is_layer, child))]
-    if known:
-        return known
-    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in found.items()}
-    return [name for name, size in sizes.items() if size and size >= _SHARE * max(sizes.values())]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -88,29 +77,15 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The lists of modules that are in no layer, by name; of lists within lists, the inner ones
-    only.
-    """
+    """The lists of modules that are in no layer, by name; of nested lists, the inner ones only."""
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         inside = [] if _is_layer(child) else list(_module_lists(child, path))
-        if (
-            isinstance(child, nn.ModuleList)
-            and len(child)
-            and (any(map(_is_layer, child)) or not inside)
-        ):
+        is_list = isinstance(child, nn.ModuleList) and len(child)
+        if is_list and (not inside or any(map(_is_layer, child))):
             yield path, child
         else:
             yield from inside
-
-
-def is_rotary(module: nn.Module) -> bool:
-    """Whether a module computes rotary embeddings, by the name of its class.
-
-    >>> is_rotary(nn.Linear(1, 1))
-    False
-    """
-    return "rotary" in type(module).__name__.lower()
 
 
 def outside(
