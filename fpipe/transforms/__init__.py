@@ -16,7 +16,6 @@ pipeline runs: it reduces over ranks through ``over=`` or a group.
 [{'w': tensor([0.8990, 0.8990, 0.8990])}, None]
 """
 
-from ._base import Transform, apply_updates, chain, identity
 from .averaging import accumulate, ema
 from .combining import masked, partition
 from .finite import dynamic_loss_scale, skip_nonfinite
@@ -29,6 +28,7 @@ from .optimism import optimistic
 from .optimizers import adamw, lion, sgd
 from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
 from .torch_optim import from_torch
+from .transform import Transform, apply_updates, chain, identity
 
 __all__ = [
     "Transform",

@@ -6,18 +6,16 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import tree_map
-from . import _foreach as F
-from ._base import Params, State, Transform, Updates, apply_updates, leafwise
-from ._optimizer import weights_of
-from ._places import Column, Places, count, map_kinds, places, zeros
+from . import foreach as F
+from .leaves import Column, Places, count, map_kinds, places, zeros
+from .optimizer import weights_of
+from .transform import Params, State, Transform, Updates, apply_updates, leafwise
 
 
 class AccumulateState(NamedTuple):
@@ -123,37 +121,30 @@ def ema(
     if of not in ("updates", "params"):
         raise TransformError(f"of={of!r}; there are 'updates' and 'params'")
 
+    of_params = of == "params"
+
     def init(params: Params) -> State:
         start = zeros(params, dtype)
-        if of == "params":
+        if of_params:
             at = places(start)
-            floating = at.keep([True] * len(at.leaves), params)
-            start = tree_map(lambda z, p: p.detach().to(z.dtype, copy=True), start, floating)
+            pairs = zip(at.of(params, "params"), at.leaves, strict=True)
+            start = at.tree(p.detach().to(zero.dtype, copy=True) for p, zero in pairs)
         return EmaState(count(), start)
 
-    return leafwise(init, partial(_ema, decay, of == "params", debias, donate), donates=donate)
+    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        new, old = at.leaves, at.of(state.average, "the state")
+        if of_params:
+            weights_of(at, params, "ema(of='params')")
+            new = at.of(apply_updates(params, at.tree(at.leaves)), "params")
+        averages = map_kinds(
+            lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old)
+        )
+        after = EmaState(state.step + 1, at.tree(averages, base=state.average))
+        if of_params:
+            return at.leaves, after
+        if debias:
+            correction = 1 - decay ** int(after.step.item())
+            averages = map_kinds(lambda xs: F.div(xs, correction), averages)
+        return F.cast_like(averages, at.leaves), after
 
-
-def _ema(
-    decay: float,
-    of_params: bool,
-    debias: bool,
-    donate: bool,
-    at: Places,
-    state: State,
-    params: Params,
-) -> tuple[Column, State]:
-    new, old = at.leaves, at.of(state.average, "the state")
-    if of_params:
-        weights_of(at, params, "ema(of='params')")
-        new = at.of(apply_updates(params, at.tree(at.leaves)), "params")
-    averages = map_kinds(
-        lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old)
-    )
-    after = EmaState(state.step + 1, at.tree(averages, base=state.average))
-    if of_params:
-        return at.leaves, after
-    if debias:
-        correction = 1 - decay ** int(after.step.item())
-        averages = map_kinds(lambda xs: F.div(xs, correction), averages)
-    return F.cast_like(averages, at.leaves), after
+    return leafwise(init, step, donates=donate)

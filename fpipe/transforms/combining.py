@@ -10,16 +10,23 @@ single transform.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree, tree_map
-from ._base import Params, State, Transform, Updates, identity, refuse_shared, run_step
-from ._optimizer import weights_of
-from ._places import Column, Labels, Mask, Places, labels_of, mask_of, places
+from .leaves import Column, Labels, Mask, Places, labels_of, mask_of, places
+from .optimizer import weights_of
+from .transform import (
+    Params,
+    Pass,
+    State,
+    Transform,
+    Updates,
+    both_ways,
+    identity,
+    refuse_shared,
+    run,
+)
 
 
 def masked(inner: Transform, mask: Mask) -> Transform:
@@ -40,24 +47,15 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     >>> tx.update(params, tx.init(params))[0]
     [{'w': tensor([1.])}, {'w': tensor([2.])}]
     """
-
     both = _by_label(
         {True: inner, False: identity()}, lambda tree: tree_map(bool, mask_of(mask, tree))
     )
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        updates, (after, _) = both.update(grads, (state, ()), params)
-        return updates, after
+    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+        after, (state, _) = run(both, grads, (state, ()), params, how)
+        return after, state
 
-    def in_one_pass(
-        grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
-    ) -> tuple[Params, State]:
-        params, (after, _) = run_step(both, grads, (state, ()), params, donate, factor)
-        return params, after
-
-    return Transform(
-        lambda params: both.init(params)[0], update, donates=inner.donates, in_one_pass=in_one_pass
-    )
+    return both_ways(lambda params: both.init(params)[0], call, donates=inner.donates)
 
 
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
@@ -90,8 +88,7 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
         if unknown:
             raise TransformError(
                 f"labels {sorted(map(str, unknown))} have no transform; there are "
-                f"{sorted(transforms)}: "
-                f"add one, for instance fpipe.identity()"
+                f"{sorted(transforms)}: add one, for instance fpipe.identity()"
             )
         return by_leaf
 
@@ -103,45 +100,25 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
             for label, tx in transforms.items()
         )
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
         at = places(grads)
-        by_leaf, columns, states = column(at, grads if params is None else params), {}, []
-        for (label, transform), part in zip(transforms.items(), state, strict=True):
+        weights = None if how is None else weights_of(at, params, "a step")
+        if how is not None and how.donate:
+            refuse_shared(at, weights)
+        by_leaf = column(at, grads if params is None else params)
+        after: Column = [None] * len(by_leaf)
+        states = []
+        for (label, tx), part in zip(transforms.items(), state, strict=True):
             chosen = [each == label for each in by_leaf]
-            weights = None if params is None else at.keep(chosen, params)
-            updates, part = transform.update(at.keep(chosen), part, weights)
-            columns[label] = (
-                [None] * len(chosen) if updates is None else at.column(updates, "the updates")
-            )
+            own = None if params is None else at.keep(chosen, params)
+            tree, part = run(tx, at.keep(chosen), part, own, how)
             states.append(part)
-        return at.tree(columns[label][index] for index, label in enumerate(by_leaf)), tuple(states)
+            if tree is not None:
+                new = at.column(tree, "the updates")
+                after = [
+                    mine if flag else old
+                    for mine, old, flag in zip(new, after, chosen, strict=True)
+                ]
+        return at.tree(after, None if how is None else params), tuple(states)
 
-    donates = any(transform.donates for transform in transforms.values())
-    return Transform(
-        init, update, donates=donates, in_one_pass=partial(_parts_in_one_pass, transforms, column)
-    )
-
-
-def _parts_in_one_pass(
-    transforms: Mapping[Any, Transform],
-    column: Callable[[Places, Tree], Column],
-    grads: Updates,
-    state: State,
-    params: Params,
-    donate: bool,
-    factor: Tensor | None,
-) -> tuple[Params, State]:
-    at = places(grads)
-    weights, by_leaf, columns, states = weights_of(at, params, "a step"), column(at, params), {}, []
-    if donate:
-        refuse_shared(at, weights)
-    for (label, transform), part in zip(transforms.items(), state, strict=True):
-        chosen = [each == label for each in by_leaf]
-        after, part = run_step(
-            transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor
-        )
-        columns[label] = at.column(after, "params")
-        states.append(part)
-    return at.tree(
-        (columns[label][index] for index, label in enumerate(by_leaf)), base=params
-    ), tuple(states)
+    return both_ways(init, call, donates=any(tx.donates for tx in transforms.values()))

@@ -10,17 +10,16 @@ optimizers.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from . import _foreach as F
-from ._base import Params, Speculation, State, Transform, Updates
-from ._over import Over, as_over, board_device, own_leaves, warn_of_parts
-from ._places import count, map_kinds, places, scaled
+from . import foreach as F
+from .boards import EVERY_LEAF, Over, as_over, board_device, copies_of, warn_of_parts
+from .leaves import count, map_kinds, places, scaled
+from .transform import Params, Speculation, State, Transform, Updates
 
 
 class SkipState(NamedTuple):
@@ -52,8 +51,9 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
     bad = _bad(tree, board_device(tree, over))
     if over is not None:
         bad = over.all_sum(bad)
-        copies = own_leaves(over)  # copies whose gradients differ have to decide alike
-        bad = bad if copies is None else copies[0].all_reduce(bad)
+        group, differing = copies_of(over)
+        if group is not None and differing != EVERY_LEAF:  # all_sum adds up shards
+            bad = group.all_reduce(bad)  # copies whose gradients differ have to decide alike
     return bad.item() == 0
 
 
@@ -90,7 +90,7 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     """
     over = as_over(over)
 
-    def kept(state):
+    def kept(state: State) -> State:
         return SkipState(state.skipped, torch.zeros_like(state.in_a_row))
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
@@ -98,16 +98,12 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
             return grads, kept(state)
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
 
-    def init(params):
-        return SkipState(count(), count())
-
-    def measure(grads):
-        return _bad(grads, board_device(grads, over))
-
-    def confirm(total, state):
-        return kept(state) if total.item() == 0 else None
-
-    return Transform(init, update, speculation=Speculation(measure, confirm, over))
+    speculation = Speculation(
+        lambda grads: _bad(grads, board_device(grads, over)),
+        lambda total, state: kept(state) if total.item() == 0 else None,
+        over,
+    )
+    return Transform(lambda params: SkipState(count(), count()), update, speculation=speculation)
 
 
 def dynamic_loss_scale(
@@ -156,29 +152,18 @@ def dynamic_loss_scale(
 
     over = as_over(over)
 
-    def init(params):
-        return LossScaleState(torch.tensor(float(init_scale)), count(), count())
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        scale, zero = state.scale, torch.zeros_like(state.good)
+        if not all_finite(grads, over):
+            return None, LossScaleState(scale * backoff, zero, state.skipped + 1)
+        at, good = places(grads), state.good + 1
+        with torch.no_grad():
+            unscaled = at.tree(scaled(at.leaves, 1.0 / scale.item()))
+        if good.item() >= interval:
+            good, grown = zero, scale * growth
+            scale = grown if math.isfinite(grown.item()) else scale
+        return unscaled, LossScaleState(scale, good, state.skipped)
 
-    return Transform(init, partial(_unscaled, growth, backoff, interval, over))
-
-
-def _unscaled(
-    growth: float,
-    backoff: float,
-    interval: int,
-    over: Over | None,
-    grads: Updates,
-    state: State,
-    params: Params = None,
-) -> tuple[Updates, State]:
-    if not all_finite(grads, over):
-        return None, LossScaleState(
-            state.scale * backoff, torch.zeros_like(state.good), state.skipped + 1
-        )
-    at, good, scale = places(grads), state.good + 1, state.scale
-    with torch.no_grad():
-        unscaled = at.tree(scaled(at.leaves, 1.0 / scale.item()))
-    if good.item() >= interval:
-        good, grown = torch.zeros_like(good), scale * growth
-        scale = grown if math.isfinite(grown.item()) else scale
-    return unscaled, LossScaleState(scale, good, state.skipped)
+    return Transform(
+        lambda params: LossScaleState(torch.tensor(float(init_scale)), count(), count()), update
+    )

@@ -8,8 +8,7 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 from ..collectives.group import Group, as_group
 from ..errors import TransformError
 from ..tree import names
-from ._base import Params, State, Transform, Updates, on_leaves
-from ._over import Board, Over, as_over, board_device, shards_of, wide
-from ._places import map_kinds, places
+from .boards import EVERY_LEAF, Board, Over, as_over, board_device, copies_of, wide
+from .leaves import map_kinds, places
 from .norms import Tied
+from .transform import Params, State, Transform, Updates, on_leaves
 
 
 def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
@@ -83,18 +82,16 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     >>> tx.update([{"w": torch.ones(1)}, {"w": torch.ones(1) * 2}], tx.init(params))[0]
     [{'w': tensor([3.])}, {'w': tensor([3.])}]
     """
-    if tied is None and as_over(over) is None:
+    over = as_over(over)
+    if tied is None and over is None:
         raise TransformError(
             "sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe"
         )
-    if shards_of(over) is not None:
+    if copies_of(over)[1] == EVERY_LEAF:
         raise TransformError(
             "sum_tied needs whole gradients, and zero= gives shards; build the pipeline with tied="
         )
-    groups = tuple(
-        tuple(group)
-        for group in (tied if tied is not None else over.tied if over is not None else ())
-    )
+    groups = [tuple(group) for group in (tied if tied is not None else over.tied if over else ())]
     copies = [name for group in groups for name in group]
     slots = {name: slot for slot, name in enumerate(copies)}
     if len(slots) < len(copies):
@@ -102,54 +99,42 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
             f"tied={groups} names a leaf twice; write all copies of one parameter as one group"
         )
 
-    return Transform(partial(_measured, groups, slots, over), partial(_summed, groups, slots, over))
+    def init(params: Params) -> State:
+        """The sizes of all copies, which are checked, and whether one is float64."""
+        device, leaves = board_device(params, over), places(params).leaves
+        facts = {
+            slots[name]: torch.tensor([leaf.numel(), leaf.dtype == torch.float64])
+            for name, leaf in zip(names(params), leaves, strict=True)
+            if name in slots
+        }
+        rows = Board([2] * len(slots), device, over, wide(device)).complete(facts).view(-1, 2).cpu()
+        sizes = rows[:, 0].to(torch.int64)
+        _check_sizes(groups, dict(zip(copies, sizes.tolist(), strict=True)))
+        return TiedState(sizes, rows[:, 1].any())
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        at, sizes = places(grads), state.sizes.tolist()
+        here = {name: index for index, name in enumerate(names(grads)) if name in slots}
+        values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}
+        dtype = torch.float64 if state.double.item() else torch.float32
+        rows = Board(sizes, board_device(grads, over), over, dtype).complete(values).split(sizes)
+        after = list(at.leaves)
+        for group in groups:
+            first, *others = (rows[slots[name]] for name in group)
+            total = sum(others, start=first)
+            for index in (here[name] for name in group if name in here):
+                old = at.leaves[index]
+                after[index] = total.to(old.device, old.dtype).view(old.shape)
+        return at.tree(after), state
+
+    return Transform(init, update)
 
 
-def _measured(
-    groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None, params: Params
-) -> TiedState:
-    """The sizes of all copies, which are checked, and whether one is float64."""
-    device, here = (
-        board_device(params, over),
-        dict(zip(names(params), places(params).leaves, strict=True)),
-    )
-    copies = {slot: here[name] for name, slot in slots.items() if name in here}
-    facts = {
-        slot: torch.tensor([leaf.numel(), leaf.dtype == torch.float64])
-        for slot, leaf in copies.items()
-    }
-    rows = Board([2] * len(slots), device, over, wide(device)).complete(facts).view(-1, 2).cpu()
-    state = TiedState(rows[:, 0].to(torch.int64), rows[:, 1].any())
-    elements = state.sizes.tolist()
+def _check_sizes(groups: Tied, sizes: Mapping[str, int]) -> None:
     for group in groups:
-        counts = {name: elements[slots[name]] for name in group}
+        counts = {name: sizes[name] for name in group}
         if len(set(counts.values())) != 1 or 0 in counts.values():
             raise TransformError(
                 "these leaves cannot be tied, by their numbers of elements (0: no such leaf): "
-                f"{counts}; "
-                f"name leaves of one shape as 'stage.key.key'"
+                f"{counts}; name leaves of one shape as 'stage.key.key'"
             )
-    return state
-
-
-def _summed(
-    groups: Sequence[Sequence[str]],
-    slots: Mapping[str, int],
-    over: Over | None,
-    grads: Updates,
-    state: State,
-    params: Params = None,
-) -> tuple[Updates, State]:
-    at, sizes = places(grads), state.sizes.tolist()
-    here = {name: index for index, name in enumerate(names(grads)) if name in slots}
-    values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}
-    dtype = torch.float64 if state.double.item() else torch.float32
-    rows = Board(sizes, board_device(grads, over), over, dtype).complete(values).split(sizes)
-    after = list(at.leaves)
-    for group in groups:
-        first, *others = (rows[slots[name]] for name in group)
-        total = sum(others, start=first)
-        for index in (here[name] for name in group if name in here):
-            old = at.leaves[index]
-            after[index] = total.to(old.device, old.dtype).view(old.shape)
-    return at.tree(after), state

@@ -7,18 +7,16 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..tree import tree_map
-from . import _foreach as F
-from ._base import Params, State, Transform, Update, Updates, in_two_passes, run_step
-from ._optimizer import weights_of
-from ._over import wide
-from ._places import Column, map_kinds, places, recording
+from ..tree import Tree, tree_map
+from .boards import wide
+from .leaves import Column, Places, places
+from .optimizer import weights_of
+from .transform import Params, Pass, State, Transform, added, one_pass, run
 
 #: Dtypes of parameters that get a copy.
 _HALF = (torch.float16, torch.bfloat16)
@@ -71,78 +69,48 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
             copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
         )
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
-            like = [
-                leaf if copy is None else copy for leaf, copy in zip(before, copies, strict=True)
+    def body(at: Places, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+        before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
+        halves = [copy is not None for copy in copies]
+        like = [p if copy is None else copy for p, copy in zip(before, copies, strict=True)]
+        gs = [g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
+        inside = how
+        if how is not None:
+            inside = how._replace(donate=donate and (how.donate or all(halves)))
+        tree, after = run(inner, at.tree(gs), state.inner, at.tree(like, params), inside)
+        if tree is None:
+            return None, MasterState(state.master, after)
+        column = at.column(tree, "the updates")
+        if how is None:
+            column, copies = _exact(column, before, copies, donate)
+        else:
+            copies = [x if half else None for x, half in zip(column, halves, strict=True)]
+            column = [
+                x if not half else p.copy_(x) if how.donate else x.to(p.dtype)
+                for p, x, half in zip(before, column, halves, strict=True)
             ]
-            halves = [copy is not None for copy in copies]
-            updates, after = inner.update(
-                at.tree(
-                    g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)
-                ),
-                state.inner,
-                at.tree(like, base=params),
-            )
-            if updates is None:
-                return None, MasterState(state.master, after)
-            us = at.column(updates, "the updates")
-            chosen = [i for i, u in enumerate(us) if halves[i] and u is not None]
-            added = _added([copies[i] for i in chosen], [us[i] for i in chosen], donate)
-            for i, copy in zip(chosen, added, strict=True):
-                exact = wide(copy.device)
-                us[i] = copy.to(before[i].dtype).to(exact) - before[i].to(exact)
-                copies[i] = copy
-            return at.tree(us), MasterState(at.tree(copies, base=state.master), after)
+        masters = MasterState(at.tree(copies, state.master), after)
+        return at.tree(column, None if how is None else params), masters
 
     rate = inner.rate
-    return Transform(
+    return one_pass(
         init,
-        update,
+        body,
         donates=donate or inner.donates,
-        in_one_pass=partial(_in_one_pass, inner, update, donate),
         rate=None if rate is None else lambda state: rate(state.inner),
     )
 
 
-def _in_one_pass(
-    inner: Transform,
-    update: Update,
-    donate: bool,
-    grads: Updates,
-    state: State,
-    params: Params,
-    donate_params: bool,
-    factor: Tensor | None,
-) -> tuple[Params, State]:
-    at = places(grads)
-    with recording(at.leaves, [factor]):
-        if F.differentiated():
-            return in_two_passes(update, grads, state, params, donate_params, factor)
-    before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
-    halves = [copy is not None for copy in copies]
-    like = [copy if half else leaf for leaf, copy, half in zip(before, copies, halves, strict=True)]
-    gs = [g.detach().float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
-    into = donate and (donate_params or all(halves))
-    tree, after = run_step(
-        inner, at.tree(gs), state.inner, at.tree(like, base=params), into, factor
-    )
-    new = at.column(tree, "the updates")
-    with torch.no_grad():
-        pairs = zip(before, new, halves, strict=True)
-        rounded = [_rounded(p, x, donate_params) if half else x for p, x, half in pairs]
-    masters = [x if half else None for x, half in zip(new, halves, strict=True)]
-    return at.tree(rounded, base=params), MasterState(at.tree(masters, base=state.master), after)
-
-
-def _rounded(param: Tensor, copy: Tensor, donate: bool) -> Tensor:
-    return param.copy_(copy) if donate else copy.to(param.dtype)
-
-
-def _added(copies: Column, updates: Column, donate: bool) -> Column:
-    return map_kinds(lambda xs, us: F.add(xs, F.cast_like(us, xs), inplace=donate), copies, updates)
+def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tuple[Column, Column]:
+    """Updates after which each parameter is its new copy, rounded; and the new copies."""
+    us, new = list(updates), list(copies)
+    chosen = [i for i, copy in enumerate(copies) if copy is not None and us[i] is not None]
+    sums = added([copies[i] for i in chosen], [us[i] for i in chosen], donate)
+    for i, copy in zip(chosen, sums, strict=True):
+        exact = wide(copy.device)
+        us[i] = copy.to(before[i].dtype).to(exact) - before[i].to(exact)
+        new[i] = copy
+    return us, new
 
 
 def _is_half(leaf: Any) -> bool:

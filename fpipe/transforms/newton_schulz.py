@@ -17,9 +17,7 @@ This module must not know ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -27,10 +25,10 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import is_floating, leaves, names
-from . import _foreach as F
-from ._base import Params, Transform, Updates
-from ._optimizer import Rate, Step, optimizer
-from ._places import Column, Mask, map_kinds
+from . import foreach as F
+from .leaves import Column, Mask, map_kinds
+from .optimizer import Rate, Step, optimizer
+from .transform import Params, Transform, Updates
 
 Coefficients: TypeAlias = tuple[float, float, float]
 Adjust: TypeAlias = Literal["original", "match_rms_adamw"] | None
@@ -95,10 +93,19 @@ def muon(
     if adjust not in ("original", "match_rms_adamw", None):
         raise TransformError(f"adjust={adjust!r}; there are 'original', 'match_rms_adamw' and None")
 
-    def orthogonal(matrices):
-        return _orthogonal(matrices, coefficients, steps, eps)
+    def orthogonal(matrices: Column) -> Column:
+        stack = torch.stack(matrices)
+        return list(_newton_schulz(stack, coefficients, steps, eps).to(stack.dtype).unbind())
 
-    arithmetic = partial(_muon, momentum, nesterov, orthogonal, adjust)
+    def arithmetic(step: Step, ms: Column) -> tuple[Column, Column]:
+        gs = F.cast_like(step.grads, ms)
+        ms = F.lerp(ms, gs, 1 - momentum, inplace=donate)
+        us = F.lerp(gs, ms, momentum) if nesterov else ms
+        alike = [(stage, u.shape) for stage, u in zip(step.stages, us, strict=True)]
+        rates = [-step.rate * _adjusted(u.shape, adjust) for u in us]
+        us = F.mul(map_kinds(orthogonal, us, keys=alike), rates, inplace=True)
+        return step.decayed(us), ms
+
     tx = optimizer(
         "muon",
         MuonState,
@@ -110,29 +117,6 @@ def muon(
         blocks=False,
     )
     return replace(tx, init=lambda params: tx.init(_checked(params)))
-
-
-def _muon(
-    momentum: float,
-    nesterov: bool,
-    orthogonal: Callable[[Column], Column],
-    adjust: Adjust,
-    step: Step,
-    ms: Column,
-) -> tuple[Column, Column]:
-    gs = F.cast_like(step.grads, ms)
-    ms = F.lerp(ms, gs, 1 - momentum, inplace=step.donate)
-    us = F.lerp(gs, ms, momentum) if nesterov else ms
-    stages = step.at.stages()
-    alike = [(stages[position], u.shape) for position, u in zip(step.positions, us, strict=True)]
-    rates = [-step.rate * _adjusted(u.shape, adjust) for u in us]
-    return step.decayed(F.mul(map_kinds(orthogonal, us, keys=alike), rates, inplace=True)), ms
-
-
-def _orthogonal(matrices: Column, coefficients: Coefficients, steps: int, eps: float) -> Column:
-    """Nearly orthogonal matrices from matrices of one shape."""
-    stack = torch.stack(matrices)
-    return list(_newton_schulz(stack, coefficients, steps, eps).to(stack.dtype).unbind())
 
 
 def _newton_schulz(stack: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
@@ -164,7 +148,6 @@ def _checked(params: Params) -> Params:
     if wrong:
         raise TransformError(
             f"muon takes matrices, and these are none: {', '.join(wrong)}; use another transform "
-            "for them, "
-            f"as in partition({{'matrix': muon(...), 'other': adamw(...)}}, labels)"
+            "for them, as in partition({'matrix': muon(...), 'other': adamw(...)}, labels)"
         )
     return params

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 from numbers import Real
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,21 +20,20 @@ from torch import Tensor
 from ..collectives.group import Group
 from ..errors import TransformError
 from ..tree import Tree, matches, names, unmatched
-from . import _foreach as F
-from ._base import Speculation, State, Transform, Updates, on_leaves, scaling
-from ._over import (
+from . import foreach as F
+from .boards import (
+    EVERY_LEAF,
     Board,
     Over,
-    Sharded,
     as_over,
     board_device,
-    own_leaves,
-    shards_of,
+    copies_of,
     stages_here,
     warn_of_parts,
     wide,
 )
-from ._places import map_kinds, places
+from .leaves import Places, map_kinds, places, recording
+from .transform import Params, Speculation, State, Transform, Updates, on_leaves, times
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
@@ -67,107 +66,99 @@ class Norm(NamedTuple):
             raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
         over = as_over(over)
         groups = tied if tied is not None else over.tied if over is not None else ()
-        return cls(
-            over, p, exact, frozenset(name for group in groups for name in tuple(group)[1:]), shards
-        )
+        copies = frozenset(name for group in groups for name in tuple(group)[1:])
+        return cls(over, p, exact, copies, shards)
 
     def total(self, tree: Tree) -> Tensor:
         """The norm of all stages, on every process."""
         warn_of_parts(tree, self.over)
-        shards = shards_of(self.over) if self.shards is None else self.shards
-        if self.exact and self.shards is None and shards is not None:
-            shares = self._gathered(tree, shards)
+        group, differing = copies_of(self.over)
+        if self.shards is not None:
+            norms = self.by_stage(tree, self.shards, EVERY_LEAF)
+        elif self.exact and group is not None and differing == EVERY_LEAF:
+            norms = self._gathered(tree, group)
         else:
-            shares = self._all_shares(tree, shards)
-        return torch.linalg.vector_norm(Board.of_stages(tree, self.over).complete(shares), self.p)
+            norms = self.by_stage(tree, group, differing)
+        return torch.linalg.vector_norm(Board.of_stages(tree, self.over).complete(norms), self.p)
 
-    def shares(self, tree: Tree, skip: frozenset[str] = frozenset()) -> dict[int, Tensor]:
-        """The norm of each stage on this process, without the leaves that ``skip`` names."""
-        skip |= self.copies
-        if skip:
-            at, every = places(tree), names(tree)
-            fault = (
-                unmatched(self.copies - set(every), every, at.missing())
-                if not self.copies.issubset(every)
-                else ""
-            )
-            if fault:
-                raise TransformError(f"tied= names {fault}")
-            tree = at.keep([name not in skip for name in every])
-
-        def kernel(xs):
-            return (
-                [_by_rows(x.reshape(-1), self.p) for x in xs] if self.exact else F.norms(xs, self.p)
-            )
-
-        stages, device = stages_here(tree, self.over), board_device(tree, self.over)
-        parts = {
-            stage: [leaf for leaf in places(part).leaves if leaf.numel()]
-            for stage, part in stages.items()
-        }
-        norms = iter(map_kinds(kernel, [leaf for part in parts.values() for leaf in part]))
-        return {
-            stage: self._joined([next(norms) for _ in part], device)
-            for stage, part in parts.items()
-        }
-
-    def _all_shares(self, tree: Tree, shards: Group | None) -> dict[int, Tensor]:
-        """The norm of each stage here over the copies that hold shards of it, or leaves that
-        differ.
+    def by_stage(
+        self, tree: Tree, group: Group | None = None, differing: tuple[str, ...] = ()
+    ) -> dict[int, Tensor]:
+        """The norm of each stage on this process; over the copies ``group`` for leaves that match
+        ``differing``.
         """
-        if shards is not None:
-            return {
-                stage: self._over_shards(share, shards)
-                for stage, share in self.shares(tree).items()
-            }
-        copies = own_leaves(self.over)
-        if copies is None:
-            return self.shares(tree)
-        group, patterns = copies
-        every, differing = (
-            names(tree),
-            frozenset(name for name in names(tree) if matches(name, patterns)),
-        )
-        alike, others = (
-            self.shares(tree, differing),
-            self.shares(tree, frozenset(every) - differing),
-        )
         device = board_device(tree, self.over)
         return {
-            s: self._joined([alike[s], self._over_shards(others[s], group)], device) for s in alike
+            stage: self._of_copies(*parts, device, group)
+            for stage, parts in self._leaf_norms(tree, differing).items()
         }
 
-    def _gathered(self, tree: Tree, shards: Group) -> dict[int, Tensor]:
-        """The norm of each stage here from whole leaves, gathered for one stage at a time."""
-        over, shares = cast(Sharded, self.over), {}
-        for stage, part in stages_here(tree, over).items():
-            alone = [part if stage == other else None for other in range(over.stages)]
-            whole = over.unshard(alone)
-            pairs = zip(places(alone).leaves, places(whole).leaves, strict=True)
-            cut = any(
-                shard is leaf for shard, leaf in pairs
-            )  # a leaf that differs by copy, or beside a frozen one
-            share = self.shares(alone if cut else whole)[stage]
-            shares[stage] = self._over_shards(share, shards) if cut else share
-        return shares
+    def _leaf_norms(
+        self, tree: Tree, differing: tuple[str, ...]
+    ) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        """The norms of the leaves of each stage on this process, of which those that match
+        ``differing`` come second.
+        """
+        at = places(tree)
+        every = self._names(tree, at) if self.copies or differing else [""] * len(at.leaves)
+        chosen = [i for i, x in enumerate(at.leaves) if x.numel() and every[i] not in self.copies]
+        norms = map_kinds(self._of_leaves, [at.leaves[index] for index in chosen])
+        parts = {stage: (list[Tensor](), list[Tensor]()) for stage in stages_here(tree, self.over)}
+        stages = at.stages()
+        for index, norm in zip(chosen, norms, strict=True):
+            if stages[index] in parts:
+                parts[stages[index]][matches(every[index], differing)].append(norm)
+        return parts
 
-    def _over_shards(self, share: Tensor, shards: Group) -> Tensor:
+    def _of_copies(
+        self, alike: list[Tensor], others: list[Tensor], device: torch.device, group: Group | None
+    ) -> Tensor:
+        """The norm of leaves that are alike on all copies and of those that differ."""
+        if group is None:
+            return self._joined(alike, device)
         # in one dtype everywhere: a process without elements of a stage does not know the dtype of
         # its leaves
-        share = share.to(wide(share.device))
+        norm = self._joined(others, device)
+        norm = norm.to(wide(norm.device))
         if math.isinf(self.p):
-            return shards.all_reduce(share, "max")
-        return shards.all_reduce(share.pow(self.p), "sum").pow(1 / self.p)
+            norm = group.all_reduce(norm, "max")
+        else:
+            norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
+        return self._joined([self._joined(alike, device), norm], device) if alike else norm
+
+    def _of_leaves(self, leaves: list[Tensor]) -> list[Tensor]:
+        if self.exact:
+            return [_by_rows(leaf.reshape(-1), self.p) for leaf in leaves]
+        return F.norms(leaves, self.p)
+
+    def _names(self, tree: Tree, at: Places) -> list[str]:
+        every = names(tree)
+        absent = self.copies.difference(every)
+        fault = unmatched(absent, every, at.missing()) if absent else ""
+        if fault:
+            raise TransformError(f"tied= names {fault}")
+        return every
+
+    def _gathered(self, tree: Tree, group: Group) -> dict[int, Tensor]:
+        """The norm of each stage here from whole leaves, gathered for one stage at a time."""
+        norms, device = dict[int, Tensor](), board_device(tree, self.over)
+        for stage, part in stages_here(tree, self.over).items():
+            alone = [part if stage == other else None for other in range(len(tree))]
+            whole = self.over.unshard(alone)  # type: ignore[union-attr]
+            pairs = zip(places(alone).leaves, places(whole).leaves, strict=True)
+            # A leaf that differs by copy, or is beside a frozen one, is not gathered.
+            cut = any(shard is leaf for shard, leaf in pairs)
+            parts = self._leaf_norms(alone if cut else whole, EVERY_LEAF if cut else ())[stage]
+            norms[stage] = self._of_copies(*parts, device, group if cut else None)
+        return norms
 
     def _joined(self, norms: list[Tensor], device: torch.device) -> Tensor:
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
             return torch.zeros((), device=device)
-        kinds = {(norm.device, norm.dtype) for norm in norms}
-        dtype = reduce(torch.promote_types, [dtype for _, dtype in kinds])
-        if kinds != {(device, dtype)}:
-            norms = [norm.to(device, dtype) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms), self.p)
+        kind = device, reduce(torch.promote_types, [norm.dtype for norm in norms])
+        parts = [norm if (norm.device, norm.dtype) == kind else norm.to(*kind) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(parts), self.p)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
@@ -257,33 +248,34 @@ def clip_by_global_norm(
     def init(params):
         return ClipState(torch.zeros((), device=board_device(params, over)))
 
+    def clipping(norm: Tensor) -> Tensor:
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def factor(grads: Updates) -> tuple[Tensor | None, State]:
-        norm = options.total(grads)
-        by = _factor(norm, max_norm)
-        # item() would wait for a device, and under torch.func there may be several values
-        unclipped = by.device.type == "cpu" and not F.differentiated() and by.item() == 1
-        return None if unclipped else by, ClipState(norm.detach())
+        with recording(places(grads).leaves):
+            norm = options.total(grads)
+            by = clipping(norm)
+            # item() would wait for a device, and under torch.func there may be several values
+            unclipped = by.device.type == "cpu" and not F.differentiated() and by.item() == 1
+            return None if unclipped else by, ClipState(norm.detach())
 
-    return scaling(init, factor, speculation=_unclipped(options, max_norm))
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        by, state = factor(grads)
+        return times(grads, by), state
 
-
-def _factor(norm: Tensor, max_norm: float) -> Tensor:
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def _unclipped(options: Norm, max_norm: float) -> Speculation:
     def measure(grads: Updates) -> Tensor | None:
         if options.shards is not None:
             return None  # requires two sums, one after the other
         with torch.no_grad():
-            return Board.of_stages(grads, options.over).part(options.shares(grads))
+            return Board.of_stages(grads, options.over).part(options.by_stage(grads))
 
     def confirm(total: Tensor, state: State) -> State:
         board = Board([1] * (len(total) // 2), total.device, options.over, total.dtype)
         norm = torch.linalg.vector_norm(board.whole(total), options.p)
-        return ClipState(norm) if _factor(norm, max_norm).item() == 1 else None
+        return ClipState(norm) if clipping(norm).item() == 1 else None
 
-    return Speculation(measure, confirm, options.over)
+    speculation = Speculation(measure, confirm, options.over)
+    return Transform(init, update, speculation=speculation, factor=factor)
 
 
 def clip_by_value(low: float, high: float | None = None) -> Transform:
@@ -307,4 +299,4 @@ def clip_by_value(low: float, high: float | None = None) -> Transform:
         raise TransformError(
             f"nothing lies in [{low}, {high}]; give clip_by_value(x) with x >= 0, or (low, high)"
         )
-    return on_leaves(lambda leaves: map_kinds(lambda gs: F.clamp(gs, low, high), leaves))
+    return on_leaves(lambda leaves: [leaf.clamp(low, high) for leaf in leaves])

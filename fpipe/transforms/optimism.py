@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from ..collectives.group import Done
 from ..errors import TransformError
-from ._base import Params, Speculation, State, Transform, Updates, apply_updates
-from ._over import Over, as_over, own_leaves, shards_of
+from .boards import Over, as_over, copies_of
+from .transform import Params, Speculation, State, Transform, Updates, apply_updates
 
 V = TypeVar("V")
 
@@ -87,14 +88,9 @@ class Optimistic(NamedTuple):
 
         def settle() -> tuple[bool, Params, State]:
             sums = () if work is None else work.wait()[0].split([part.numel() for part in summands])
+            totals = (part.view(like.shape) for part, like in zip(sums, summands, strict=True))
             try:
-                return (
-                    True,
-                    after,
-                    confirm(
-                        part.view(like.shape) for part, like in zip(sums, summands, strict=True)
-                    ),
-                )
+                return True, after, confirm(totals)
             except _WrongAssumptionError:
                 updates, other = tx.update(grads, state, params)
                 return False, apply_updates(params, updates), other
@@ -166,46 +162,43 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
 def _guess(
     tx: Transform, grads: Updates, state: State, params: Params, over: Over | None
 ) -> _Guess:
+    summands: list[Tensor] = []
     if tx.parts and len(tx.parts) == len(state):
-        return _guess_chain(tx, grads, state, params, over)
+        confirms: list[Callable[[Iterator[Tensor]], State]] = []
+        for part, before in zip(tx.parts, state, strict=True):
+            confirm, more = partial(_unchanged, before), []
+            if grads is not None:
+                grads, more, confirm = _guess(part, grads, before, params, over)
+            summands += more
+            confirms.append(confirm)
+        return grads, summands, lambda sums: tuple(confirm(sums) for confirm in confirms)
     speculation, summand = tx.speculation, _summand(tx.speculation, grads, over)
     if speculation is None or summand is None:
         updates, after = tx.update(grads, state, params)
-        return updates, [], lambda sums: after
+        return updates, [], partial(_unchanged, after)
 
-    def confirm(sums: Iterator[Tensor]) -> State:
+    def confirmed(sums: Iterator[Tensor]) -> State:
         after = speculation.confirm(next(sums), state)
         if after is None:
             raise _WrongAssumptionError
         return after
 
-    return grads, [summand], confirm
+    return grads, [summand], confirmed
 
 
-def _guess_chain(
-    tx: Transform, grads: Updates, state: State, params: Params, over: Over | None
-) -> _Guess:
-    summands: list[Tensor] = []
-    confirms: list[Callable[[Iterator[Tensor]], State]] = []
-    for part, before in zip(tx.parts, state, strict=True):
-        confirm, more = lambda sums, unchanged=before: unchanged, []
-        if grads is not None:
-            grads, more, confirm = _guess(part, grads, before, params, over)
-        summands += more
-        confirms.append(confirm)
-    return grads, summands, lambda sums: tuple(confirm(sums) for confirm in confirms)
+def _unchanged(state: State, sums: Iterator[Tensor]) -> State:
+    return state
 
 
 def _summand(speculation: Speculation | None, grads: Updates, over: Over | None) -> Tensor | None:
     """This process's summand; None where the transform has to run."""
-    if speculation is None or shards_of(over) is not None or own_leaves(over) is not None:
+    if speculation is None or copies_of(over)[1]:
         return None  # over copies a norm is several sums, one after another
     if speculation.over is over:
         return speculation.measure(grads)
     if speculation.over is not None:
         raise TransformError(
             f"a transform was made with over={speculation.over!r} and optimistic() with "
-            f"over={over!r}; "
-            "give both the same pipeline, as in optimistic(tx, over=pipe)"
+            f"over={over!r}; give both the same pipeline, as in optimistic(tx, over=pipe)"
         )
     return None

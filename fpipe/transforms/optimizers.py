@@ -29,17 +29,16 @@ module must not know ranks.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from . import _foreach as F
-from ._base import Transform, Updates
-from ._optimizer import Rate, Step, optimizer, where
-from ._places import Column, Mask
+from . import foreach as F
+from .leaves import Column, Mask
+from .optimizer import Rate, Step, optimizer, where
+from .transform import Transform, Updates
 
 
 class SgdState(NamedTuple):
@@ -89,7 +88,22 @@ def sgd(
         raise TransformError(
             f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least"
         )
-    arithmetic = partial(_sgd, momentum, dampening, nesterov)
+
+    def arithmetic(step: Step, *sums: Column) -> tuple[Column, ...]:
+        gs = step.grads
+        if weight_decay:
+            gs = F.add(gs, step.params, alpha=weight_decay)
+        if not sums:
+            return (F.mul(gs, -step.rate),)
+        (bs,) = sums
+        gs = F.cast_like(gs, bs)
+        if step.number.item() == 1:
+            bs = F.copies(gs, bs if donate else None)
+        else:
+            bs = F.mul(bs, momentum, inplace=donate)
+            bs = F.add(bs, gs, alpha=1 - dampening, inplace=True)
+        return F.mul(F.add(gs, bs, alpha=momentum) if nesterov else bs, -step.rate), bs
+
     return optimizer(
         "sgd",
         SgdState,
@@ -99,21 +113,6 @@ def sgd(
         decay=weight_decay,
         donate=donate,
     )
-
-
-def _sgd(
-    momentum: float, dampening: float, nesterov: bool, step: Step, *sums: Column
-) -> tuple[Column, ...]:
-    gs = F.add(step.grads, step.params, step.decay) if step.decay else step.grads
-    if not sums:
-        return (F.mul(gs, -step.rate),)
-    (bs,) = sums
-    gs = F.cast_like(gs, bs)
-    if step.number.item() == 1:
-        bs = F.copies(gs, into=bs if step.donate else None)
-    else:
-        bs = F.add(F.mul(bs, momentum, inplace=step.donate), gs, 1 - dampening, inplace=True)
-    return F.mul(F.add(gs, bs, momentum) if nesterov else bs, -step.rate), bs
 
 
 class AdamState(NamedTuple):
@@ -169,82 +168,77 @@ def adamw(
             f"betas={betas}, eps={eps}, weight_decay={weight_decay}; "
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"
         )
+    how = _Adam(betas, eps, fused)
     return optimizer(
         "adamw",
         AdamState,
-        partial(_adam, betas, eps, fused),
+        how.updates,
         lr,
         moments=2,
         decay=weight_decay,
         mask=mask,
         dtype=dtype,
         donate=donate,
-        kernel=partial(_adamw, betas, eps, fused),
+        kernel=how.parameters,
     )
 
 
-def _adamw(
-    betas: tuple[float, float], eps: float, fused: bool | None, step: Step, ms: Column, vs: Column
-) -> tuple[Column, ...] | None:
-    """Parameters and moments from torch's fused kernel; None where it does not take them."""
-    p = step.params[0]
-    if (
-        not (p.device.type in F.FUSED_DEVICES if fused is None else fused)
-        or p.is_complex()
-        or p.dtype != ms[0].dtype
-    ):
-        return None
-    columns = ((step.params, step.donate_params), (ms, step.donate), (vs, step.donate))
-    work = [F.writable(xs, given) for xs, given in columns]
-    gs = [g.contiguous() for g in F.cast(step.grads, p.dtype)]
-    decay = step.decay if step.decays[0] else 0.0
-    F.fused_adamw(work[0], gs, work[1], work[2], step.number, step.rate, betas, eps, decay)
-    return tuple(F.written(ws, xs, given) for ws, (xs, given) in zip(work, columns, strict=True))
+class _Adam(NamedTuple):
+    betas: tuple[float, float]
+    eps: float
+    fused: bool | None
 
+    def parameters(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...] | None:
+        """Parameters and moments from torch's fused kernel; None where it does not take them."""
+        p = step.params[0]
+        if not self._has_kernel(p) or p.is_complex() or p.dtype != ms[0].dtype:
+            return None
+        gs, decay = F.cast(step.grads, p.dtype), step.decay if step.decays[0] else 0.0
+        return self._fused(step, (step.params, step.donate_params), gs, ms, vs, decay)
 
-def _adam(
-    betas: tuple[float, float], eps: float, fused: bool | None, step: Step, ms: Column, vs: Column
-) -> tuple[Column, ...]:
-    # the updates start as the decay alone
-    decays = iter(
-        F.mul(F.cast(where(step.params, step.decays), ms[0].dtype), -step.rate * step.decay)
-    )
-    us = [
-        next(decays) if flag else torch.zeros_like(m)
-        for m, flag in zip(ms, step.decays, strict=True)
-    ]
-    moments, columns = (
-        partial(_moments, betas, eps, fused, step),
-        (us, F.cast(step.grads, ms[0].dtype), ms, vs),
-    )
-    if not ms[0].is_complex():
-        return moments(*columns)
-    real = moments(*([torch.view_as_real(x) for x in column] for column in columns))
-    return tuple([torch.view_as_complex(x) for x in column] for column in real)
+    def updates(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...]:
+        dtype = ms[0].dtype
+        # the updates start as the decay alone
+        decayed = F.cast(where(step.params, step.decays), dtype)
+        decays = iter(F.mul(decayed, -step.rate * step.decay))
+        us = [
+            next(decays) if flag else torch.zeros_like(m)
+            for m, flag in zip(ms, step.decays, strict=True)
+        ]
+        columns = us, F.cast(step.grads, dtype), ms, vs
+        if not dtype.is_complex:
+            return self._moments(step, *columns)
+        real = self._moments(step, *([torch.view_as_real(x) for x in xs] for xs in columns))
+        return tuple([torch.view_as_complex(x) for x in xs] for xs in real)
 
+    def _moments(
+        self, step: Step, us: Column, gs: Column, ms: Column, vs: Column
+    ) -> tuple[Column, ...]:
+        if not F.differentiated() and self._has_kernel(us[0]):
+            return self._fused(step, (us, True), gs, ms, vs, 0.0)
+        (beta1, beta2), t = self.betas, float(step.number.item())
+        ms = F.lerp(ms, gs, 1 - beta1, inplace=step.donate)
+        vs = F.mul(vs, beta2, inplace=step.donate)
+        vs = F.addcmul(vs, gs, gs, value=1 - beta2, inplace=True)
+        roots = F.div(F.sqrt(vs), (1 - beta2**t) ** 0.5, inplace=True)
+        roots = F.add(roots, self.eps, inplace=True)
+        rate = -step.rate / (1 - beta1**t)
+        return F.addcdiv(us, ms, roots, value=rate, inplace=True), ms, vs
 
-def _moments(
-    betas: tuple[float, float],
-    eps: float,
-    fused: bool | None,
-    step: Step,
-    us: Column,
-    gs: Column,
-    ms: Column,
-    vs: Column,
-) -> tuple[Column, ...]:
-    (beta1, beta2), donate = betas, step.donate
-    if not F.differentiated() and (
-        us[0].device.type in F.FUSED_DEVICES if fused is None else fused
-    ):
-        ms, vs = (F.laid_out(x, us) if donate else F.copies(x, like=us) for x in (ms, vs))
-        F.fused_adam(us, F.laid_out(gs, us), ms, vs, step.number, step.rate, betas, eps)
-        return us, ms, vs
-    t = float(step.number.item())
-    ms = F.lerp(ms, gs, 1 - beta1, inplace=donate)
-    vs = F.addcmul(F.mul(vs, beta2, inplace=donate), gs, gs, 1 - beta2, inplace=True)
-    roots = F.shift(F.div(F.sqrt(vs), (1 - beta2**t) ** 0.5, inplace=True), eps, inplace=True)
-    return F.addcdiv(us, ms, roots, step.rate / (1 - beta1**t) * -1, inplace=True), ms, vs
+    def _has_kernel(self, leaf: Tensor) -> bool:
+        return leaf.device.type in F.FUSED_DEVICES if self.fused is None else self.fused
+
+    def _fused(
+        self,
+        step: Step,
+        first: tuple[Column, bool],
+        gs: Column,
+        ms: Column,
+        vs: Column,
+        decay: float,
+    ) -> tuple[Column, ...]:
+        columns = first, (ms, step.donate), (vs, step.donate)
+        return F.fused_adamw(columns, gs, step.number, step.rate, self.betas, self.eps, decay)
 
 
 class LionState(NamedTuple):
@@ -287,19 +281,20 @@ def lion(
         raise TransformError(
             f"betas={betas}, weight_decay={weight_decay}; lion needs betas in [0, 1) and decay >= 0"
         )
+
+    def arithmetic(step: Step, ms: Column) -> tuple[Column, ...]:
+        gs = F.cast_like(step.grads, ms)
+        us = F.sign(F.lerp(ms, gs, 1 - betas[0]), inplace=True)
+        us = step.decayed(F.mul(us, -step.rate, inplace=True))
+        return us, F.lerp(ms, gs, 1 - betas[1], inplace=donate)
+
     return optimizer(
         "lion",
         LionState,
-        partial(_lion, betas),
+        arithmetic,
         lr,
         decay=weight_decay,
         mask=mask,
         dtype=dtype,
         donate=donate,
     )
-
-
-def _lion(betas: tuple[float, float], step: Step, ms: Column) -> tuple[Column, ...]:
-    gs = F.cast_like(step.grads, ms)
-    us = F.mul(F.sign(F.lerp(ms, gs, 1 - betas[0]), inplace=True), -step.rate, inplace=True)
-    return step.decayed(us), F.lerp(ms, gs, 1 - betas[1], inplace=step.donate)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from . import _foreach as F
-from ._base import Params, State, Transform, leafwise, on_leaves
-from ._optimizer import decay, rate_at, weights_of
-from ._over import Over, as_over, shards_of
-from ._places import Column, Mask, Places, count, flags, map_kinds, mask_of, scaled
+from . import foreach as F
+from .boards import EVERY_LEAF, Over, as_over, copies_of
+from .leaves import Column, Mask, Places, count, flags, map_kinds, mask_of, scaled
+from .optimizer import decay, rate_at, weights_of
+from .transform import Params, State, Transform, leafwise, on_leaves
 
 
 class StepState(NamedTuple):
@@ -141,15 +141,15 @@ def add_noise(
     """
     if eta < 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
-    shards = shards_of(as_over(over))
-    shard = "" if shards is None else f"/{shards.here[0]}"
+    copies, differing = copies_of(as_over(over))
+    shard = f"/{copies.here[0]}" if copies is not None and differing == EVERY_LEAF else ""
 
     def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
         t, stages = int(state.step.item()) + 1, at.stages()
         std = (eta / t**gamma) ** 0.5
 
         def kernel(gs: list[Tensor], stages: list[int]) -> list[Tensor]:
-            return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), std)
+            return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), alpha=std)
 
         keys = [
             (stage, leaf.device, leaf.dtype) for stage, leaf in zip(stages, at.leaves, strict=True)
@@ -162,11 +162,7 @@ def add_noise(
 def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     """Standard normal noise for leaves of one device and dtype; the seed is a hash of the text."""
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    generator, sizes = (
-        torch.Generator(leaves[0].device).manual_seed(seed),
-        [leaf.numel() for leaf in leaves],
-    )
-    flat = torch.randn(
-        sum(sizes), generator=generator, dtype=leaves[0].dtype, device=leaves[0].device
-    )
+    device, sizes = leaves[0].device, [leaf.numel() for leaf in leaves]
+    generator = torch.Generator(device).manual_seed(seed)
+    flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=device)
     return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]

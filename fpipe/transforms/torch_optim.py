@@ -8,7 +8,7 @@ This module must not know what an optimizer does, only that its state is a dict 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
-from . import _foreach as F
-from ._base import Params, State, Transform, leafwise
-from ._optimizer import weights_of
-from ._places import Column, Places, map_kinds
+from .leaves import Column, Places
+from .optimizer import weights_of
+from .transform import Params, State, Transform, leafwise
 
 
 class TorchState(NamedTuple):
@@ -77,24 +76,15 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
     def init(params: Params) -> State:
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    def make(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        try:
-            return optimizer(params, **options)
-        except (TypeError, ValueError) as error:
-            raise TransformError(
-                f"from_torch: torch refuses the options of {optimizer.__name__}: {error}"
-            ) from error
-
-    tx, rate = leafwise(init, partial(_step, make)), given.arguments.get("lr")
-    return (
-        replace(tx, rate=lambda state: float(rate))
-        if isinstance(rate, (float, int, Tensor))
-        else tx
-    )
+    tx, rate = leafwise(init, partial(_step, optimizer, options)), given.arguments.get("lr")
+    if not isinstance(rate, (float, int, Tensor)):
+        return tx
+    return replace(tx, rate=lambda state: float(rate))
 
 
 def _step(
-    make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
     at: Places,
     state: State,
     params: Params,
@@ -102,11 +92,15 @@ def _step(
     if not at.leaves:
         return [], state
     before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
-    with torch.no_grad():
-        after = map_kinds(F.copies, before)
+    after = [leaf.clone() for leaf in before]
     for leaf, gradient in zip(after, at.leaves, strict=True):
         leaf.grad = gradient.detach().to(leaf.dtype)
-    instance = make(after)
+    try:
+        instance = optimizer(after, **options)
+    except (TypeError, ValueError) as error:
+        raise TransformError(
+            f"from_torch: torch refuses the options of {optimizer.__name__}: {error}"
+        ) from error
     for leaf, memory in zip(after, at.of(state.memory, "the state"), strict=True):
         if memory:
             instance.state[leaf] = {
@@ -114,8 +108,5 @@ def _step(
             }
     instance.step()
     memories = [dict(instance.state.get(leaf, {})) for leaf in after]
-    with torch.no_grad():
-        updates = map_kinds(
-            lambda xs, ps: F.add(xs, ps, -1, inplace=True), [leaf.data for leaf in after], before
-        )
+    updates = [new.data - old for new, old in zip(after, before, strict=True)]
     return updates, TorchState(at.tree(memories, base=state.memory))

@@ -15,7 +15,8 @@ import fake_processes
 from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
-from fpipe.transforms import _foreach, _optimizer
+from fpipe.transforms import foreach
+from fpipe.transforms import optimizer as optimizer_module
 from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
 
 #: Rows that end in the fused kernel, or whose clipping does: their steps have torch's last bits,
@@ -77,7 +78,7 @@ def test_adamw_has_the_bits_of_torchs_fused_adamw(
     """Parameters and averages, with decay on some leaves, in blocks of some leaves; sizes with and
     without a tail.
     """
-    monkeypatch.setattr(_optimizer, "_BLOCK", 20)
+    monkeypatch.setattr(optimizer_module, "_BLOCK", 20)
     params, grads = (
         model(dtype=dtype),
         [optree.tree_map(lambda g: g.to(dtype), g) for g in gradients()],
@@ -200,7 +201,7 @@ def test_clipping_in_the_pass_of_the_optimizer(make: Any, max_norm: float):
 
 
 def test_clipped_gradients_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_optimizer, "_BLOCK", 40)
+    monkeypatch.setattr(optimizer_module, "_BLOCK", 40)
     seen, real = [], torch._foreach_mul
     monkeypatch.setattr(
         torch, "_foreach_mul", lambda xs, *rest: seen.append(len(xs)) or real(xs, *rest)
@@ -284,11 +285,13 @@ def test_mistakes_of_a_step():
 
 
 def test_one_kernel_for_all_leaves_that_are_given(monkeypatch: pytest.MonkeyPatch):
-    calls, real = [], _foreach.fused_adamw
+    calls, real = [], foreach.fused_adamw
     monkeypatch.setattr(
-        _foreach, "fused_adamw", lambda ps, *rest: calls.append(len(ps)) or real(ps, *rest)
+        foreach,
+        "fused_adamw",
+        lambda columns, *rest: calls.append(len(columns[0][0])) or real(columns, *rest),
     )
-    monkeypatch.setattr(_optimizer, "_BLOCK", 20)
+    monkeypatch.setattr(optimizer_module, "_BLOCK", 20)
     params = model()
     for donate in (False, True):
         tx = T.adamw(0.1, donate=donate)

@@ -137,7 +137,7 @@ def test_integer_leaves_have_no_state():
 
 def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    for name in ("_fused_adam_", "_foreach_add", "_foreach_mul", "_foreach_norm"):
+    for name in ("_fused_adamw_", "_foreach_add", "_foreach_mul", "_foreach_norm"):
         real = getattr(torch, name)
         monkeypatch.setattr(
             torch, name, lambda *a, name=name, real=real, **k: calls.append(name) or real(*a, **k)
@@ -149,7 +149,7 @@ def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
     wanted = {
         "_foreach_norm": 2,
         "_foreach_mul": 2 + 1,
-        "_fused_adam_": 2,
+        "_fused_adamw_": 2,
         "_foreach_add": 2,
     }  # clip, decay, step, apply
     assert Counter(calls) == wanted

@@ -73,7 +73,7 @@ PACKAGES = {
     "transforms": Entry(
         "gradient transforms, (init, update)",
         "schedules",
-        "collectives engine errors programs tree",
+        "collectives errors programs tree",
     ),
     "saving": Entry(
         "checkpoints, whole weights",
@@ -152,6 +152,7 @@ PRIVATE_TORCH = {
         "_are_functorch_transforms_active",
         "_current_level",
     },
+    "transforms.foreach": {"_foreach_"},
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
     "programs.purity": {"_python_dispatch"},
     "programs.symbols": {"_guards", "_sym_sqrt", "_sympy"},

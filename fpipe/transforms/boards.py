@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.group import Group
-from ..engine.copies import Copies
 from ..errors import TransformError
 from ..tree import NAMESPACE, Tree
 
+EVERY_LEAF = ("*",)
 #: Devices that have float64; elsewhere boards are float32.
 DOUBLE_DEVICES = ("cpu", "cuda")
 
@@ -33,21 +33,33 @@ DOUBLE_DEVICES = ("cpu", "cuda")
 class Over(Protocol):
     """The part of a pipeline that a transform uses.
 
-    ``group`` are its ranks, ``here`` the stages on this process of ``stages`` in all, and ``tied``
-    groups of names of leaves that are one parameter, such as ``("0.wte", "7.wte")``. ``all_sum``
-    returns the sum of a tensor over the pipeline's processes, on each of them, and does not change
-    its argument.
+    ``tied`` is such as ``(("0.wte", "7.wte"),)``. ``all_sum`` returns its sum on every process and
+    does not change its argument.
     """
 
     @property
-    def group(self) -> Group: ...
+    def group(self) -> Group:
+        """The ranks."""
+        ...
+
     @property
-    def here(self) -> tuple[int, ...]: ...
+    def here(self) -> tuple[int, ...]:
+        """The stages on this process."""
+        ...
+
     @property
-    def stages(self) -> int: ...
+    def stages(self) -> int:
+        """The number of stages."""
+        ...
+
     @property
-    def tied(self) -> tuple[tuple[str, ...], ...]: ...
-    def all_sum(self, tensor: Tensor) -> Tensor: ...
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names of leaves that are one parameter."""
+        ...
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the processes."""
+        ...
 
 
 def as_over(over: object) -> Over | None:
@@ -57,28 +69,14 @@ def as_over(over: object) -> Over | None:
     raise TransformError(f"over={over!r}; give the pipeline, what fpipe.pipeline returned")
 
 
-class Sharded(Over, Protocol):
-    """A pipeline whose copies hold shards; ``unshard`` returns whole leaves from a list with one
-    entry per stage.
+def copies_of(over: Over | None) -> tuple[Group | None, tuple[str, ...]]:
+    """The copies of a pipeline, and patterns of the leaves that differ between them:
+    :data:`EVERY_LEAF` where copies hold shards (``zero=``), or those of ``own=``; None and no
+    patterns where copies are alike.
     """
-
-    def unshard(self, parts: Sequence[Any]) -> list[Any]: ...
-
-
-def shards_of(over: Over | None) -> Group | None:
-    """The group whose processes hold shards of the same leaves (``zero=``); None where leaves are
-    whole.
-    """
-    copies: Copies | None = getattr(over, "copies", None)  # an Over need not have the attribute
-    return copies.group if copies is not None and copies.cut else None
-
-
-def own_leaves(over: Over | None) -> tuple[Group, tuple[str, ...]] | None:
-    """For copies with whole leaves of which some differ (``own=``): their group, and patterns of
-    those leaves.
-    """
-    copies: Copies | None = getattr(over, "copies", None)
-    return None if copies is None or copies.cut or not copies.own else (copies.group, copies.own)
+    copies = getattr(over, "copies", None)  # an Over need not have the attribute
+    differing = () if copies is None else EVERY_LEAF if copies.cut else copies.own
+    return (copies.group, differing) if copies is not None and differing else (None, ())
 
 
 def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
@@ -88,11 +86,10 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     >>> stages_here([5, None, 6], None), stages_here({"w": 5}, None)
     ({0: 5, 1: None, 2: 6}, {0: {'w': 5}})
     """
-    listed = isinstance(tree, list) or type(tree) is tuple
     if over is None:
-        return dict(enumerate(tree)) if listed else {0: tree}
-    if not listed or len(tree) != over.stages:
-        got = f"{len(tree)} entries" if listed else f"a {type(tree).__name__}"
+        return dict(enumerate(tree)) if _listed(tree) else {0: tree}
+    if not _listed(tree) or len(tree) != over.stages:
+        got = f"{len(tree)} entries" if _listed(tree) else f"a {type(tree).__name__}"
         raise TransformError(
             f"{got} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
             f"None for stages on other processes"
@@ -100,24 +97,25 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     return {stage: tree[stage] for stage in over.here}
 
 
+def _listed(tree: Tree) -> bool:
+    """Whether a tree has one entry for each stage."""
+    return isinstance(tree, list) or type(tree) is tuple
+
+
 def warn_of_parts(tree: Tree, over: Over | None) -> None:
     """Warn where a tree has the stages of one process alone, and nothing says where the others
     are.
     """
-    listed = isinstance(tree, list) or type(tree) is tuple
-    if (
-        over is not None
-        or not listed
-        or all(part is not None for part in tree)
-        or all(part is None for part in tree)
-    ):
+    if over is not None or not _listed(tree):
         return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        there = [stage for stage, part in enumerate(tree) if part is not None]
+    there = [str(stage) for stage, part in enumerate(tree) if part is not None]
+    if not 0 < len(there) < len(tree) or not dist.is_available() or not dist.is_initialized():
+        return
+    if dist.get_world_size() > 1:
         warnings.warn(
-            f"only stages {', '.join(map(str, there))} of {len(tree)} are here, and over= is "
-            "missing: the gradients of "
-            "other processes are not counted, so processes differ; pass over=pipe to the transform",
+            f"only stages {', '.join(there)} of {len(tree)} are here, and over= is missing: the "
+            "gradients of other processes are not counted, so processes differ; pass over=pipe to "
+            "the transform",
             stacklevel=2,
         )
 
@@ -154,37 +152,28 @@ class Board(NamedTuple):
     @classmethod
     def of_stages(cls, tree: Tree, over: Over | None) -> Board:
         """A board with one number for each stage."""
-        stages, device = (
-            len(stages_here(tree, None)) if over is None else over.stages,
-            board_device(tree, over),
-        )
+        stages = len(stages_here(tree, None)) if over is None else over.stages
+        device = board_device(tree, over)
         return cls([1] * stages, device, over, wide(device))
 
     def part(self, values: Mapping[int, Tensor]) -> Tensor:
         """What one process adds to the sum that is the board: its values, and which slots it
         filled.
         """
-        filled = [float(slot in values) for slot in range(len(self.sizes))]
-        return torch.cat(
-            [self._rows(values), torch.tensor(filled, device=self.device, dtype=self.dtype)]
-        )
-
-    def _rows(self, values: Mapping[int, Tensor]) -> Tensor:
         to = {"device": self.device, "dtype": self.dtype}
-        slots = enumerate(self.sizes)
         rows = [
-            values[slot].view(-1) if slot in values else torch.zeros(size, **to)
-            for slot, size in slots
+            values[slot].reshape(-1).to(**to) if slot in values else torch.zeros(size, **to)
+            for slot, size in enumerate(self.sizes)
         ]
-        return torch.cat([row.to(**to) for row in rows])
+        filled = [float(slot in values) for slot in range(len(self.sizes))]
+        return torch.cat([*rows, torch.tensor(filled, **to)])
 
     def complete(self, values: Mapping[int, Tensor]) -> Tensor:
         """The board from the values of all processes."""
-        return (
-            self._rows(values)
-            if self.over is None
-            else self.whole(self.over.all_sum(self.part(values)))
-        )
+        part = self.part(values)
+        if self.over is None:
+            return part[: sum(self.sizes)]
+        return self.whole(self.over.all_sum(part))
 
     def whole(self, total: Tensor) -> Tensor:
         """The board from the sum of its parts."""

@@ -10,8 +10,9 @@ single transform.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..programs.internals import wrapped
 from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map, unmatched
-from . import _foreach as F
+from . import foreach as F
 
 #: One value per leaf, in the order of the leaves.
 Column: TypeAlias = list[Any]
@@ -54,8 +55,8 @@ class Places(NamedTuple):
         if missing:
             raise TransformError(
                 f"{what} has None where the gradients have a leaf: "
-                f"{', '.join(self.names(missing))}; "
-                f"pass the trees of one pipeline, each with one entry per stage"
+                f"{', '.join(self.names(missing))}; pass the trees of one pipeline, each with one "
+                "entry per stage"
             )
         return column
 
@@ -91,16 +92,16 @@ class Places(NamedTuple):
 
     def names(self, indices: Iterable[int]) -> list[str]:
         """The dotted names of some of the leaves."""
-        every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
+        every = self._every_name()
         return [every[self.where[index]] for index in indices]
 
     def missing(self) -> list[str]:
         """The dotted paths of the places without a leaf."""
-        every, here = (
-            names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves))),
-            set(self.where),
-        )
-        return [name for index, name in enumerate(every) if index not in here]
+        here = set(self.where)
+        return [name for index, name in enumerate(self._every_name()) if index not in here]
+
+    def _every_name(self) -> list[str]:
+        return names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
 
     def _flat(self, other: Tree, what: str) -> Column:
         try:
@@ -108,8 +109,7 @@ class Places(NamedTuple):
         except ValueError as error:
             raise TransformError(
                 f"{what} does not have the form of the gradients: {brief(error)}; pass the trees "
-                "of one pipeline, "
-                f"each with one entry per stage"
+                "of one pipeline, each with one entry per stage"
             ) from error
 
 
@@ -145,12 +145,9 @@ def by_kind(
     1
     True
     """
-    keys = [(leaf.device, leaf.dtype) for leaf in columns[0]] if keys is None else keys
-    if len(set(keys)) <= 1:
-        return list(kernel(*columns))
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, leaf in enumerate(columns[0]):
+        groups[(leaf.device, leaf.dtype) if keys is None else keys[index]].append(index)
     merged: list[Column] = []
     for indices in groups.values():
         parts = kernel(*([column[i] for i in indices] for column in columns))
@@ -191,10 +188,14 @@ def recording(*columns: Iterable[Any]) -> Iterator[None]:
     False
     """
     tensors = [leaf for column in columns for leaf in column if isinstance(leaf, Tensor)]
-    carried = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
+    recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
     # forward mode and vmap do not set requires_grad
-    with torch.set_grad_enabled(carried), F.transformed() if wrapped(*tensors) else nullcontext():
-        yield
+    before = F.TRANSFORMED.set(F.TRANSFORMED.get() or wrapped(*tensors))
+    try:
+        with torch.set_grad_enabled(recorded):
+            yield
+    finally:
+        F.TRANSFORMED.reset(before)
 
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -224,8 +225,7 @@ def mask_of(mask: Mask, tree: Tree) -> Tree:
     if isinstance(mask, str):
         raise TransformError(f"mask={mask!r}; give a list of patterns such as [{mask!r}]")
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(item, str) for item in mask):
-        _check_patterns(mask, tree)
-        return _by_name(tree, lambda name: matches(name, mask))
+        return _by_name(mask, tree, lambda name: matches(name, mask))
     return _spread(mask, tree)
 
 
@@ -238,11 +238,18 @@ def labels_of(labels: Labels, tree: Tree) -> Tree:
     >>> labels_of(["first", "second", "third"], params)
     [{'b': 'first', 'w': 'first'}, None, {'w': 'third'}]
     """
-    if isinstance(labels, Mapping) and not isinstance(tree, Mapping):
-        result = _by_name(tree, lambda name: _first_match(name, labels))
-        _check_patterns(labels, tree)
-        return result
-    return _spread(labels, tree)
+    if not isinstance(labels, Mapping) or isinstance(tree, Mapping):
+        return _spread(labels, tree)
+
+    def first(name: str) -> str:
+        for pattern, label in labels.items():
+            if matches(name, [pattern]):
+                return label
+        raise TransformError(
+            f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest"
+        )
+
+    return _by_name(labels, tree, first)
 
 
 def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
@@ -252,37 +259,23 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
     return [bool(flag) for flag in at.of(mask_of(mask, params), "the mask")]
 
 
-def _check_patterns(patterns: Iterable[str], tree: Tree) -> None:
-    """A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
+def _by_name(patterns: Iterable[str], tree: Tree, label: Callable[[str], Any]) -> Tree:
+    """A tree with ``label(name)`` for each leaf.
+
+    A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
     process.
     """
-    here = names(tree)
-    if all(any(matches(name, [pattern]) for name in here) for pattern in patterns):
-        return
-    missing = places(tree).missing()
-    fault = unmatched(patterns, here, missing) if here or missing else ""
+    here, spec = names(tree), optree.tree_structure(tree, namespace=NAMESPACE)
+    labelled = optree.tree_unflatten(spec, map(label, here))
+    unused = [one for one in patterns if not any(matches(name, [one]) for name in here)]
+    missing = places(tree).missing() if unused else []
+    fault = unmatched(unused, here, missing) if here or missing else ""
     if fault:
         raise TransformError(
             f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
             "'*.bias'"
         )
-
-
-def _by_name(tree: Tree, label: Callable[[str], Any]) -> Tree:
-    """A tree with ``label(name)`` for each leaf: the one place where patterns meet the names of a
-    tree.
-    """
-    spec = optree.tree_structure(tree, namespace=NAMESPACE)
-    return optree.tree_unflatten(spec, [label(name) for name in names(tree)])
-
-
-def _first_match(name: str, labels: Mapping[str, str]) -> str:
-    for pattern, label in labels.items():
-        if matches(name, [pattern]):
-            return label
-    raise TransformError(
-        f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest"
-    )
+    return labelled
 
 
 def _spread(labels: Any, tree: Tree) -> Tree:
@@ -303,7 +296,6 @@ def _spread(labels: Any, tree: Tree) -> Tree:
     except ValueError as error:
         raise TransformError(
             f"these labels do not fit the parameters: {brief(error)}; give a function of the "
-            "parameters, patterns of "
-            "names such as '0.*' or '*.norm', or a tree with a label wherever the parameters "
-            "have a leaf or a subtree"
+            "parameters, patterns of names such as '0.*' or '*.norm', or a tree with a label "
+            "wherever the parameters have a leaf or a subtree"
         ) from error

@@ -9,8 +9,7 @@ unchanged. This module must not know any single transform, nor ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree
-from . import _foreach as F
-from ._over import Over
-from ._places import Column, Places, map_kinds, places, recording, scaled
+from . import foreach as F
+from .boards import Over
+from .leaves import Column, Places, map_kinds, places, recording, scaled
 
 #: A tree of parameters: one entry per stage, None for stages on other processes.
 Params: TypeAlias = Tree
@@ -40,17 +39,24 @@ class Update(Protocol):
     def __call__(self, grads: T, state: State, params: Params = None, /) -> tuple[T, State]: ...
 
 
-class InOnePass(Protocol):
-    """An update and its sum with the parameters:
-    ``(grads, state, params, donate, factor) -> (params, state)``.
+class Pass(NamedTuple):
+    """How a step changes parameters: whether it may write into their memory, and what the gradients
+    are multiplied by first, a tensor without axes; None stands for 1.
+    """
 
-    The gradients count times ``factor``, a tensor without axes, unless that is None. It writes into
-    the memory of ``params`` only if ``donate`` is true.
+    donate: bool = False
+    factor: Tensor | None = None
+
+
+class Run(Protocol):
+    """An update, or a step if ``how`` is given: ``(grads, state, params, how) -> (tree, state)``.
+
+    The tree has updates, or the parameters after a step.
     """
 
     def __call__(
-        self, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None, /
-    ) -> tuple[Params, State]: ...
+        self, grads: Updates, state: State, params: Params, how: Pass | None, /
+    ) -> tuple[Tree, State]: ...
 
 
 class Speculation(NamedTuple):
@@ -82,8 +88,8 @@ class Transform:
         factor: for a transform that multiplies all gradients by one factor:
             ``factor(grads) -> (factor, state)``, where a factor of None is 1. The optimizer behind
             it then multiplies in its pass.
-        in_one_pass: how :meth:`step` updates the parameters without a tree of updates; None where
-            it adds updates.
+        run: how :meth:`step` updates the parameters without a tree of updates; None where it adds
+            updates.
         rate: the learning rate of the next step, ``rate(state)``; None where there is none, or more
             than one.
 
@@ -107,7 +113,7 @@ class Transform:
     parts: tuple[Transform, ...] = ()
     speculation: Speculation | None = None
     factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
-    in_one_pass: InOnePass | None = None
+    run: Run | None = None
     rate: Callable[[State], float] | None = None
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
@@ -139,78 +145,62 @@ class Transform:
         >>> params, state.step.item()
         ([tensor([0.9000, 0.9000])], 1)
         """
-        return run_step(self, grads, state, params, donate, None)
+        return run(self, grads, state, params, Pass(donate))
 
 
-def run_step(
-    tx: Transform, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
-) -> tuple[Params, State]:
-    """:meth:`Transform.step` with a factor of the gradients."""
-    if tx.in_one_pass is not None:
-        return tx.in_one_pass(grads, state, params, donate, factor)
-    return in_two_passes(tx.update, grads, state, params, donate, factor)
+def run(
+    tx: Transform, grads: Updates, state: State, params: Params, how: Pass | None
+) -> tuple[Tree, State]:
+    """``tx.update`` or, if ``how`` is given, a step."""
+    if how is None:
+        return tx.update(grads, state, params)
+    if tx.run is not None:
+        return tx.run(grads, state, params, how)
+    updates, state = tx.update(times(grads, how.factor), state, params)
+    return apply_updates(params, updates, donate=how.donate), state
 
 
-def in_two_passes(
-    update: Update,
-    grads: Updates,
-    state: State,
-    params: Params,
-    donate: bool,
-    factor: Tensor | None,
-) -> tuple[Params, State]:
-    """A step by ``update`` and :func:`apply_updates`."""
-    updates, state = update(_times(grads, factor), state, params)
-    return apply_updates(params, updates, donate=donate), state
+def both_ways(init: Callable[[Params], State], run: Run, **more: Any) -> Transform:
+    """A transform whose update and step are one function; ``more`` are other fields."""
+    return Transform(
+        init, lambda grads, state, params=None: run(grads, state, params, None), run=run, **more
+    )
 
 
-def _times(grads: Updates, factor: Tensor | None) -> Updates:
-    if factor is None:
+def one_pass(
+    init: Callable[[Params], State],
+    body: Callable[[Places, State, Params, Pass | None], tuple[Tree, State]],
+    **more: Any,
+) -> Transform:
+    """As :func:`both_ways`, from a function of the places of the gradients.
+
+    A step is an update and a sum where derivatives are taken.
+    """
+
+    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+        at = places(grads)
+        with recording(at.leaves, () if how is None else [how.factor]):
+            if how is None or not F.differentiated():
+                return body(at, state, params, how)
+            updates, state = body(places(times(grads, how.factor)), state, params, None)
+            return apply_updates(params, updates, donate=how.donate), state
+
+    return both_ways(init, call, **more)
+
+
+def times(grads: Updates, factor: Tensor | None) -> Updates:
+    """Gradients times a factor; None stands for 1."""
+    if factor is None or grads is None:
         return grads
     at = places(grads)
     with recording(at.leaves, [factor]):
         return at.tree(scaled(at.leaves, factor))
 
 
-def scaling(
-    init: Callable[[Params], State],
-    factor: Callable[[Updates], tuple[Tensor | None, State]],
-    speculation: Speculation | None = None,
-) -> Transform:
-    """A transform that multiplies all gradients by one factor,
-    ``factor(grads) -> (factor, state)``; None stands for 1.
-
-    >>> half = scaling(lambda params: (), lambda grads: (torch.tensor(0.5), ()))
-    >>> half.update([torch.ones(1)], ())
-    ([tensor([0.5000])], ())
-    """
-
-    def recorded(grads: Updates) -> tuple[Tensor | None, State]:
-        with recording(places(grads).leaves):
-            return factor(grads)
-
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        by, state = recorded(grads)
-        return _times(grads, by), state
-
-    return Transform(init, update, speculation=speculation, factor=recorded)
-
-
-def stateless(update: Callable[[Updates, Params], Updates]) -> Transform:
-    """A transform without state, from ``update(grads, params) -> updates``.
-
-    >>> stateless(lambda grads, params: [-g for g in grads]).update([torch.ones(1)], ())
-    ([tensor([-1.])], ())
-    """
-    return Transform(
-        lambda params: (), lambda grads, state, params=None: (update(grads, params), state)
-    )
-
-
 def leafwise(
     init: Callable[[Params], State],
     step: Callable[[Places, State, Params], tuple[Column | None, State]],
-    *inputs: Any,
+    *inputs: object,
     donates: bool = False,
 ) -> Transform:
     """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None
@@ -229,7 +219,7 @@ def leafwise(
     return Transform(init, update, donates=donates)
 
 
-def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: Any) -> Transform:
+def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: object) -> Transform:
     """A transform without state from a function of the leaves; ``inputs`` are other tensors that it
     reads.
 
@@ -250,7 +240,7 @@ def identity() -> Transform:
     >>> identity().update([torch.ones(1)], ())
     ([tensor([1.])], ())
     """
-    return stateless(lambda grads, params: grads)
+    return Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -277,78 +267,49 @@ def chain(*transforms: Transform) -> Transform:
             raise TransformError(
                 f"chain takes transforms such as fpipe.adamw(3e-4), not {transform!r}"
             )
+    if not transforms:
+        return identity()
+    rates = [(index, tx.rate) for index, tx in enumerate(transforms) if tx.rate is not None]
 
-    def init(params: Params) -> State:
-        return tuple(transform.init(params) for transform in transforms)
+    def call(
+        grads: Updates, state: State, params: Params, how: Pass | None
+    ) -> tuple[Tree, tuple[State, ...]]:
+        _check_state(state, len(transforms))
+        after = []
+        factor = None if how is None else how.factor  # what gradients are yet to be multiplied by
+        for index, (tx, part) in enumerate(zip(transforms, state, strict=True), 1):
+            if grads is None:
+                pass
+            elif how is not None and index == len(transforms):
+                params, part = run(tx, grads, part, params, Pass(how.donate, factor))
+            elif tx.factor is not None:
+                grads = times(grads, factor)
+                factor, part = tx.factor(grads)
+            else:
+                grads, part = tx.update(times(grads, factor), part, params)
+                factor = None
+            after.append(part)
+        return times(grads, factor) if how is None else params, tuple(after)
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        return _through(transforms, grads, _state_of(transforms, state), params)
-
-    donates = any(transform.donates for transform in transforms)
-    rates = [
-        (index, transform.rate)
-        for index, transform in enumerate(transforms)
-        if transform.rate is not None
-    ]
-    rate = None if len(rates) != 1 else lambda state: rates[0][1](state[rates[0][0]])
-    chained = Transform(init, update, donates=donates, parts=transforms, rate=rate)
-    if not transforms or transforms[-1].in_one_pass is None:
-        return chained
-    return replace(chained, in_one_pass=partial(_chain_in_one_pass, transforms))
-
-
-def _state_of(transforms: Sequence[Transform], state: State) -> State:
-    if not isinstance(state, Sequence) or len(state) != len(transforms):
-        what = (
-            f"a state of {len(state)} parts"
-            if isinstance(state, Sequence)
-            else f"the state {state!r}"
-        )
-        raise TransformError(
-            f"{what} for a chain of {len(transforms)} transforms; pass the state that this "
-            "chain's init, update or "
-            "step returned, or what was saved of it"
-        )
-    return state
+    return both_ways(
+        lambda params: tuple(tx.init(params) for tx in transforms),
+        call,
+        donates=any(tx.donates for tx in transforms),
+        parts=transforms,
+        rate=None if len(rates) != 1 else lambda state: rates[0][1](state[rates[0][0]]),
+    )
 
 
-def _through(
-    transforms: Sequence[Transform], grads: Updates, state: State, params: Params
-) -> tuple[Updates, tuple[State, ...]]:
-    after = []
-    for transform, part in zip(transforms, state, strict=True):
-        if grads is not None:
-            grads, part = transform.update(grads, part, params)
-        after.append(part)
-    return grads, tuple(after)
-
-
-def _chain_in_one_pass(
-    transforms: Sequence[Transform],
-    grads: Updates,
-    state: State,
-    params: Params,
-    donate: bool,
-    factor: Tensor | None,
-) -> tuple[Params, State]:
-    """All transforms but the last one update; the last one steps, and multiplies for the one before
-    it.
-    """
-    state, last = _state_of(transforms, state), transforms[-1]
-    before = transforms[:-1]
-    multiplies = bool(before) and before[-1].factor is not None and not last.parts
-    plain = before[:-1] if multiplies else before
-    if before:
-        grads, factor = _times(grads, factor), None
-    grads, after = _through(plain, grads, state[: len(plain)], params)
-    if grads is None:
-        return params, (*after, *state[len(plain) :])
-    if multiplies:
-        assert before[-1].factor is not None
-        factor, part = before[-1].factor(grads)
-        after = (*after, part)
-    params, part = run_step(last, grads, state[-1], params, donate, factor)
-    return params, (*after, part)
+def _check_state(state: State, parts: int) -> None:
+    if isinstance(state, Sequence) and len(state) == parts:
+        return
+    given = (
+        f"a state of {len(state)} parts" if isinstance(state, Sequence) else f"the state {state!r}"
+    )
+    raise TransformError(
+        f"{given} for a chain of {parts} transforms; pass the state that this chain's init, "
+        "update or step returned, or what was saved of it"
+    )
 
 
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
@@ -388,7 +349,13 @@ def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
 
 def added(params: Column, updates: Column, donate: bool) -> Column:
     """``params + updates``, each sum in its parameter's dtype."""
-    return map_kinds(partial(_sum, donate=donate), params, updates)
+
+    def kernel(ps: list[Tensor], us: list[Tensor]) -> list[Tensor]:
+        if donate or all(u.dtype == ps[0].dtype for u in us):
+            return F.add(ps, us, inplace=donate)
+        return [(p + u).to(p.dtype) for p, u in zip(ps, us, strict=True)]
+
+    return map_kinds(kernel, params, updates)
 
 
 def refuse_shared(at: Places, params: list[Tensor]) -> None:
@@ -400,13 +367,6 @@ def refuse_shared(at: Places, params: list[Tensor]) -> None:
             one, other = at.names([first, index])
             raise TransformError(
                 f"donate=True, and {one!r} and {other!r} are in the same memory, which would get "
-                "both updates; "
-                "copy one of them, as in params[i] = tree_map(torch.clone, params[i]), or leave "
-                "donate out"
+                "both updates; copy one of them, as in params[i] = tree_map(torch.clone, "
+                "params[i]), or leave donate out"
             )
-
-
-def _sum(params: list[Tensor], updates: list[Tensor], donate: bool) -> list[Tensor]:
-    if donate or all(update.dtype == params[0].dtype for update in updates):
-        return F.add(params, updates, inplace=donate)
-    return [(p + u).to(p.dtype) for p, u in zip(params, updates, strict=True)]

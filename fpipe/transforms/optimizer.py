@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all optimizers with moving averages share: their state, learning rate, weight decay and
+dtypes.
+
+An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of
+leaves of one device and dtype. A step in one pass runs it on a block of leaves at a time and adds
+the updates while they are in the cache; a kernel that updates parameters itself takes the place of
+both. This module must not know which optimizer, nor ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import TransformError
+from ..tree import Tree
+from . import foreach as F
+from .leaves import (
+    Column,
+    Mask,
+    Places,
+    by_kind,
+    count,
+    flags,
+    mask_of,
+    scaled,
+    zeros,
+)
+from .transform import (
+    Params,
+    Pass,
+    State,
+    Transform,
+    added,
+    one_pass,
+    refuse_shared,
+)
+
+#: A number, or a function of the number of steps before this one.
+Rate: TypeAlias = float | Callable[[int], float]
+#: Elements of the parameters of a block on a CPU.
+_BLOCK = 1 << 18
+
+
+def rate_at(rate: Rate, steps: Tensor) -> float:
+    """The value of a rate at a step.
+
+    >>> rate_at(0.5, torch.tensor(7)), rate_at(lambda step: 0.1 * step, torch.tensor(2))
+    (0.5, 0.2)
+    """
+    return float(rate(int(steps.item()))) if callable(rate) else rate
+
+
+class Step(NamedTuple):
+    """One step of an optimizer: what its arithmetic reads besides the moments, for leaves of one
+    device and dtype.
+    """
+
+    number: Tensor  # from 1
+    rate: float
+    decay: float
+    donate: bool  # whether new moments are written into the memory of the old ones
+    stages: list[int]
+    grads: Column
+    params: Column  # of None where nothing decays
+    decays: list[bool]
+    donate_params: bool = False
+
+    def decayed(self, us: Column) -> Column:
+        """Updates, which are changed, with decoupled decay."""
+        return decay(us, self.params, self.decays, -self.rate * self.decay, inplace=True)
+
+
+#: From a step and a column for each moment to the updates and the new moments.
+Arithmetic: TypeAlias = Callable[..., tuple[Column, ...]]
+#: From a step and a column for each moment to new parameters and moments; None where it cannot.
+Kernel: TypeAlias = Callable[..., "tuple[Column, ...] | None"]
+
+
+def optimizer(
+    name: str,
+    state_type: Callable[..., State],
+    arithmetic: Arithmetic,
+    lr: Rate,
+    *,
+    moments: int = 1,
+    decay: float = 0.0,
+    mask: Mask | None = None,
+    dtype: torch.dtype | None = None,
+    donate: bool = False,
+    kernel: Kernel | None = None,
+    blocks: bool = True,
+) -> Transform:
+    """A transform from the arithmetic of an optimizer.
+
+    Args:
+        name: of the optimizer, for messages.
+        state_type: makes a state of the number of steps and a tree per moment.
+        arithmetic: see :data:`Arithmetic`.
+        lr: the learning rate.
+        moments: how many trees the state has.
+        decay: the weight decay; the arithmetic applies it, and this function passes the parameters
+            if it is not 0.
+        mask: which leaves decay; all of them by default.
+        dtype: that of the moments; by default the parameters'.
+        donate: whether the arithmetic writes the new moments into the memory of the old ones.
+        kernel: see :data:`Kernel`.
+        blocks: whether the arithmetic of a leaf is independent of the leaves beside it.
+    """
+    if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
+        raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
+
+    def init(params: Params) -> State:
+        if mask is not None:
+            mask_of(mask, params)  # raises
+        return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
+
+    def body(at: Places, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+        if not hasattr(state, "step"):
+            raise TransformError(f"{name} got the state {state!r}; pass that of tx.init(params)")
+        trees = state[1 : 1 + moments]
+        before = [at.of(tree, "the state") for tree in trees]
+        weights = _weights(name, at, params, decay, how)
+        decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
+        number, rate = state.step + 1, rate_at(lr, state.step)
+
+        def kind(*parts: Column) -> tuple[Column, ...]:
+            step = Step(number, rate, decay, donate, *parts[:4])
+            if how is None:
+                return arithmetic(step, *parts[4:])
+            return _in_one_pass(how, arithmetic, kernel, step, parts[4:])
+
+        keys: Sequence[Hashable] = [(x.device, x.dtype) for x in [*before, at.leaves][0]]
+        if how is not None and blocks:
+            once = kernel is not None and donate and how.donate and how.factor is None
+            keys = _blocks(weights, decays, math.inf if once else _BLOCK)
+        after: Sequence[Column] = [[]] * (1 + moments)
+        if at.leaves:
+            after = by_kind(kind, at.stages(), at.leaves, weights, decays, *before, keys=keys)
+        states = (at.tree(new, tree) for new, tree in zip(after[1:], trees, strict=True))
+        return at.tree(after[0], None if how is None else params), state_type(number, *states)
+
+    return one_pass(init, body, donates=donate, rate=lambda state: rate_at(lr, state.step))
+
+
+def _weights(name: str, at: Places, params: Params, decay: float, how: Pass | None) -> Column:
+    """The parameters, or None for each where they are not needed."""
+    if how is None and not decay:
+        return [None] * len(at.leaves)
+    who = f"{name} with weight decay" if how is None else f"a step of {name}"
+    weights = weights_of(at, params, who)
+    if how is not None and how.donate:
+        refuse_shared(at, weights)
+    return weights
+
+
+def _in_one_pass(
+    how: Pass, arithmetic: Arithmetic, kernel: Kernel | None, step: Step, moments: Sequence[Column]
+) -> tuple[Column, ...]:
+    """New parameters and moments of leaves of one kind."""
+    step = step._replace(donate_params=how.donate)
+    if how.factor is not None:
+        step = step._replace(grads=scaled(step.grads, how.factor))
+    after = None if kernel is None else kernel(step, *moments)
+    if after is None:
+        us, *rest = arithmetic(step, *moments)
+        after = added(step.params, us, how.donate), *rest
+    return after
+
+
+def _blocks(params: Column, decays: list[bool], size: float) -> list[Hashable]:
+    """A key for each leaf: leaves of one device, dtype and decay, on a CPU about ``size``
+    elements.
+    """
+    last: dict[Hashable, int] = {}  # of a kind: its last block
+    elements, keys = list[int](), list[Hashable]()
+    for leaf, on in zip(params, decays, strict=True):
+        kind = leaf.device, leaf.dtype, on
+        block = last.get(kind)
+        if block is None or (elements[block] >= size and leaf.device.type == "cpu"):
+            block = last[kind] = len(elements)
+            elements.append(0)
+        elements[block] += leaf.numel()
+        keys.append(block)
+    return keys
+
+
+def weights_of(at: Places, params: Params, who: str) -> Column:
+    """The parameters at the places of the gradients, for a transform that requires them."""
+    if params is None:
+        raise TransformError(f"{who} needs the parameters; call tx.update(grads, state, params)")
+    return at.of(params, "params")
+
+
+def decay(
+    xs: Column, params: Column, on: Sequence[bool], rate: float, *, inplace: bool = False
+) -> Column:
+    """``x + rate * param`` where a flag is on, and x itself elsewhere."""
+    if all(on):
+        return F.add(xs, params, alpha=rate, inplace=inplace)
+    sums = iter(F.add(where(xs, on), where(params, on), alpha=rate, inplace=inplace))
+    return [next(sums) if flag else x for x, flag in zip(xs, on, strict=True)]
+
+
+def where(column: Column, on: Sequence[bool]) -> Column:
+    """The leaves whose flag is on."""
+    return [x for x, flag in zip(column, on, strict=True) if flag]
