@@ -51,17 +51,17 @@ def _start(name: str, ranks: int) -> dict[str, Any]:
     create, transform = fpipe.pipeline, fpipe.value_and_grad
     loaded = time.process_time() - worked
     from benchmarks.bench_torch import make, square, stage
-    from fpipe.programs import trace_cache
+    from fpipe.programs import cache
 
     torch.set_num_threads(1)
     traces = [0]
-    trace = trace_cache._trace
+    trace = cache._trace
 
     def counted(*args: Any) -> Any:
         traces[0] += 1
         return trace(*args)
 
-    trace_cache._trace = counted
+    cache._trace = counted
     group = fpipe.local(ranks) if ranks else fpipe.init(device="cpu")
     params, x = make(STAGES, WIDTH, 1), torch.randn(MICROBATCHES, TOKENS, WIDTH)
     found: dict[str, Any] = {"import cpu": loaded}

@@ -28,9 +28,9 @@ from benchmarks.stages import square
 from fpipe.lowering.builder import lower
 from fpipe.lowering.plan import LoweringInput, ProgramSet
 from fpipe.lowering.value_graph import Interface, ValueGraph
-from fpipe.programs.losses import loss_stage
-from fpipe.programs.stage_programs import Programs
-from fpipe.programs.trace_cache import Signature, programs_of
+from fpipe.programs.cache import Signature, programs_of
+from fpipe.programs.program import Programs
+from fpipe.programs.signature import loss_stage
 from fpipe.schedule import Schedule
 from fpipe.stage import Stage, as_stage
 from fpipe.tree import AbstractTree

@@ -30,8 +30,8 @@ _TABLE = {
     "products.search.packing": "pack",
     "interop.modules": "from_module to_module",
     "passes.weaving.segments": "segment",
-    "programs.stage_programs": "Programs",
-    "programs.trace_cache": "trace",
+    "programs.program": "Programs",
+    "programs.cache": "trace",
     "engine.absent": "elsewhere",
     "engine.debugging": "debug",
     "engine.derived.forward_mode": "hvp jvp",
@@ -107,8 +107,8 @@ if TYPE_CHECKING:
     from .products.training.launch import launch as launch
     from .products.training.loop import Loop as Loop
     from .products.training.quorum import quorum as quorum
-    from .programs.stage_programs import Programs as Programs
-    from .programs.trace_cache import trace as trace
+    from .programs.cache import trace as trace
+    from .programs.program import Programs as Programs
     from .saving import load as load
     from .saving import receive as receive
     from .saving import save as save

@@ -18,7 +18,7 @@ import torch
 
 from .. import tree
 from ..errors import BatchError, StageError
-from ..programs.autocast import ambient
+from ..programs.internals import ambient
 from ..schedule import Schedule
 from ..tree import AbstractTree, Structure, Tree
 from .config import Config, check_seed

@@ -15,9 +15,7 @@ import torch
 
 from ..errors import GroupError, StageError
 from ..lowering.instructions import Registers
-from ..programs.autocast import without_autocast
-from ..programs.eager.autograd_split import retaining
-from ..programs.internals import transforming, versions
+from ..programs.internals import retaining, transforming, versions, without_autocast
 from ..programs.signature import stage_that_runs
 from ..stage import Stage
 from ..tree import Tree

@@ -22,7 +22,7 @@ from ..collectives.group import Group
 from ..errors import StageError
 from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
-from ..programs.losses import loss_sides
+from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree

@@ -20,8 +20,7 @@ from ..errors import ActionError, FpipeError
 from ..lowering.instructions import Instruction, Registers, Run
 from ..lowering.keys import Input, inputs
 from ..lowering.plan import Plan
-from ..programs.operations import Operation, fill
-from ..programs.program import Program
+from ..programs.program import Operation, Program, fill
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 

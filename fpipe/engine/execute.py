@@ -17,11 +17,11 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
 
+from ..actions.product import feature
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..lowering.instructions import Instruction, Machine, Registers, StepFn, nothing
 from ..lowering.plan import Plan
-from ..programs.explain import where
 
 #: Steps with the numbers of their instructions.
 Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
@@ -132,7 +132,9 @@ def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
         else str(ins.action)
     )
     whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
-    kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
+    kind = ""
+    if not isinstance(error, FpipeError):
+        kind = f" raised {type(error).__name__}{feature('explain').where(error)}"
     hint = (
         "; a tensor that a backward needs was changed in place: change a copy"
         if _CHANGED in str(error)

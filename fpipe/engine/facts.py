@@ -20,7 +20,7 @@ import torch
 
 from .. import __version__
 from ..collectives.group import Facts
-from ..programs.autocast import ambient
+from ..programs.internals import ambient
 from ..stage import Elsewhere, Stage
 from ..tree import AbstractTree, Aval, Static
 from .absent import Absent

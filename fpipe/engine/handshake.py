@@ -16,7 +16,7 @@ from ..collectives.agreement import Difference
 from ..collectives.codec import decode, encode
 from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
-from ..programs.spent import timed
+from ..programs.cache import timed
 
 T = TypeVar("T")
 #: In the errors of ranks that could prepare a step where another one could not.

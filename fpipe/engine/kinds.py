@@ -11,29 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import or_
 from typing import TypeAlias
 
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..collectives.rendezvous import TRACING
 from ..errors import StageError
 from ..lowering.plan import ProgramSet
 from ..lowering.value_graph import Interface, ValueGraph
-from ..programs.carries import (
-    NO_CARRIES,
-    NO_COPIES,
-    Carries,
-    crossing,
-    of_slice,
-    parted,
-    with_carry,
-)
-from ..programs.losses import check_scalar, loss_stage
-from ..programs.stage_programs import Programs
-from ..programs.trace_cache import Signature, programs_of
+from ..programs.cache import Signature, programs_of
+from ..programs.program import Programs
+from ..programs.signature import check_scalar, loss_stage
 from ..stage import Stage
 from ..tree import AbstractTree
 from .config import Config
@@ -82,7 +72,7 @@ class TracedKind:
         """What a stage of this process carries to the next slice."""
         programs = self.local(stage)
         assert programs is not None
-        return parted(programs.outputs.y)[1].handed_on()
+        return feature("slices").parted(programs.outputs.y)[1].handed_on()
 
     def lacking(self, after: TracedKind | None) -> tuple[int, frozenset[int]] | None:
         """The last stage whose programs have a cotangent for an output that has none, and all its
@@ -191,7 +181,7 @@ def with_stage(
         config.functions[stage],
     )
     carry = before.carry(stage) if function.carry and before is not None else None
-    x = x if carry is None else with_carry(x, carry)
+    x = x if carry is None else feature("slices").with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
 
@@ -200,34 +190,15 @@ def with_stage(
             (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
         }
 
+    y, inner = None, 0 if carry is None else len(carry.leaves)
     if function.carry:
-        programs, carries = _carrying(
-            function, traced, 0 if carry is None else len(carry.leaves), on_devices
-        )
+        first, last = not traced.slice, traced.slice == traced.slices - 1
+        programs, y = feature("slices").traced_slice(function, first, last, inner, on_devices)
     else:
-        programs, carries = on_devices(function), NO_CARRIES
+        programs = on_devices(function)
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
-    interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths, carries)
+    interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths, inner, y)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
-
-
-def _carrying(
-    function: Stage, traced: TracedKind, given: int, on_devices: Callable[[Stage], Local]
-) -> tuple[Local, Carries]:
-    """The programs of a slice of a stage with a carry, of which ``given`` leaves come in, and its
-    carries.
-
-    A carry that is another value, or whose gradient is one, is copied, which is known once it is
-    traced.
-    """
-    first, last, apart = not traced.slice, traced.slice == traced.slices - 1, NO_COPIES
-    while True:
-        programs = on_devices(of_slice(function, first=first, last=last, apart=apart))
-        carries = Carries.of(next(iter(programs.values())), given, last=last)
-        crosses = reduce(or_, (crossing(each, carries) for each in programs.values()))
-        if apart | crosses == apart:
-            return programs, carries
-        apart |= crosses
 
 
 def recut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..collectives.group import Facts
 from ..errors import BatchError
-from ..programs.spent import Spent, measured
+from ..programs.cache import Spent, measured
 from .arguments import Call, Offers
 from .capture import Graphs
 from .config import Config

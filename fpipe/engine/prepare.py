@@ -23,8 +23,8 @@ from ..lowering.builder import lower, sum_of
 from ..lowering.instructions import Machine
 from ..lowering.plan import Feature, LoweringInput, Plan
 from ..lowering.value_graph import Interface, spec_of
-from ..programs.spent import timed
-from ..programs.stage_programs import Programs
+from ..programs.cache import timed
+from ..programs.program import Programs
 from ..tree import AbstractTree, Aval, Spec
 from . import interfaces
 from .config import Config, tied_leaves

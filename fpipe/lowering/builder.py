@@ -18,8 +18,7 @@ import torch
 
 from ..actions.action import Action, plain
 from ..actions.collector import uncollected
-from ..programs.program import Program
-from ..programs.stage_programs import Programs
+from ..programs.program import Program, Programs
 from ..tree import Aval, contiguous, sum_dtype
 from .instructions import Add, Instruction, Run
 from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs, param

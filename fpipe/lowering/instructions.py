@@ -23,8 +23,7 @@ from ..actions.action import Action, Slice
 from ..actions.product import feature
 from ..collectives.group import Group, Work
 from ..devices import drawn
-from ..programs.program import Program
-from ..programs.stage_programs import Programs
+from ..programs.program import Program, Programs
 from ..tree import Aval, Spec, sum_dtype
 from .keys import Key
 from .memory import MemoryAccount

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ..programs.stage_programs import Programs, numbered
+from ..programs.program import Programs, numbered
 
 
 class Value(NamedTuple):

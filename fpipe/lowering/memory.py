@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..programs.operations import Operation, users
-from ..programs.program import Program
-from ..programs.stage_programs import Programs
+from ..programs.program import Operation, Program, Programs, users
 from ..tree import Aval
 from .keys import Key
 

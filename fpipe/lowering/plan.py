@@ -18,7 +18,7 @@ import torch
 
 from ..actions.action import Action, AnyAction, Row
 from ..actions.product import product
-from ..programs.stage_programs import Programs
+from ..programs.program import Programs
 from ..schedule import Schedule
 from ..tree import Aval
 from .instructions import Instruction

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from ..programs.carries import NO_CARRIES, Carries, parted
-from ..programs.stage_programs import Programs
+from ..programs.program import Programs
 from ..tree import AbstractTree, Aval, Spec, arriving
 from .keys import (
     BatchLeaf,
@@ -66,14 +65,19 @@ class Interface:
 
     @classmethod
     def of(
-        cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = NO_CARRIES
+        cls,
+        programs: Programs,
+        leaves: tuple[str, ...] = (),
+        inner: int = 0,
+        y: AbstractTree | None = None,
     ) -> Interface:
         """The interface of programs; ``leaves`` are the paths of the stage's parameters.
 
-        Carries, the last leaves of input and output, stay on their rank and are no part of it.
+        The last ``inner`` leaves of the input, and what is not in ``y``, stay on their rank and are
+        no part of it.
         """
-        xs, count = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
-        y = programs.outputs.y if carries.returned is None else parted(programs.outputs.y)[0]
+        y = programs.outputs.y if y is None else y
+        xs, count = len(programs.dxs) - inner, len(y.leaves)
         read = {
             name
             for program in (programs.f, programs.b, programs.i, programs.w)

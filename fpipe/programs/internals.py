@@ -1,27 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of torch that programs read: schemas, storages, saved tensors of nodes, transforms.
+"""State and modes of torch that tracing needs; most of them have private names.
 
-Most of it has private names. Knows no stages or programs. Tracing and dispatch modes are in
-``fake`` and ``purity``.
+Schemas and storages, transforms, autocast, fake tensors, and a mode that refuses impure functions.
+Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows no stages, graphs or programs.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..actions.product import feature
+from ..tree import AbstractTree, Aval
 
 Op: TypeAlias = torch._ops.OpOverload
-Packet: TypeAlias = torch._ops.OpOverloadPacket
+#: The device types for which autocast is on, each with its dtype.
+Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+#: Runs an operation on arguments and keyword arguments.
+Run: TypeAlias = Callable[[Op, Sequence[Any], Mapping[str, Any]], Any]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+#: ``torch.tensor(...)``: its schema says view, but nobody else has the memory.
+_FRESH = torch.ops.aten.lift_fresh.default
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+#: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the
+#: files of all modules that are loaded, which takes 50 ms.
+RULES: dict[object, Callable[..., Any]] = {}
 
 
+# ---- operations ----
 class Targeted(Protocol):
     """A node of a graph, or an operation of a program."""
 
@@ -36,9 +54,30 @@ def operator_of(node: Targeted) -> Op | None:
     return node.target if isinstance(node.target, Op) else None
 
 
+def draws(node: Targeted) -> bool:
+    """Whether a node draws random numbers."""
+    op = operator_of(node)
+    return op is not None and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_collective(target: object) -> bool:
+    """Whether an operation is a functional collective, or the wait for one."""
+    return getattr(target, "namespace", "") == "_c10d_functional"
+
+
 def direct(op: Op) -> Callable[..., Any]:
     """The operation without checks of its overload."""
     return op._op
+
+
+def mutates(op: Op) -> bool:
+    """Whether an operation writes into an argument, by its schema."""
+    return op._schema.is_mutable
+
+
+def returns_views(op: Op) -> bool:
+    """Whether a result may share memory with an argument, by the schema."""
+    return any(result.alias_info is not None for result in op._schema.returns)
 
 
 def updates_statistics(op: Op, args: Sequence[Any]) -> bool:
@@ -65,45 +104,7 @@ def written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]
     ]
 
 
-def mutates(op: Op) -> bool:
-    """Whether an operation writes into an argument, by its schema."""
-    return op._schema.is_mutable
-
-
-def without_write(op: Op) -> Op | None:
-    """The form of an operation that returns a new tensor instead of writing into its first
-    argument, and no other.
-
-    >>> without_write(torch.ops.aten.div_.Scalar)
-    <OpOverload(op='aten.div', overload='Scalar')>
-    """
-    arguments, name = op._schema.arguments, op._opname
-    writes = [
-        place
-        for place, each in enumerate(arguments)
-        if each.alias_info is not None and each.alias_info.is_write
-    ]
-    packet = (
-        getattr(torch.ops.aten, name[:-1], None)
-        if op.namespace == "aten" and name.endswith("_")
-        else None
-    )
-    found = getattr(packet, op._overloadname, None)
-    if writes != [0] or not isinstance(found, Op) or mutates(found):
-        return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
-        (a.name, str(a.type)) for a in arguments
-    ]
-    return (
-        found if same else None
-    )  # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
-
-
-def returns_views(op: Op) -> bool:
-    """Whether a result may share memory with an argument, by the schema."""
-    return any(result.alias_info is not None for result in op._schema.returns)
-
-
+# ---- tensors ----
 def storage_id(tensor: torch.Tensor) -> int:
     """A number of a tensor's storage, unique as long as the storage is alive; fake tensors have
     storages, too.
@@ -140,24 +141,6 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
 
 
-@lru_cache(maxsize=4096)
-def _saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def saved_handles(node: Node) -> Iterator[Any]:
-    """The handles of the tensors that a node saved."""
-    for name in _saved_names(type(node)):
-        saved = getattr(node, name)
-        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
-
-
-def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
-    """Bytes of the gradients that arrive at a node."""
-    inputs = [node._input_metadata[port] for port in ports]  # type: ignore[attr-defined]
-    return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
-
-
 # ---- torch.func ----
 def wrapped(*tensors: torch.Tensor) -> bool:
     """Whether a torch.func transform works on any of these. Takes no time where none is active.
@@ -177,6 +160,296 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def is_collective(target: object) -> bool:
-    """Whether an operation is a functional collective, or the wait for one."""
-    return getattr(target, "namespace", "") == "_c10d_functional"
+# ---- graphs of autograd ----
+#: Whether backwards keep the graphs that they go through, for another one of the same forward.
+RETAINED = ContextVar("RETAINED", default=False)
+
+
+@contextmanager
+def retaining(on: bool) -> Iterator[None]:
+    """Set ``RETAINED`` inside."""
+    token = RETAINED.set(on)
+    try:
+        yield
+    finally:
+        RETAINED.reset(token)
+
+
+# ---- autocast ----
+@lru_cache(maxsize=1)
+def _device_types() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if device is None or device.type == "cpu" else ("cpu", device.type)
+
+
+def ambient() -> Ambient:
+    """The device types for which autocast is on, each with its dtype.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     ambient()
+    (('cpu', torch.bfloat16),)
+    """
+    return tuple(
+        [(k, torch.get_autocast_dtype(k)) for k in _device_types() if torch.is_autocast_enabled(k)]
+    )
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off. A trace contains its casts, so programs would cast twice.
+
+    Backwards run without it, as torch recommends.
+
+    >>> with torch.autocast("cpu", torch.bfloat16), without_autocast():
+    ...     ambient()
+    ()
+    """
+    with ExitStack() as stack:
+        for kind, _ in ambient():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def caching(enabled: bool) -> Iterator[None]:
+    """Switch autocast's cache on or off, and empty it at the end.
+
+    The cache casts a parameter once for all its uses, so its gradient is added up in the narrow
+    dtype. Without the cache it is added up after the casts, which is another number.
+
+    >>> with caching(False):
+    ...     torch.is_autocast_cache_enabled()
+    False
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+# ---- fake tensors ----
+class Fake(FakeTensorMode):
+    """A mode in which tensors have no data. Captured real tensors may enter it as constants.
+
+    It takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two
+    devices.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shape_env: Any = None):
+        _enter_first()
+        super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            # their rules are registered for torch's own mode
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's, or the rule of an operation of this package."""
+        if func in RULES:
+            with self:
+                return RULES[func](*args)
+        device = kwargs.get("device") if kwargs else None
+        if isinstance(device, torch.device) and device.type == "cpu" and device.index is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return super().dispatch(func, types, args, kwargs)
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """A context in which tensors have shapes, but no data; real tensors may be used as constants.
+
+    >>> with fake_tensors():
+    ...     type(torch.ones(2)).__name__
+    'FakeTensor'
+    """
+    return Fake()
+
+
+@lru_cache(maxsize=1)
+def _enter_first() -> None:
+    """Enter a mode, before any other, in a thread that does not end.
+
+    Where torch is built for CUDA and finds no device, the first thread to enter a mode registers an
+    object that ends with that thread. Torch 2.11 then calls it in the next mode, and the process
+    dies.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    entered = threading.Event()
+
+    def enter() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=enter, name="fpipe-fake", daemon=True).start()
+    entered.wait()
+
+
+class Sizes:
+    """What a trace does with the numbers in it: it takes them as they are.
+
+    The pass for symbolic sizes has a subclass, in which numbers depend on the sizes of the inputs.
+    """
+
+    def mode(self) -> FakeTensorMode:
+        """A new mode to trace under."""
+        return Fake()
+
+    def inline(self, graph: fx.GraphModule) -> None:
+        """Put numbers in place of the nodes that compute them."""
+
+    def number(self, value: Any) -> Any:
+        """A number, or another argument, as programs have it."""
+        return value
+
+    def aval(self, aval: Aval) -> Aval:
+        """An abstract tensor with such numbers."""
+        return aval
+
+
+PLAIN = Sizes()
+
+
+def is_fake(value: object) -> TypeGuard[FakeTensor]:
+    """Whether a value is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def empty(aval: Aval) -> torch.Tensor:
+    """A fake tensor of an aval; call it inside a mode."""
+    tensor = aval.build(
+        lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
+    )
+    return tensor.requires_grad_(aval.grad and aval.differentiable)
+
+
+def fake_inputs(trees: Iterable[AbstractTree]) -> list[list[Any]]:
+    """The flat leaves of abstract trees, with fake tensors; call it inside a mode."""
+    return [abstract.map(empty) for abstract in trees]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Disable torch's log of operations that fail on fake tensors: the exception has the same
+    text.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+# ---- impure functions ----
+class Around(TorchDispatchMode):
+    """Runs every operation by ``run(op, args, kwargs)``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.cond compiles its branches under the modes that are on
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """A compiler may ignore this mode, as it ignores fake tensors."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, Op):  # torch.cond, for example
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+
+def pure_on_fakes(label: str, error: str = "captured_gradient_error") -> Around:
+    """While a function runs on fake tensors under this mode, refuse writes into real ones.
+
+    A real one that requires a gradient is refused with an error of the pass ``explain``.
+    """
+    #: Of fake views of real tensors, by address; kept alive here.
+    views: dict[int, torch.UntypedStorage] = {}
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in tensors_in(written(op, args, kwargs)):
+            if _has_data(tensor) or (is_fake(tensor) and storage_id(tensor) in views):
+                raise feature("explain").captured_write_error(label, tensor)
+        captured = list(filter(_has_data, args))
+        if torch.is_grad_enabled() and op is not torch.ops.aten.detach.default:
+            for tensor in captured:
+                if tensor.requires_grad:
+                    raise getattr(feature("explain"), error)(label, tensor)
+        result = op(*args, **kwargs)
+        if captured and op is not _FRESH and returns_views(op) and is_fake(result):
+            views[storage_id(result)] = result.untyped_storage()
+        return result
+
+    return Around(run)
+
+
+@contextmanager
+def unseeded(label: str) -> Iterator[None]:
+    """While a function runs on fake tensors, refuse that it seeds, sets or restores a random stream
+    of torch.
+
+    A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here
+    each one moves it to another seed, so that a stream which was restored shows.
+    """
+    stream, device = torch.default_generator, _device_seed()
+    state = stream.get_state()
+    expected = stream.seed() >> 1  # random, so that no function sets the same
+
+    def check() -> None:
+        if stream.initial_seed() != expected or _device_seed() != device:
+            raise feature("explain").seed_error(label)
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        nonlocal expected
+        if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
+            check()
+            expected += 1
+            stream.manual_seed(expected)
+        return op(*args, **kwargs)
+
+    stream.manual_seed(expected)
+    try:
+        with Around(run):
+            yield
+        check()
+    finally:
+        stream.set_state(state)
+
+
+def _device_seed() -> int | None:
+    """The seed of the accelerator, where that is in use."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module: Any = None if device is None else torch.get_device_module(device)
+    return module.initial_seed() if getattr(module, "is_initialized", lambda: False)() else None
+
+
+def _has_data(value: object) -> bool:
+    """Whether a value is a tensor with data; of a tensor with inner tensors, these are checked
+    instead.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and not is_fake(value)
+        and not hasattr(type(value), "__tensor_flatten__")
+    )
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among values and in the lists among them."""
+    listed = (value if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [each for items in listed for each in items if isinstance(each, torch.Tensor)]

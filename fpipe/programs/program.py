@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Program``: a straight line of tensor operations, printed as Python and called with a box.
+"""``Programs``, the four programs of a stage, and ``Program``, a straight line of operations.
 
-A box is a list of arguments that the program empties as it starts, so that a tensor is freed at its
-last use even if the caller keeps the list. Values that several programs of one stage share have one
-name in all of them. Knows no stages, schedules or ranks.
+A program is printed as Python and called with a box: a list of arguments that it empties as it
+starts, so that a tensor is freed at its last use even if the caller keeps the list. The values of
+one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..``
+state, ``dy0..`` and ``daux`` cotangents, and the trace's names for the rest. Knows no schedules or
+ranks.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import chain, count
-from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import fx
 
-from .graphs import draws
-from .internals import Op, direct, is_collective
-from .operations import Operation, Ref, fill
-from .sizes import Numbers, Real, Size
+from ..actions.product import feature
+from ..tree import Aval
+from .internals import Op, direct, draws, is_collective, without_autocast
+from .signature import Outputs
 
+#: What an operation computes: a tensor, several, or something else.
+Value: TypeAlias = "Aval | tuple[Value, ...] | None"
 Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: What the names in a source stand for. The private functions here enter what they meet.
 Scope: TypeAlias = dict[str, Any]
@@ -65,6 +67,71 @@ _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAM
 }
 
 
+# ---- operations ----
+class Ref(str):
+    """The name of a value, as an argument of an operation.
+
+    >>> Ref("x0")
+    x0
+    """
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """One operation: ``name = target(*args, **kwargs)``, in which each value is a ``Ref``.
+
+    ``inputs`` are the names of the values it reads, each once, and ``reads`` those values; ``mark``
+    is the user's name for the part it belongs to. It is a record without tensors: programs outlive
+    the traced graph.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[str, ...]
+    reads: tuple[Value, ...] = ()
+    value: Value = None
+    mark: str | None = None
+
+
+def tensors(value: Value) -> Iterator[Aval]:
+    """The tensors of what an operation computes."""
+    if isinstance(value, Aval):
+        yield value
+    elif value is not None:
+        for item in value:
+            yield from tensors(item)
+
+
+def users(operations: Iterable[Operation]) -> dict[str, list[Operation]]:
+    """The operations that read each value."""
+    found: dict[str, list[Operation]] = {}
+    for operation in operations:
+        for name in operation.inputs:
+            found.setdefault(name, []).append(operation)
+    return found
+
+
+def fill(value: Any, values: Mapping[str, Any]) -> Any:
+    """An argument with values in place of their names.
+
+    >>> fill([Ref("x0"), 3], {"x0": 5})
+    [5, 3]
+    """
+    if isinstance(value, Ref):
+        return values[value]
+    if isinstance(value, (list, tuple)) and not isinstance(value, Aval):
+        return type(value)([fill(item, values) for item in value])
+    if isinstance(value, dict):
+        return {key: fill(item, values) for key, item in value.items()}
+    return value
+
+
+# ---- one program ----
 @dataclass(frozen=True, eq=False)
 class Program:
     """A callable straight-line program; calling it empties the box.
@@ -133,29 +200,20 @@ class Program:
         """Write the operations as Python, compile it once, and bind every target to a name."""
         body = tuple(operations)
         constants, adds = constants or {}, adds or {}
-        code, run = _function(name, body, inputs, outputs, constants, adds)
-        random = any(map(draws, body))
+        scope = dict(constants)
+        code = _source(name, body, inputs, outputs, adds, scope)
+        exec(compile(code, f"<fpipe program {name}>", "exec"), scope)
         return cls(
-            name, code, run, tuple(inputs), tuple(outputs), random, body, constants, adds, stage
-        )
-
-    def at(
-        self, numbers: Numbers, operations: Callable[[Operation], Operation], stage: str
-    ) -> Program:
-        """The program for other sizes. It shares the code, which refers to sizes by name."""
-        assert isinstance(self.run, FunctionType)
-        given = self.run.__globals__
-        changed = {
-            name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))
-        }
-        run = FunctionType(self.run.__code__, {**given, **changed}, self.name)
-        head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
-        return replace(
-            self,
-            code=head + self.code,
-            run=run,
-            stage=stage,
-            resized=operations if changed else None,
+            name,
+            code,
+            scope[name],
+            tuple(inputs),
+            tuple(outputs),
+            any(map(draws, body)),
+            body,
+            constants,
+            adds,
+            stage,
         )
 
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
@@ -168,22 +226,18 @@ class Program:
         )
 
 
-# ---- the source ----
-def _function(
+def _source(
     name: str,
     body: Sequence[Operation],
     inputs: Sequence[str],
     outputs: Sequence[str],
-    constants: Mapping[str, Any],
     adds: Adds,
-) -> tuple[str, Callable[[list[Any]], tuple[Any, ...]]]:
-    """The operations as source of a function of a box, and that function. ``adds``: see
-    ``Program``.
-    """
-    scope = dict(constants)
+    scope: Scope,
+) -> str:
+    """The operations as source of a function of a box; ``scope`` has the constants."""
     last = dict.fromkeys(inputs, -1)
     last |= {each: index for index, one in enumerate(body) for each in (one.name, *one.inputs)}
-    keep = {*outputs, *constants, *(into for targets in adds.values() for into in targets)}
+    keep = {*outputs, *scope, *(into for targets in adds.values() for into in targets)}
 
     def delete(index: int, names: Iterable[str]) -> list[str]:
         dead = [name for name in dict.fromkeys(names) if last[name] == index and name not in keep]
@@ -198,9 +252,7 @@ def _function(
         lines += [f"    {into}.add_({one.name})" for into in adds.get(one.name, ())]
         lines += delete(index, [*one.inputs, one.name])
     lines.append(f"    return ({_tuple(outputs)})")
-    code = "\n".join(lines) + "\n"
-    exec(compile(code, f"<fpipe program {name}>", "exec"), scope)
-    return code, scope[name]
+    return "\n".join(lines) + "\n"
 
 
 def _tuple(items: Sequence[str]) -> str:
@@ -208,11 +260,10 @@ def _tuple(items: Sequence[str]) -> str:
 
 
 def _call(one: Operation, scope: Scope) -> str:
+    args = [_text(value, scope) for value in one.args]
     if one.target is operator.getitem:
-        return f"{_text(one.args[0], scope)}[{_text(one.args[1], scope)}]"
-    args = [_text(a, scope) for a in one.args] + [
-        f"{k}={_text(v, scope)}" for k, v in one.kwargs.items()
-    ]
+        return f"{args[0]}[{args[1]}]"
+    args += [f"{key}={_text(value, scope)}" for key, value in one.kwargs.items()]
     return f"{_target(one.target, scope)}({', '.join(args)})"
 
 
@@ -220,15 +271,12 @@ def _target(target: object, scope: Scope) -> str:
     """A short name for an operation."""
     if isinstance(target, Op):
         binding = _BINDINGS.get(str(target))
-        name = (f"torch.{binding}" if binding else str(target).removesuffix(".default")).replace(
-            ".", "_"
-        )
+        name = f"torch.{binding}" if binding else str(target).removesuffix(".default")
+        name = name.replace(".", "_")
         scope[name] = operator.attrgetter(binding)(torch) if binding else direct(target)
         return name
-    name = f"{getattr(target, '__module__', 'op')}_{getattr(target, '__name__', 'call')}".replace(
-        ".", "_"
-    )
-    return _enter(name, target, scope)
+    module, name = getattr(target, "__module__", "op"), getattr(target, "__name__", "call")
+    return _enter(f"{module}_{name}".replace(".", "_"), target, scope)
 
 
 def _text(value: object, scope: Scope) -> str:
@@ -238,19 +286,15 @@ def _text(value: object, scope: Scope) -> str:
     if isinstance(value, (list, tuple)):
         items = [_text(item, scope) for item in value]
         return f"[{', '.join(items)}]" if isinstance(value, list) else f"({_tuple(items)})"
-    if isinstance(value, (Size, Real)):
-        return _enter(f"n{value.place}", value, scope)
-    if (
-        value is None
-        or isinstance(value, (bool, int, str))
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if value is None or type(value) in (bool, int, str):
         return repr(value)
-    name = (
-        f"lit_{type(value).__name__}_{value}"
-        if isinstance(value, (torch.dtype, torch.device))
-        else "lit"
-    )
+    if type(value) is float and math.isfinite(value):
+        return repr(value)
+    name = "lit"
+    if isinstance(value, (torch.dtype, torch.device)):
+        name = f"lit_{type(value).__name__}_{value}"
+    elif isinstance(value, (int, float)):  # of a class with names, for which others can be put
+        name = getattr(value, "name", name)
     return _enter("".join(c if c.isalnum() else "_" for c in name), value, scope)
 
 
@@ -262,28 +306,177 @@ def _enter(name: str, value: object, scope: Scope) -> str:
     return free
 
 
-# ---- compilation ----
-def compiled(program: Program, backend: str) -> Program:
-    """The same program, compiled by ``backend`` ("inductor", "aot_eager", ...) at its first
-    call.
+# ---- the programs of a stage ----
+class Held(NamedTuple):
+    """The memory behind a named value: the first value on its storage, and the storage's size."""
+
+    root: str
+    nbytes: int
+    given: bool = False  # the storage of an input
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a stage, as ``fpipe.trace`` returns them: functions whose ``.code`` is their
+    source.
+
+    ``y, saved = forward(params, x)`` and ``dx, dparams = backward(saved, dy)``; or, with the same
+    bits, ``dx, kept = backward_input(saved, dy)`` and ``dparams = backward_weight(kept)``.
+    ``saved`` names the values held from F to I or B, ``kept`` those from I to W.
+
+    >>> from fpipe import trace
+    >>> programs = trace(lambda p, x: x * p, torch.tensor(3.0), torch.ones(2))
+    >>> y, saved = programs.forward(torch.tensor(3.0), torch.ones(2))
+    >>> programs.backward(saved, torch.ones(2))
+    (tensor([3., 3.]), tensor(2.))
     """
-    if not program.operations:
-        return program
-    graph = fx.Graph()
-    env = {name: graph.placeholder(name) for name in program.inputs}
-    env |= {name: graph.get_attr(name) for name in program.constants}
-    for one in program.operations:
-        env[one.name] = graph.call_function(one.target, fill(one.args, env), fill(one.kwargs, env))
-    graph.output(tuple(env[name] for name in program.outputs))
-    # Some compilers cache by code object, so every program has one of its own.
-    module = fx.GraphModule(dict(program.constants), graph)
-    inner = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
-    def run(box: list[Any]) -> tuple[Any, ...]:
-        args = tuple(box)
-        box.clear()
-        out = inner(*args)
-        assert len(out) == len(program.outputs)
-        return tuple(out)
+    f: Program
+    b: Program
+    i: Program
+    w: Program
+    counts: tuple[int, ...]  # numbers of leaves of params, x, side, state
+    outputs: Outputs
+    ys: tuple[str | None, ...]
+    aux: str | None
+    new_state: tuple[str, ...]
+    dps: tuple[str | None, ...]
+    dxs: tuple[str | None, ...]
+    saved: tuple[str, ...]
+    kept: tuple[str, ...]
+    #: Of the gradients, where known.
+    grad_avals: Mapping[str, Aval]
+    #: Behind each value.
+    memory: Mapping[str, Held]
+    #: Gradients that share no memory, into which others may be added.
+    fresh: frozenset[str] = frozenset()
+    eager: bool = False
+    #: What a loss passes to the caller's function, of any kind.
+    extra: str | None = None
+    #: Of an eager stage: bytes that programs hold beyond others.
+    during: Mapping[str, int] = field(default_factory=dict)
+    compiled: bool = False
+    label: str = ""
+    #: Of programs for other sizes than those of the trace: those of the trace, and how one of them
+    #: is resized.
+    origin: tuple[Programs, Callable[[Program], Program]] | None = None
 
-    return replace(program, run=run)
+    @cached_property
+    def dys(self) -> tuple[str | None, ...]:
+        """The names of the outputs' cotangents; ``None`` where no gradient flows."""
+        names = numbered("dy", len(self.ys))
+        return tuple(name if name in self.outputs.cotangents else None for name in names)
+
+    @cached_property
+    def daux(self) -> Aval | None:
+        """The cotangent of the auxiliary scalar, if it carries a gradient."""
+        return self.outputs.cotangents.get("daux")
+
+    # ---- bytes ----
+    def held(self, names: Sequence[str]) -> int:
+        """Bytes behind some names, each storage once; parameters, side inputs and state are the
+        caller's.
+        """
+        behind = {self.memory[n].root: self.memory[n] for n in names if n in self.memory}
+        return sum(h.nbytes for h in behind.values() if not (h.given and h.root[0] in "pkt"))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held from F to I or B, the stage's own input included where it is needed."""
+        return self.held(self.saved)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from I to W."""
+        return self.held(self.kept)
+
+    # ---- gradients added as soon as they are computed ----
+    def added_by(self, letter: str) -> dict[int, str]:
+        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") computes and can
+        add itself.
+        """
+        program = self.b if letter == "B" else self.w
+        if self.compiled:
+            return {}
+        computed = set(program.outputs) if self.eager else {one.name for one in program.traced}
+        return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
+
+    def adding(self, letter: str) -> Program:
+        """Program ``letter`` with its parameter gradients added into inputs ``g0..`` as soon as
+        each is computed.
+        """
+        return self._b_adding if letter == "B" else self._w_adding
+
+    def known_adding(self, letter: str) -> Program | None:
+        """What ``adding`` returned, if it was called."""
+        return vars(self).get("_b_adding" if letter == "B" else "_w_adding")
+
+    @cached_property
+    def _b_adding(self) -> Program:
+        return self._adding("B", self.b)
+
+    @cached_property
+    def _w_adding(self) -> Program:
+        return self._adding("W", self.w)
+
+    def _adding(self, letter: str, program: Program) -> Program:
+        if self.origin is not None:
+            traced, resized = self.origin
+            return resized(traced.adding(letter))
+        adds: dict[str, list[str]] = {}
+        for index, name in self.added_by(letter).items():
+            adds.setdefault(name, []).append(f"g{index}")
+        return program.adding(
+            adds, [name for name in program.outputs if name not in adds or name in self.dxs]
+        )
+
+    # ---- by hand ----
+    @property
+    def forward(self) -> TreeProgram:
+        """``forward(params, x, **side) -> (y, saved)``."""
+        return TreeProgram(self.f, partial(feature("by_hand").forward, self))
+
+    @property
+    def backward(self) -> TreeProgram:
+        """``backward(saved, dy) -> (dx, dparams)``."""
+        return TreeProgram(self.b, partial(feature("by_hand").backward, self))
+
+    @property
+    def backward_input(self) -> TreeProgram:
+        """``backward_input(saved, dy) -> (dx, kept)``."""
+        return TreeProgram(self.i, partial(feature("by_hand").backward_input, self))
+
+    @property
+    def backward_weight(self) -> TreeProgram:
+        """``backward_weight(kept) -> dparams``."""
+        return TreeProgram(self.w, partial(feature("by_hand").backward_weight, self))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TreeProgram:
+    """A program called with pytrees, for interactive use; ``.code`` is its source."""
+
+    program: Program
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), without_autocast():
+            return self.call(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.program)
+
+    @property
+    def code(self) -> str:
+        """The source that runs."""
+        return self.program.code
+
+
+@lru_cache(maxsize=4096)
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    """The names of ``count`` values.
+
+    >>> numbered("p", 2)
+    ('p0', 'p1')
+    """
+    return tuple(f"{prefix}{index}" for index in range(count))

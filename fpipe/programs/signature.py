@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and results of a stage function in abstract form, and the call itself; shared by both
-engines.
+"""Arguments and results of a stage function in abstract form, its call, and losses as stages.
 
 The results are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import StageError
-from ..stage import Stage
+from ..stage import Stage, as_stage, keyword_only
 from ..tree import AbstractTree, Aval, Tree
-from . import fake
-from .explain import leave_checkpoints
-from .purity import pure_on_fakes, unseeded
-from .symbols import Symbols
+from .internals import PLAIN, Sizes, fake_inputs, pure_on_fakes, unseeded
 
-_RUNS: ContextVar[str | None] = ContextVar("RUNS", default=None)
+#: Parts of a function that have names: the numbers of the first of autograd's nodes and of the one
+#: after the last, and the name; inner parts before outer ones.
+Marks: TypeAlias = list[tuple[int, int, str]]
 #: What leaves of an output may be, beside tensors.
-PLAIN = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
+LITERALS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
 
 class Signature(NamedTuple):
@@ -53,13 +53,6 @@ class Signature(NamedTuple):
         return tuple(len(argument.leaves) for argument in self)
 
     @property
-    def devices(self) -> list[torch.device]:
-        """The devices of the tensors."""
-        return sorted(
-            {aval.device for argument in self for aval in argument.avals.values()}, key=str
-        )
-
-    @property
     def skeleton(self) -> tuple[AbstractTree, ...]:
         """All but the sizes of input, side inputs and state."""
         return (self.params, *(each.with_avals(without_sizes) for each in self[1:]))
@@ -74,7 +67,8 @@ def without_sizes(aval: Aval) -> Aval:
     return aval._replace(shape=(0,) * len(aval.shape), stride=())
 
 
-class Apart(NamedTuple):
+# ---- results ----
+class WithExtra(NamedTuple):
     """What a function returns to pass on, beside its output, something of any kind that is not
     known beforehand.
     """
@@ -85,29 +79,29 @@ class Apart(NamedTuple):
 
 class Result(NamedTuple):
     """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without
-    them.
+    them. ``marks`` are the parts that it named.
     """
 
     y: Tree
-    aux: torch.Tensor | None
-    state: Tree
+    aux: torch.Tensor | None = None
+    state: Tree = None
     extra: object = None
+    marks: Sequence[tuple[int, int, str]] = ()
 
 
 @dataclass(frozen=True)
 class Outputs:
     """The results of a stage function in abstract form.
 
-    ``unused`` are the leaves of ``y`` that have no cotangent although they carry a gradient:
-    nothing that the loss depends on uses them.
+    ``copies``: its input must be copied first, since the function writes into it. ``unused`` are
+    the leaves of ``y`` that have no cotangent although they carry a gradient: nothing that the loss
+    depends on uses them.
     """
 
     y: AbstractTree
     aux: Aval | None = None
     state: AbstractTree | None = None
-    copies: bool = (
-        False  # whether its input must be copied first, since the function writes into it
-    )
+    copies: bool = False
     unused: frozenset[int] = frozenset()
 
     @cached_property
@@ -117,11 +111,11 @@ class Outputs:
         return names | ({"daux": self.aux} if self.aux is not None and self.aux.grad else {})
 
 
-def outputs_of(stage: Stage, signature: Signature, symbols: Symbols | None = None) -> Outputs:
+def outputs_of(stage: Stage, signature: Signature, sizes: Sizes = PLAIN) -> Outputs:
     """The results of a stage on fake tensors: without data and without effects on any tensor."""
     for copies in (False, True):
-        with fake.entered(fake.mode(symbols)):
-            groups = fake.inputs(signature)
+        with sizes.mode():
+            groups = fake_inputs(signature)
             try:
                 with unseeded(stage.label), pure_on_fakes(stage.label):
                     groups[1] = entering(signature.x, groups[1])
@@ -140,9 +134,10 @@ def writes_into_leaf(error: RuntimeError) -> bool:
 
 
 def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
-    """The abstract form of a checked result."""
+    """The abstract form of a result, which is checked."""
     ys, y_spec = tree.flatten(result.y)
-    _check_outputs(stage, ys, result.aux)
+    _check_leaves(stage, ys)
+    check_aux(stage, result.aux)
     y = AbstractTree.flat(
         y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys]
     )
@@ -155,25 +150,28 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
         if not isinstance(leaf, Aval):
             raise StageError(
                 f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors "
-                "(a number would "
-                "make each microbatch another program); write torch.tensor(0) for a counter"
+                "(a number would make each microbatch another program); write torch.tensor(0) for "
+                "a counter"
             )
     return Outputs(y, aux, state, copies)
 
 
-def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
+def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
     for leaf in ys:
-        tensor = isinstance(leaf, torch.Tensor)
-        sparse = tensor and leaf.layout is not torch.strided
-        if (sparse or Aval.like(leaf).kind is not None) if tensor else not isinstance(leaf, PLAIN):
+        if isinstance(leaf, torch.Tensor):
+            sparse = leaf.layout is not torch.strided
+            if not sparse and Aval.like(leaf).kind is None:
+                continue
             what = f"{leaf.layout} tensor" if sparse else type(leaf).__name__
-            raise StageError(
-                f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
-                "return tensors (of a DTensor: its to_local()) and plain numbers, or register "
-                "its class as a pytree "
-                '(optree, namespace="fpipe")'
-            )
-    check_aux(stage, aux)
+        elif isinstance(leaf, LITERALS):
+            continue
+        else:
+            what = type(leaf).__name__
+        raise StageError(
+            f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
+            "return tensors (of a DTensor: its to_local()) and plain numbers, or register its "
+            'class as a pytree (optree, namespace="fpipe")'
+        )
 
 
 def check_aux(stage: Stage, aux: object) -> None:
@@ -184,10 +182,38 @@ def check_aux(stage: Stage, aux: object) -> None:
         not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()
     ):
         raise StageError(
-            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a "
-            "floating tensor without "
-            f"axes; its second value is {tree.describe([aux])}"
+            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating "
+            f"tensor without axes; its second value is {tree.describe([aux])}"
         )
+
+
+# ---- the call ----
+class Running(NamedTuple):
+    """A stage, or a loss, whose function is called now, and the parts that it has named so far."""
+
+    label: str
+    marks: Marks
+
+
+#: The stage whose function is called now.
+RUNNING: ContextVar[Running | None] = ContextVar("RUNNING", default=None)
+
+
+@contextmanager
+def running(label: str) -> Iterator[Marks]:
+    """While the function of a stage is called; returns the parts that it names."""
+    marks: Marks = []
+    token = RUNNING.set(Running(label, marks))
+    try:
+        yield marks
+    finally:
+        RUNNING.reset(token)
+
+
+def stage_that_runs() -> str | None:
+    """The label of the stage, or of the loss, whose function calls this; None outside of stages."""
+    now = RUNNING.get()
+    return None if now is None else now.label
 
 
 def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
@@ -209,46 +235,111 @@ def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
     return given
 
 
-def stage_that_runs() -> str | None:
-    """The label of the stage, or of the loss, whose function calls this; None outside of stages."""
-    return _RUNS.get()
-
-
 def call(
     stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool
 ) -> Result:
-    """Call the stage function on flat leaves."""
+    """Call the stage function on flat leaves; ``copies``: on a copy of its input."""
     p, x, side, state = (
         tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
     )
-    token = _RUNS.set(stage.label)
-    try:
-        with torch.enable_grad():
+    with running(stage.label) as marks, torch.enable_grad():
+        try:
             if copies:
                 clones = {
                     id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)
                 }
                 x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
-    except BaseException as error:
-        leave_checkpoints(error)
-        raise
-    finally:
-        _RUNS.reset(token)
-    return result_of(stage, out)
+        except BaseException as error:
+            feature("explain").leave_checkpoints(error)
+            raise
+    return result_of(stage, out)._replace(marks=marks)
 
 
 def result_of(stage: Stage, out: Any) -> Result:
     """The parts of what a stage function returned."""
-    if isinstance(out, Apart):
-        return Result(out.y, None, None, out.extra)
-    extras = int(stage.aux_loss) + int(stage.state)
-    if not extras:
-        return Result(out, None, None)
-    if not isinstance(out, tuple) or len(out) != 1 + extras:
-        names = ["y", *(["scalar"] if stage.aux_loss else []), *(["state"] if stage.state else [])]
+    if isinstance(out, WithExtra):
+        return Result(out.y, extra=out.extra)
+    names = ["y", *(["scalar"] if stage.aux_loss else []), *(["state"] if stage.state else [])]
+    if len(names) == 1:
+        return Result(out)
+    if not isinstance(out, tuple) or len(out) != len(names):
         raise StageError(
             f"stage {stage.label} must return ({', '.join(names)}), but it returned a "
             f"{type(out).__name__}" + (f" of {len(out)}" if isinstance(out, tuple) else "")
         )
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)
+
+
+# ---- losses ----
+@dataclass(frozen=True)
+class LossCall:
+    """A loss as a stage function of (no parameters, (output, \\*targets)).
+
+    ``extra``: what it returns beside the scalar is no output of the stage, and may be anything.
+    """
+
+    loss: Callable[..., Any]
+    has_aux: bool
+    extra: bool = False
+
+    def __call__(self, _: object, x: tuple[Any, ...], **side: Any) -> Any:
+        result = self.loss(*x, **side)
+        if not self.has_aux:
+            return result
+        scalar, aux = with_aux(result)
+        aux = tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, aux)
+        return WithExtra(scalar, aux) if self.extra else (scalar, aux)
+
+    def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
+        """The function whose traces these are, and what else they depend on."""
+        return self.loss, self.has_aux
+
+
+def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
+    """A loss as a stage without parameters whose input is (output, *targets).
+
+    ``each``: its second value goes to a function of the caller; on autograd it may then be
+    anything.
+    """
+    stage = as_stage(loss)
+    extra = has_aux and each and stage.engine == "eager"
+    like = None if stage.like is None else LossCall(stage.like, has_aux, extra)
+    return Stage(
+        LossCall(stage.fn, has_aux, extra),
+        name=stage.label,
+        engine=stage.engine,
+        like=like,
+        dynamic=stage.dynamic,
+    )
+
+
+def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The keyword-only arguments of a loss."""
+    return () if loss is None else keyword_only(loss.fn if isinstance(loss, Stage) else loss)
+
+
+def with_aux(result: Any) -> tuple[Any, Any]:
+    """What a loss returned with has_aux=True: the scalar and everything else."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise StageError(
+            f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
+        )
+    return result
+
+
+def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
+    """Raise StageError where ``first``, the first tensor that a loss returned, is not one floating
+    number.
+    """
+    if isinstance(first, torch.Tensor):
+        first = Aval.like(first)
+    if first is None or first.shape != ():
+        raise StageError(
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
+            f"anything); it returned {'no tensor' if first is None else first}"
+        )
+    if not first.dtype.is_floating_point:
+        raise StageError(
+            f"the loss {label} must be floating, not {first.dtype}; take .float() of it"
+        )

@@ -3,94 +3,142 @@
 
 Outputs and gradients are traced as one joint graph. The joint function is written with
 ``torch.autograd.grad``, so custom autograd functions, functional collectives and torch.func inside
-a stage all trace. What depends on data cannot be traced, since there is no data. A signature may
-have symbolic sizes. Knows functions and signatures, no schedules, ranks or microbatches.
+a stage all trace. What depends on data cannot be traced, since there is no data. Knows functions
+and signatures, no schedules, ranks or microbatches.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from .. import tree
-from ..errors import TraceError
-from ..stage import Stage
+from ..actions.product import feature
+from ..errors import FpipeError
+from ..stage import BLOCKS, Block, Stage
 from ..tree import Aval
-from . import blocks, fake
-from .autocast import caching, without_autocast
-from .explain import EAGERLY, explained, other_parameters_error, sparse_gradient_error
-from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
-from .inlining import inline
-from .marks import collecting, followed
-from .operations import Operation, operations_of
-from .program import Program
-from .purity import pure_on_fakes
-from .recording import make_graph
+from .internals import (
+    PLAIN,
+    Sizes,
+    caching,
+    draws,
+    empty,
+    fake_inputs,
+    mutates,
+    operator_of,
+    pure_on_fakes,
+    quiet,
+    without_autocast,
+)
+from .program import Held, Operation, Program, Programs, Ref, Value
 from .signature import Outputs, Signature, call, entering, outputs_of
-from .sizes import Recorder
-from .spent import timed
-from .stage_programs import Programs
-from .symbols import Symbols
-from .trace_split import Joint, Piece, Pieces, split
+from .simplify import annotation, constants, memory, normalize, value_of
+from .split import Joint, Piece, Pieces, split
+
+#: The annotation of operations in a part of a function that has a name.
+MARK = "fpipe_segment"
+
+
+class InexactError(Exception):
+    """A graph with blocks that were traced once is not that without blocks: trace without."""
 
 
 def traced(
     stage: Stage,
     signature: Signature,
     unused: frozenset[int],
-    symbols: Symbols | None = None,
+    sizes: Sizes = PLAIN,
     shown: str = "",
-) -> tuple[Programs, Recorder]:
-    """The programs of a stage for one signature, and the numbers that depend on its symbols.
+) -> Programs:
+    """The programs of a stage for one signature; its outputs ``unused`` have no cotangent.
 
-    ``shown`` describes the signature in messages. Outputs ``unused`` have no cotangent.
+    ``sizes`` says what becomes of the numbers in the trace. ``shown`` describes the signature in
+    messages.
     """
     for aval in (aval for argument in signature for aval in argument.avals.values()):
         if aval.kind is not None:
-            raise TraceError(
-                f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot "
-                "be traced; give it "
-                f"the local tensors, or {EAGERLY}"
-            )
+            raise feature("explain").nested_tensor_error(stage.label, aval)
     shown = shown or str(signature)
     # A trace is cached for all callers, so none of their modes may be in it.
-    with (
-        timed("tracing"),
-        explained(stage.label, shown),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with quiet(), torch.inference_mode(False), torch.enable_grad():
         try:
-            with blocks.using(stage.label, symbols) as found:
-                outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
-                graph = _joint_graph(stage, signature, outputs, symbols)
-                inline(graph, found.calls)
-        except blocks.InexactError:
-            outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
-            graph = _joint_graph(stage, signature, outputs, symbols)
-        normalize(graph, [*signature.names, *outputs.cotangents])
-    record = Recorder(symbols)
-    return _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, record), record
+            outputs, graph = _recorded(stage, signature, unused, sizes)
+            normalize(graph, [*signature.names, *outputs.cotangents])
+        except FpipeError:
+            raise
+        except Exception as error:
+            raise feature("explain").explain(error, stage.label, shown) from error
+        return _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, sizes)
+
+
+def _recorded(
+    stage: Stage, signature: Signature, unused: frozenset[int], sizes: Sizes
+) -> tuple[Outputs, fx.GraphModule]:
+    """The outputs of a stage and its joint graph, in which each block was traced once."""
+
+    def record() -> tuple[Outputs, fx.GraphModule]:
+        outputs = replace(outputs_of(stage, signature, sizes), unused=unused)
+        return outputs, joint_graph(stage, signature, outputs, sizes)
+
+    found: list[Any] = []  # what the pass for blocks keeps during this trace, once there is a block
+
+    def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        blocks = feature("blocks.calls")
+        if not found:
+            found.append(blocks.Calls(stage.label, sizes))
+        return blocks.called(found[0], block, args, kwargs)
+
+    token = BLOCKS.set(on_block)
+    try:
+        outputs, graph = record()
+        for calls in found:
+            feature("blocks.inlining").inline(graph, calls.calls)
+        return outputs, graph
+    except InexactError:
+        pass
+    finally:
+        BLOCKS.reset(token)
+    return record()
 
 
 # ---- the joint graph ----
-def _joint_graph(
-    stage: Stage, signature: Signature, outputs: Outputs, symbols: Symbols | None
+def make_graph(
+    fn: Callable[..., Any], flat: Sequence[torch.Tensor], sizes: Sizes = PLAIN
+) -> fx.GraphModule:
+    """Record what ``fn`` does to tensors as a graph without writes; one placeholder for each
+    tensor.
+    """
+    for tensor in flat:
+        tensor.grad = None
+    with preserve_node_meta():
+        graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
+    operators = filter(None, map(operator_of, graph.graph.nodes))
+    if any(map(mutates, operators)):
+        graph = feature("writes").without_writes(graph, flat)
+    sizes.inline(graph)
+    return graph
+
+
+def joint_graph(
+    stage: Stage, signature: Signature, outputs: Outputs, sizes: Sizes
 ) -> fx.GraphModule:
     """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x),
     tensors only.
 
     Its inputs are the tensors of the signature and the cotangents.
     """
-    mode = fake.mode(symbols)
-    with fake.entered(mode):
-        groups = fake.inputs(signature)
-        cotangents = [fake.empty(aval) for aval in outputs.cotangents.values()]
+    mode = sizes.mode()
+    with mode:
+        groups = fake_inputs(signature)
+        cotangents = [empty(aval) for aval in outputs.cotangents.values()]
     names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
     slots, cached = signature.slots, torch.is_autocast_cache_enabled()  # which make_fx switches off
 
@@ -100,51 +148,39 @@ def _joint_graph(
             arguments[g][i] = value
         wrt = [arguments[g][i] for g in (0, 1) for i in signature[g].wanted]
         arguments[1] = entering(signature.x, arguments[1])
-        with collecting() as marks, caching(cached):
+        with caching(cached):
             result = call(stage, signature, arguments, outputs.copies)
         ends = [leaf for leaf in tree.leaves((result.y, result.aux)) if tree.is_tensor(leaf)]
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
-            # A checkpoint computes again what functional_call computed, but with the module's
-            # parameters.
-            with (
-                without_autocast(),
-                followed(live, marks),
-                pure_on_fakes(stage.label, other_parameters_error),
-            ):
-                grads = torch.autograd.grad(live, wrt, flat[len(slots) :], allow_unused=True)
+            grads = gradients(stage.label, live, wrt, flat[len(slots) :], result.marks)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
-                raise sparse_gradient_error(stage.label, grad.shape)
+                raise feature("explain").sparse_gradient_error(stage.label, grad.shape)
         return (*ends, *tree.leaves(result.state), *grads)
 
-    with fake.entered(
-        mode
-    ):  # tensors that the function creates (arange, zeros, ...) must be fake, too
-        return make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
+    with mode:  # tensors that the function creates (arange, zeros, ...) must be fake, too
+        flat = [*(groups[g][i] for g, i in slots), *cotangents]
+        return make_graph(joint, flat, sizes)
 
 
-def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:
-    """The nodes of a joint graph by role."""
-    (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
-    following = iter(returned)
-
-    def take(indices):
-        return {i: next(following) for i in indices}
-
-    ys, aux = take(outputs.y.avals), take([0] if outputs.aux is not None else [])
-    state = take(() if outputs.state is None else outputs.state.avals)
-    dps, dxs = take(signature.params.wanted), take(signature.x.wanted)
-    return Joint(
-        nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
-        cotangents=frozenset(outputs.cotangents),
-        ys=tuple(ys.values()),
-        extras=(*aux.values(), *state.values()),
-        dps=tuple(map(dps.get, range(len(signature.params.leaves)))),
-        dxs=tuple(map(dxs.get, range(len(signature.x.leaves)))),
-        region=lambda node: annotation(node, "fpipe_remat"),
-    )
+def gradients(
+    label: str,
+    ends: Sequence[torch.Tensor],
+    wrt: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    marks: Sequence[tuple[int, int, str]],
+) -> Sequence[torch.Tensor | None]:
+    """Gradients as a part of a trace; ``marks`` are the parts that the forward has named."""
+    with ExitStack() as stack:
+        stack.enter_context(without_autocast())
+        if marks:
+            stack.enter_context(feature("marks").followed(ends, marks))
+        # A checkpoint computes again what functional_call computed, but with the module's
+        # parameters.
+        stack.enter_context(pure_on_fakes(label, "other_parameters_error"))
+        return torch.autograd.grad(ends, wrt, cotangents, allow_unused=True)
 
 
 # ---- its programs ----
@@ -154,26 +190,33 @@ def _programs(
     signature: Signature,
     outputs: Outputs,
     graph: fx.GraphModule,
-    record: Recorder,
+    sizes: Sizes,
 ) -> Programs:
     joint, captured = _joint_of(graph, signature, outputs), constants(graph)
     pieces = split(joint)
     behind = {
-        name: held._replace(nbytes=record.number(held.nbytes))
+        name: held._replace(nbytes=sizes.number(held.nbytes))
         for name, held in memory(joint.nodes).items()
     }
-    records = operations_of(joint.nodes, record)
+    operations = _operations(joint.nodes, sizes)
+
+    def program(letter: str, piece: Piece) -> Program:
+        body = [operations[node] for node in piece.nodes if node in operations]
+        used = {name for one in body for name in one.inputs}.union(piece.outputs)
+        inside = {name: value for name, value in captured.items() if name in used}
+        inputs = [name for name in piece.inputs if name not in inside]
+        return Program.of(letter, body, inputs, piece.outputs, inside, stage=label)
+
     ys = dict(zip(outputs.y.avals, joint.ys, strict=True))
     extras = [node.name for node in joint.extras]
     aux = extras.pop(0) if outputs.aux is not None else None
-    programs = (
-        _program(*each, records, captured, label)
-        for each in zip("FBIW", pieces.pieces, strict=True)
-    )
     return Programs(
-        *programs,
+        program("F", pieces.f),
+        program("B", pieces.b),
+        program("I", pieces.i),
+        program("W", pieces.w),
         counts=signature.counts,
-        outputs=_recorded(outputs, joint.ys, record),
+        outputs=_with_strides(outputs, joint.ys, sizes),
         ys=tuple(ys[j].name if j in ys else None for j in range(len(outputs.y.leaves))),
         aux=aux,
         new_state=tuple(extras),
@@ -181,63 +224,120 @@ def _programs(
         dxs=tuple(None if node is None else node.name for node in joint.dxs),
         saved=pieces.saved,
         kept=pieces.kept,
-        grad_avals=_avals((*joint.dps, *joint.dxs), record),
-        traced_memory=behind,
+        grad_avals={
+            node.name: sizes.aval(Aval.like(value))
+            for node in (*joint.dps, *joint.dxs)
+            if node is not None and (value := value_of(node)) is not None
+        },
+        memory=behind,
         fresh=_fresh(joint, behind, pieces),
         label=stage.label,
     )
 
 
-def _program(
-    letter: str,
-    piece: Piece,
-    records: Mapping[fx.Node, Operation],
-    captured: Mapping[str, Any],
-    label: str,
-) -> Program:
-    nodes, inputs, results = piece
-    body = [records[node] for node in nodes if node in records]
-    used = {name for one in body for name in one.inputs} | set(results)
-    inside = {name: value for name, value in captured.items() if name in used}
-    inputs = [name for name in inputs if name not in inside]
-    return Program.of(letter, body, inputs, results, inside, stage=label)
+def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:
+    """The nodes of a joint graph by role."""
+    (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
+    following = iter(returned)
+
+    def take(count: int) -> tuple[Any, ...]:
+        return tuple(next(following) for _ in range(count))
+
+    def gradients_of(argument: tree.AbstractTree) -> tuple[fx.Node | None, ...]:
+        found = dict(zip(argument.wanted, take(len(argument.wanted)), strict=True))
+        return tuple(map(found.get, range(len(argument.leaves))))
+
+    state = () if outputs.state is None else outputs.state.avals
+    return Joint(
+        nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
+        cotangents=frozenset(outputs.cotangents),
+        ys=take(len(outputs.y.avals)),
+        extras=take((outputs.aux is not None) + len(state)),
+        dps=gradients_of(signature.params),
+        dxs=gradients_of(signature.x),
+    )
 
 
-def _recorded(outputs: Outputs, ys: Sequence[fx.Node], record: Recorder) -> Outputs:
+def _with_strides(outputs: Outputs, ys: Iterable[fx.Node], sizes: Sizes) -> Outputs:
     """The outputs with the strides of the traced operations and the numbers of the trace."""
     following = iter(ys)
 
     def computed(aval: Aval) -> Aval:
         value = value_of(next(following))
-        return record.aval(aval if value is None else Aval.like(value, aval.grad))
+        return sizes.aval(aval if value is None else Aval.like(value, aval.grad))
 
-    aux = None if outputs.aux is None else record.aval(outputs.aux)
-    state = None if outputs.state is None else outputs.state.with_avals(record.aval)
-    return replace(outputs, y=outputs.y.with_avals(computed), aux=aux, state=state)
-
-
-def _avals(nodes: Iterable[fx.Node | None], record: Recorder) -> dict[str, Aval]:
-    values = {node.name: value_of(node) for node in nodes if node is not None}
-    return {
-        name: record.aval(Aval.like(value)) for name, value in values.items() if value is not None
-    }
+    return replace(
+        outputs,
+        y=outputs.y.with_avals(computed),
+        aux=None if outputs.aux is None else sizes.aval(outputs.aux),
+        state=None if outputs.state is None else outputs.state.with_avals(sizes.aval),
+    )
 
 
 def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozenset[str]:
     """Gradients that alone use their storage, so that others may be added into them."""
-    gradients = {n.name: n for n in joint.dps if n is not None}
-    others = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)} - set(
-        gradients
-    )
-    users = Counter(behind[n.name].root for n in joint.dps if n is not None and n.name in behind)
-    users.update(behind[name].root for name in others if name in behind)
+    gradients = {node.name: node for node in joint.dps if node is not None}
+    passed_on = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)}
+    uses = [node.name for node in joint.dps if node is not None]
+    uses += passed_on - gradients.keys()
+    users = Counter(behind[name].root for name in uses if name in behind)
     return frozenset(
         name
         for name, node in gradients.items()
         if node.op == "call_function"
         and not draws(node)
-        and dense(node)
+        and _dense(node)
         and name in behind
         and not behind[name].given
         and users[behind[name].root] == 1
     )
+
+
+def _dense(node: fx.Node) -> bool:
+    """Whether all elements of a value are at different places in memory."""
+    value = value_of(node)
+    return value is not None and all(
+        stride > 0 or n <= 1 for n, stride in zip(value.shape, value.stride(), strict=True)
+    )
+
+
+# ---- its operations ----
+def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operation]:
+    """The records of the operations of a graph."""
+    values: dict[fx.Node, Value] = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
+    found: dict[fx.Node, Operation] = {}
+    for node, value in values.items():
+        if node.op == "call_function":
+            assert callable(node.target)
+            mark = annotation(node, MARK)
+            found[node] = Operation(
+                node.name,
+                node.target,
+                _argument(tuple(node.args), sizes),
+                _argument(dict(node.kwargs), sizes),
+                tuple(used.name for used in node.all_input_nodes),
+                tuple(values.get(used) for used in node.all_input_nodes),
+                value,
+                mark if isinstance(mark, str) else None,
+            )
+    return found
+
+
+def _argument(value: Any, sizes: Sizes) -> Any:
+    """An argument of a node: names in place of nodes, and the numbers of the trace."""
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    if isinstance(value, (list, tuple)):
+        items = [_argument(item, sizes) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _argument(item, sizes) for key, item in value.items()}
+    return sizes.number(value)
+
+
+def _abstract(value: object, sizes: Sizes) -> Value:
+    if isinstance(value, torch.Tensor):
+        return sizes.aval(Aval.like(value)) if value.layout is torch.strided else None
+    if isinstance(value, (list, tuple)):
+        return tuple(_abstract(item, sizes) for item in value)
+    return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fpipe
 from common import layer, same, squared
-from fpipe.programs import trace_cache
+from fpipe.programs import cache
 
 PARAMS = [torch.eye(4) * (s + 1) / 4 for s in range(4)]
 X, T = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
@@ -196,8 +196,8 @@ def test_inside_a_transform():
 
 
 def test_no_trace_for_a_value_of_each():
-    pipe, before = piped(), len(trace_cache._WEAK)
+    pipe, before = piped(), len(cache._WEAK)
     for number in range(3):
         fpipe.value_and_grad(pipe, each=lambda n, y, loss, number=number: number)(PARAMS, X, T)
     assert len(pipe.cache.plans) == 1
-    assert len(trace_cache._WEAK) <= before + 2
+    assert len(cache._WEAK) <= before + 2

@@ -17,7 +17,7 @@ import huggingface_survey
 from fpipe import tree
 from fpipe.interop import huggingface, layer_blocks
 from fpipe.interop.huggingface.units import units_of
-from fpipe.programs.trace_cache import trace
+from fpipe.programs.cache import trace
 from huggingface_decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 from sample import also
 

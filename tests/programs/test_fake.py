@@ -17,22 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.errors import ActionError, TraceError
-from fpipe.programs import fake, graphs
-from fpipe.programs.explain import explain, leave_checkpoints, where
-from fpipe.programs.internals import mutates, operator_of
-from fpipe.programs.purity import pure_on_fakes
-from fpipe.programs.recording import make_graph
-from fpipe.programs.symbols import Symbols
+from fpipe.passes import operators
+from fpipe.passes.explain import explain, leave_checkpoints, where
+from fpipe.passes.sizes.symbols import SymbolicFake, Symbols, products_in_python
+from fpipe.programs import internals, simplify
+from fpipe.programs.internals import Fake, mutates, operator_of, pure_on_fakes
+from fpipe.programs.tracing import make_graph
 from fpipe.tree import Aval
 
 
 def traced(fn, *shapes: tuple[int, ...]) -> fx.GraphModule:
-    with fake.mode() as mode:
+    with Fake() as mode:
         fakes = [torch.empty(shape) for shape in shapes]
         with mode:
             graph = make_graph(fn, fakes)
-    graphs.name_inputs(graph, [f"x{i}" for i in range(len(shapes))])
-    graphs.clean(graph)
+    simplify.name_inputs(graph, [f"x{i}" for i in range(len(shapes))])
+    operators.replace_writes_and_convolutions(graph)
+    simplify.remove_identities(graph)
     return graph
 
 
@@ -74,7 +75,7 @@ def test_marks_are_carried_through_functionalization():
 
     graph = traced(marked, (2, 3))
     found = {
-        node.target._opname: graphs.annotation(node, "mark")
+        node.target._opname: simplify.annotation(node, "mark")
         for node in graph.graph.nodes
         if node.op == "call_function"
     }
@@ -83,7 +84,7 @@ def test_marks_are_carried_through_functionalization():
 
 def test_views_lie_in_one_memory():
     graph = traced(lambda x: (x.view(-1), (x * 2).t(), x + 1), (2, 3))
-    memory = graphs.memory(graph.graph.nodes)
+    memory = simplify.memory(graph.graph.nodes)
     assert memory["view"].root == "x0" and memory["view"].given
     assert memory["t"].root == "mul" and not memory["t"].given and memory["t"].nbytes == 24
     assert memory["add"].root == "add"
@@ -91,7 +92,7 @@ def test_views_lie_in_one_memory():
 
 def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixture):
     real = torch.ones(3)
-    with caplog.at_level(logging.DEBUG), fake.quiet(), fake.mode():
+    with caplog.at_level(logging.DEBUG), internals.quiet(), Fake():
         with pytest.raises(RuntimeError, match="broadcast"):
             torch.empty(2) + torch.empty(3)
         assert (torch.empty(3) + real).shape == (3,)
@@ -103,14 +104,14 @@ def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixtur
 def test_batch_norm_keeps_no_secrets():
     """Its kernels write into running statistics that their schemas declare as plain inputs."""
     schema = torch.ops.aten.native_batch_norm.default._schema
-    assert not schema.is_mutable, "torch declares the writes now: graphs.spell_out can go"
+    assert not schema.is_mutable, "torch declares the writes now: operators.spell_out can go"
 
     def norm(x, mean, var):
         y = torch.nn.functional.batch_norm(x, mean, var, training=True)
         return y, mean, var
 
     graph = traced(norm, (4, 3), (3,), (3,))
-    graphs.spell_out(graph)
+    operators.spell_out(graph)
     graph.recompile()
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     y, new_mean, new_var = graph(x, mean, var)
@@ -122,8 +123,8 @@ def test_batch_norm_keeps_no_secrets():
 
 def test_avals_are_built_as_they_were():
     strided = torch.randn(4, 6).t()[::2]
-    with fake.mode():
-        made = fake.empty(Aval.like(strided, grad=True))
+    with Fake():
+        made = internals.empty(Aval.like(strided, grad=True))
     assert (made.shape, made.stride(), made.dtype, made.requires_grad) == (
         (3, 4),
         strided.stride(),
@@ -134,7 +135,7 @@ def test_avals_are_built_as_they_were():
 
 def test_errors_are_distinguished():
     def raised_by(fn) -> Exception:
-        with fake.quiet(), fake.mode():
+        with internals.quiet(), Fake():
             try:
                 fn(torch.empty(2, 2))
             except Exception as error:
@@ -242,7 +243,7 @@ def test_a_composite_on_the_device_meta_has_its_derivative_for_symbolic_sizes():
     import torch._meta_registrations
 
     symbols = Symbols()
-    with fake.entered(fake.mode(symbols)):
+    with products_in_python(), SymbolicFake(shape_env=symbols):
         x = torch.empty(symbols.new(6), 3, device="meta", requires_grad=True)
         loss = torch.nn.functional.nll_loss(
             x, torch.empty(x.shape[0], dtype=torch.int64, device="meta")

@@ -14,6 +14,7 @@ import torch
 
 import fpipe
 from fpipe.programs import tracing
+from fpipe.programs.internals import PLAIN
 from fpipe.stage import Stage
 from sized_stages import FUNCTIONS, WIDTH, attention, inputs, leaves, masked, parameters, rotary
 
@@ -37,13 +38,13 @@ def by_autograd(
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was traced: "plain" or "symbolic", one entry for each trace."""
     found: list[str] = []
-    joint = tracing._joint_graph
+    joint = tracing.joint_graph
 
-    def counted(stage: Any, signature: Any, outputs: Any, symbols: Any) -> Any:
-        found.append("plain" if symbols is None else "symbolic")
-        return joint(stage, signature, outputs, symbols)
+    def counted(stage: Any, signature: Any, outputs: Any, sizes: Any) -> Any:
+        found.append("plain" if sizes is PLAIN else "symbolic")
+        return joint(stage, signature, outputs, sizes)
 
-    monkeypatch.setattr(tracing, "_joint_graph", counted)
+    monkeypatch.setattr(tracing, "joint_graph", counted)
     return found
 
 

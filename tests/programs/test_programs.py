@@ -21,8 +21,8 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import graphs, trace_cache
-from fpipe.programs.stage_programs import Programs
+from fpipe.programs import cache, simplify
+from fpipe.programs.program import Programs
 
 torch.manual_seed(0)
 EYE, WIDE, X = torch.randn(3, 3), torch.randn(4, 4), torch.randn(2, 3)
@@ -653,8 +653,8 @@ def test_numbers_are_part_of_the_signature():
 def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(trace_cache, "ALIKE", 3)
-    monkeypatch.setattr(trace_cache, "KEPT", 4)
+    monkeypatch.setattr(cache, "ALIKE", 3)
+    monkeypatch.setattr(cache, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
@@ -665,7 +665,7 @@ def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(
 
 
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace_cache, "ALIKE", 3)
+    monkeypatch.setattr(cache, "ALIKE", 3)
     fn = lambda p, x, *, layer: x @ p * layer
     for rows in (1, 2, 3, 4, 5):
         trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
@@ -694,14 +694,14 @@ def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.Mon
         def __call__(self, p: Tensor, x: Tensor) -> Tensor:
             return x @ p * self.scale
 
-    monkeypatch.setattr(trace_cache, "FUNCTIONS", 3)
-    monkeypatch.setattr(trace_cache, "_STRONG", {})
+    monkeypatch.setattr(cache, "FUNCTIONS", 3)
+    monkeypatch.setattr(cache, "_STRONG", {})
     layers = [Layer(float(n)) for n in range(5)]
     first = trace(layers[0], EYE, X)
     for layer in layers[1:4]:
         trace(layer, EYE, X)
         assert trace(layers[0], EYE, X) is first, "it is in use"
-    assert list(trace_cache._STRONG) == [layers[2], layers[3], layers[0]]
+    assert list(cache._STRONG) == [layers[2], layers[3], layers[0]]
 
 
 def test_a_loss_and_its_batch_do_not_stay_alive():
@@ -838,7 +838,7 @@ def test_views_there_and_back_are_left_out_in_the_same_bits(
     p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
     x = torch.randn(2, 3, 4)
     own = trace(lambda p, x: stage(p, x), p, x)
-    monkeypatch.setattr(graphs, "simplify", lambda graph: None)
+    monkeypatch.setattr(simplify, "simplify", lambda graph: None)
     plain = trace(lambda p, x: stage(p, x), p, x)
     count = lambda programs: sum(
         "shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines()

@@ -18,14 +18,12 @@ import torch
 
 from ... import tree
 from ...actions.action import unit
+from ...actions.product import feature
 from ...devices import drawn
 from ...errors import ActionError, FpipeError, StageError
 from ...lowering.instructions import numbered, seed_of
-from ...programs.carries import of_slice
-from ...programs.explain import where, write_error
 from ...programs.internals import versions
-from ...programs.losses import check_scalar, with_aux
-from ...programs.signature import check_aux, result_of, stage_that_runs
+from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
 from ...stage import as_stage
 from ...tree import Tree
 from ..arguments import Call
@@ -95,7 +93,9 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     for m in range(call.number):
         y, extra, first, last = x.tree(m), None, not m % config.slices, not (m + 1) % config.slices
         for s, stage in enumerate(config.functions):
-            called = of_slice(stage, first=first, last=last) if stage.carry else stage
+            called = stage
+            if stage.carry:
+                called = feature("slices").of_slice(stage, first=first, last=last)
             y = (y, carried[s]) if stage.carry and not first else y
             y, more, *_ = result_of(called, run(called, s, m, [_like(wide[s], call.params[s])], y))
             if stage.carry and not last:
@@ -175,7 +175,7 @@ def _runner(call: Call) -> Callable[..., Any]:
         with _explained(f"{what} on microbatch {mb}"):
             out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
         if versions(kept) != before:
-            raise write_error("its parameters or side inputs")
+            raise feature("explain").write_error("its parameters or side inputs")
         return out
 
     return run
@@ -189,7 +189,8 @@ def _explained(what: str) -> Iterator[None]:
     except FpipeError:
         raise
     except Exception as error:
-        raise ActionError(f"{what} raised {type(error).__name__}{where(error)}: {error}") from error
+        where = feature("explain").where(error)
+        raise ActionError(f"{what} raised {type(error).__name__}{where}: {error}") from error
 
 
 def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:

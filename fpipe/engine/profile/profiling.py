@@ -25,7 +25,7 @@ from ...actions.simulation import simulate_rows
 from ...actions.text_files import write_bytes
 from ...actions.timeline import Timeline
 from ...errors import FpipeError, StageError
-from ...programs.spent import Spent, measured
+from ...programs.cache import Spent, measured
 from ...schedule import Schedule
 from ..gradients import value_and_grad
 from ..pipeline import Pipeline

@@ -18,8 +18,7 @@ from ...lowering.instructions import Instruction
 from ...lowering.keys import Key, Source
 from ...lowering.plan import LoweringInput, Plan, ProgramSet
 from ...lowering.value_graph import Leaf, ValueGraph
-from ...programs.program import Program
-from ...programs.stage_programs import Programs
+from ...programs.program import Program, Programs
 from ...tree import Spec
 
 #: The kind of a microbatch, the stage, and the identity of a program.

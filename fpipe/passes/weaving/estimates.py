@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...programs.operations import Operation, Value, fill, tensors
+from ...programs.program import Operation, Value, fill, tensors
 from ...tree import Aval
 
 

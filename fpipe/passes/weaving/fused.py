@@ -20,9 +20,7 @@ from ...lowering.builder import Builder, Piece
 from ...lowering.instructions import Instruction, Run
 from ...lowering.keys import CALLERS, inputs
 from ...lowering.plan import Feature, Plan
-from ...programs.graphs import Held
-from ...programs.program import Program
-from ...programs.stage_programs import Programs
+from ...programs.program import Held, Program, Programs
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
@@ -236,8 +234,7 @@ def act_jointly(on: _OnRank, action: AnyAction) -> None:
     )
     owner = replace(
         mains[0][1],
-        traced_memory=dict(_memory([programs for _, programs, _, _ in mains])),
-        numbers=None,
+        memory=dict(_memory([programs for _, programs, _, _ in mains])),
     )
     on.builder.here.update(writes)
     joined = _joined([run[:3] for run in mains], function)

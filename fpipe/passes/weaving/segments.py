@@ -18,11 +18,9 @@ from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ...programs.graphs import draws
-from ...programs.marks import marked
-from ...programs.operations import Operation, Ref, users
-from ...programs.program import Program
-from ...programs.stage_programs import Programs
+from ...actions.product import feature
+from ...programs.internals import draws
+from ...programs.program import Operation, Program, Programs, Ref, users
 from .estimates import Collective, nanoseconds, started, waited
 
 _PIECES = 8  #: a program is cut in about so many pieces at least, if they are worth an instruction
@@ -51,7 +49,7 @@ def segment(name: str) -> AbstractContextManager[None]:
     >>> [s.name for s in segments_of(programs, programs.f)]
     ['attention', 'mlp']
     """
-    return marked(name)
+    return feature("marks").marked(name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...collectives.faults import watched
-from ...programs.program import Program
-from ...programs.stage_programs import Programs
+from ...programs.program import Program, Programs
 from .segments import collectives_of
 
 

@@ -25,7 +25,7 @@ from ...engine.prepare import lowering_inputs, traced_in_turn
 from ...lowering.builder import lower
 from ...lowering.instructions import Recv, Send
 from ...lowering.plan import Plan
-from ...programs.spent import Spent, measured, timed
+from ...programs.cache import Spent, measured, timed
 from ...tree import Tree
 
 

@@ -1,69 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what a function does to fake tensors, as a graph without writes.
+"""Removes writes from a traced graph.
 
 Torch's own removal of writes traces the graph again, and takes operations apart whose kernels have
 other last bits than their parts, such as ``binary_cross_entropy_with_logits``. Most writes need no
-such care: nothing reads the memory afterwards but through the tensor that is written. Knows graphs,
-no stages.
+such care: nothing reads the memory afterwards but through the tensor that is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import preserve_node_meta
 
-from .graphs import STORAGE, storage, value_of
-from .internals import Op, mutates, operator_of, without_write
-from .symbols import computed, is_symbolic, known
+from ..programs.internals import Op, mutates, operator_of
+from ..programs.simplify import STORAGE, storage, value_of
 
 _SERIAL = count()
 
 
-def make_graph(fn: Callable[..., Any], flat: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Record what ``fn`` does to tensors as a graph without mutations; one placeholder for each
-    tensor.
-    """
-    for tensor in flat:
-        tensor.grad = None
-    with preserve_node_meta():
-        graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
-    if not _without_writes(graph):
-        annotated = any("custom" in node.meta for node in graph.graph.nodes)
-        # Run node by node, the graph passes annotations on to the nodes recorded from them.
-        again = (lambda *args: fx.Interpreter(graph).run(*args)) if annotated else graph
-        functional = torch.func.functionalize(again, remove="mutations")
-        with torch.no_grad(), preserve_node_meta():
-            graph = make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
-    _inline_numbers(graph)
-    return graph
-
-
-def _inline_numbers(graph: fx.GraphModule) -> None:
-    """Put symbolic numbers themselves in place of the nodes that compute them."""
-    numbers = {n: computed(n) for n in graph.graph.nodes if is_symbolic(n.meta.get("val"))}
-    if not numbers:
-        return
-    for node in graph.graph.nodes:
-        if node not in numbers:
-
-            def inline(used):
-                return numbers.get(used, used)
-
-            node.args, node.kwargs = fx.map_arg(node.args, inline), fx.map_arg(node.kwargs, inline)
-    for node in reversed(numbers):
-        graph.graph.erase_node(node)
-
-
-# ---- writes ----
-def _without_writes(graph: fx.GraphModule) -> bool:
-    """Replace each write into a temporary that nothing else shows later on; returns whether no
-    write is left.
+def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A graph of functions of ``flat`` that computes the same; writes into inputs come last in it,
+    as ``copy_``.
     """
     nodes = list(graph.graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
@@ -72,11 +34,18 @@ def _without_writes(graph: fx.GraphModule) -> bool:
         op = operator_of(node)
         if op is not None and mutates(op):
             left |= not _replaced(node, op, places)
-    return not left
+    if not left:
+        return graph
+    annotated = any("custom" in node.meta for node in graph.graph.nodes)
+    # Run node by node, the graph passes annotations on to the nodes recorded from them.
+    again = (lambda *args: fx.Interpreter(graph).run(*args)) if annotated else graph
+    functional = torch.func.functionalize(again, remove="mutations")
+    with torch.no_grad(), preserve_node_meta():
+        return make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
 
 
 def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
-    """Replace one write, if it is simple."""
+    """Replace one write into a temporary that nothing else shows later on."""
     source, functional = node.args[0] if node.args else None, without_write(op)
     if functional is None or not isinstance(source, fx.Node) or source.op != "call_function":
         return False
@@ -85,7 +54,7 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
         return False
     memory = storage(source, before)
 
-    def later(one):
+    def later(one: fx.Node) -> bool:
         return places[one] > places[node]
 
     shown = [
@@ -109,11 +78,35 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
     return True
 
 
+def without_write(op: Op) -> Op | None:
+    """The form of an operation that returns a new tensor instead of writing into its first
+    argument, and no other.
+
+    >>> without_write(torch.ops.aten.div_.Scalar)
+    <OpOverload(op='aten.div', overload='Scalar')>
+    """
+    arguments, name = op._schema.arguments, op._opname
+    writes = [
+        place
+        for place, each in enumerate(arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    if writes != [0] or op.namespace != "aten" or not name.endswith("_"):
+        return None
+    found = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
+    if not isinstance(found, Op) or mutates(found):
+        return None
+    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
+        (a.name, str(a.type)) for a in arguments
+    ]
+    return found if same else None
+
+
 def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
     """What the operation returns for the values of a node's arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-    value = value_of(node)
-    mode = getattr(value, "fake_mode", None)
+    mode = getattr(value_of(node), "fake_mode", None)
     if mode is None:
         return None
     with mode:
@@ -126,4 +119,4 @@ def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
         *zip(one.shape, other.shape, strict=False),
         *zip(one.stride(), other.stride(), strict=False),
     ]
-    return one.dim() == other.dim() and all(known(a == b) for a, b in pairs)
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors to raise for a stage function that cannot be traced or is not pure. Knows exceptions, no
-stages or graphs.
+"""Errors for a stage function that cannot be traced or is not pure, and a warning of many traces.
+
+Loaded when there is something to explain.
 """
 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os.path import dirname, sep
 from types import GeneratorType
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from ..errors import ActionError, FpipeError, TraceError
-from .fake import DATA_DEPENDENT, NO_FAKE, quiet
+from ..programs.internals import quiet
+from ..programs.signature import Signature
+from ..tree import AbstractTree, Aval, Static
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
@@ -28,6 +38,12 @@ _UNTRACEABLE = (
     "inputs of bf16",
 )
 
+#: Errors of operations on fake tensors whose result depends on data.
+_DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 #: Parts of torch's messages about code that reads values, also from C++.
 _DATA = ("data-dependent", "data dependent", "its data is not allocated")
 #: How to run a stage that cannot be traced, also where the caller did not write its function.
@@ -53,13 +69,15 @@ def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionErr
     """
     place = where(error)
     text = str(error).lower()
-    if isinstance(error, DATA_DEPENDENT) or any(part in text for part in _DATA):
+    if isinstance(error, _DATA_DEPENDENT) or any(part in text for part in _DATA):
         return TraceError(
             f"stage {label} {shapes} depends on data{place}: a value decides what is computed or "
             "of which shape, "
             f"so it has no straight-line program; {EAGERLY}"
         )
-    if isinstance(error, NO_FAKE) or any(part in text for part in _UNTRACEABLE):
+    if isinstance(error, UnsupportedOperatorException) or any(
+        part in text for part in _UNTRACEABLE
+    ):
         return TraceError(
             f"stage {label} {shapes} cannot be traced{place}: {first_line(error)}; {EAGERLY}"
         )
@@ -106,6 +124,14 @@ def where_in(stack: Iterable[traceback.FrameSummary]) -> str:
     inside = (*(path + sep for path in libraries), "<fpipe")
     frames = [f for f in stack if not f.filename.startswith(inside)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def nested_tensor_error(label: str, aval: Aval) -> TraceError:
+    """The error for an argument that is a tensor with tensors inside."""
+    return TraceError(
+        f"stage {label} is given a {aval}, and tensors that contain tensors cannot be traced; give "
+        f"it the local tensors, or {EAGERLY}"
+    )
 
 
 def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:
@@ -169,3 +195,53 @@ def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
         "checkpoint, and put "
         "fpipe.remat around the function that calls functional_call"
     )
+
+
+# ---- many traces ----
+def warn_of_numbers(label: str, keys: Sequence[Sequence[object]], count: int) -> bool:
+    """Warn where ``count`` traces of a function differ in Python numbers alone.
+
+    Args:
+        label: of the stage.
+        keys: of the traces, each with a ``Signature``, the newest last.
+        count: how many such traces are too many.
+
+    Returns:
+        Whether it warned.
+    """
+    wanted = _without_numbers(keys[-1])
+    alike = [
+        item
+        for key in keys
+        if _without_numbers(key) == wanted
+        for item in key
+        if isinstance(item, Signature)
+    ]
+    if len(alike) < count:
+        return False
+    places = [
+        (g, i)
+        for g, argument in enumerate(alike[0])
+        for i, leaf in enumerate(argument.leaves)
+        if isinstance(leaf, Static)
+    ]
+    group, index = max(places, key=lambda at: len({s[at[0]].leaves[at[1]] for s in alike}))
+    last = ", ".join(str(signature[group].leaves[index]) for signature in alike[-3:])
+    what = ("the parameters", "the input", "the side inputs", "the state")[group]
+    warnings.warn(
+        f"stage {label} was traced {count} times for the same shapes, since a Python value in "
+        f"{what} was another each time (last {last}); every new one costs a trace. Give it as a "
+        "tensor, torch.tensor(...), and one trace serves all",
+        stacklevel=2,
+    )
+    return True
+
+
+def _without_numbers(key: Sequence[object]) -> list[object]:
+    """A key with the types of the leaves that are not tensors instead of their values."""
+
+    def shapes(argument: AbstractTree) -> tuple[object, ...]:
+        leaves = [leaf if isinstance(leaf, Aval) else leaf.type for leaf in argument.leaves]
+        return argument.spec, leaves
+
+    return [list(map(shapes, item)) if isinstance(item, Signature) else item for item in key]

@@ -10,10 +10,8 @@ stages, schedules or ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -22,19 +20,29 @@ import torch
 from torch import fx
 from torch.autograd.graph import Node, get_gradient_edge
 
-from .. import tree
-from ..stage import BLOCKS, Block
-from ..tree import Aval, Structure
-from . import fake
-from .autocast import ambient, caching, without_autocast
-from .explain import other_parameters_error
-from .graphs import viewed
-from .internals import mutates, operator_of, storage_id, transforming, versions
-from .marks import collecting, followed
-from .purity import pure_on_fakes, unseeded
-from .recording import make_graph
-from .signature import PLAIN
-from .symbols import Symbols, is_symbolic, text_of
+from ... import tree
+from ...programs.internals import (
+    PLAIN,
+    RULES,
+    Sizes,
+    ambient,
+    caching,
+    empty,
+    is_fake,
+    mutates,
+    operator_of,
+    pure_on_fakes,
+    storage_id,
+    transforming,
+    unseeded,
+    versions,
+)
+from ...programs.signature import LITERALS, running
+from ...programs.tracing import InexactError, gradients, make_graph
+from ...stage import Block
+from ...tree import Aval, Structure
+from ..operators import viewed
+from .outside import outside
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("block(Tensor[] tensors, int call) -> Tensor[]")
@@ -48,12 +56,6 @@ HERE = -1
 _ALIAS = torch.ops.aten.alias.default
 
 Key: TypeAlias = tuple[Hashable, ...]
-
-
-class InexactError(Exception):
-    """The graph with a block's operations in its place is not that without blocks: trace it
-    without.
-    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +105,7 @@ class Definition:
 
     def fakes(self) -> list[torch.Tensor]:
         """Its tensors without data; call inside a mode."""
-        return [fake.empty(aval) for aval in self.tensors]
+        return [empty(aval) for aval in self.tensors]
 
     def entering(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors as the function gets them: what was computed is no leaf of autograd."""
@@ -124,7 +126,7 @@ class Call:
     number: int
     definition: Definition
     label: str
-    symbols: Symbols | None
+    sizes: Sizes
     traced: list[Graph] = field(default_factory=list)
 
     def forward(self) -> Graph:
@@ -134,16 +136,19 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The calls of blocks in the trace of one stage, by number."""
+    """The calls of blocks in the trace of one stage, by number.
+
+    ``definitions`` are those of this trace, where its sizes are symbolic.
+    """
 
     label: str
-    symbols: Symbols | None
+    sizes: Sizes
     calls: dict[int, Call] = field(default_factory=dict)
     definitions: Definitions = field(default_factory=WeakKeyDictionary)
 
 
-def _called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block while a stage is traced."""
+def called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call of a block while a stage is traced."""
     if (
         transforming()
         or not torch.is_grad_enabled()
@@ -155,7 +160,7 @@ def _called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str,
     definition = _definition(found, block, leaves, spec, tensors)
     if definition is None or definition.result is None:
         return block.fn(*args, **kwargs)
-    call = Call(next(_NUMBERS), definition, found.label, found.symbols)
+    call = Call(next(_NUMBERS), definition, found.label, found.sizes)
     found.calls[call.number] = _CALLS[call.number] = call
     outputs = _Function.apply(call, *tensors) if definition.avals else ()
     return tree.unflatten(
@@ -175,7 +180,7 @@ def _definition(
     dense = all(
         a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True)
     )
-    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, PLAIN) for leaf in leaves):
+    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
         return None
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
@@ -184,10 +189,11 @@ def _definition(
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)
-    definitions = (found.definitions if found.symbols is not None else _KNOWN).setdefault(block, {})
+    known = _KNOWN if found.sizes is PLAIN else found.definitions
+    definitions = known.setdefault(block, {})
     if key not in definitions:
         new = Definition(block.fn, spec, arguments, avals, computed, captured, cached)
-        definitions[key] = _defined(new, found.label, found.symbols)
+        definitions[key] = _defined(new, found.label, found.sizes)
         if len(definitions) > KEPT:
             del definitions[next(iter(definitions))]
     return definitions[key]
@@ -200,42 +206,11 @@ KEPT = 64
 _KNOWN: Definitions = WeakKeyDictionary()
 
 
-@contextmanager
-def using(label: str, symbols: Symbols | None) -> Iterator[Calls]:
-    """Let calls of blocks be one operation each, and collect them."""
-    calls = Calls(label, symbols)
-    token = BLOCKS.set(partial(_called, calls))
-    try:
-        yield calls
-    finally:
-        BLOCKS.reset(token)
-
-
-@contextmanager
-def ignored() -> Iterator[None]:
-    """Let calls of blocks run as if they were none."""
-    token = BLOCKS.set(None)
-    try:
-        yield
-    finally:
-        BLOCKS.reset(token)
-
-
 # ---- the arguments ----
 def _key(aval: Aval) -> tuple[Hashable, ...]:
     """An abstract tensor for comparisons: of symbolic sizes their text."""
-
-    def number(n):
-        return text_of(n)[0] if is_symbolic(n) else n
-
-    return (
-        *map(number, aval.shape),
-        "strides",
-        *map(number, aval.stride),
-        aval.dtype,
-        aval.device,
-        aval.grad,
-    )
+    sizes = map(str, (*aval.shape, "strides", *aval.stride))
+    return (*sizes, aval.dtype, aval.device, aval.grad)
 
 
 def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
@@ -282,24 +257,24 @@ class _Function(torch.autograd.Function):
 
 
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return [fake.empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.avals]
+    return [empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.avals]
 
 
 def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
     if call == HERE:
-        return [fake.empty(Aval.like(dy)) for dy in cotangents]
+        return [empty(Aval.like(dy)) for dy in cotangents]
     (graph,) = _CALLS[call].traced
-    return [fake.empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
+    return [empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
 
 
-fake.RULES.update({FORWARD: _outputs, BACKWARD: _gradients})
+RULES.update({FORWARD: _outputs, BACKWARD: _gradients})
 
 
 # ---- the block's own trace ----
-def _defined(definition: Definition, label: str, symbols: Symbols | None) -> Definition | None:
+def _defined(definition: Definition, label: str, sizes: Sizes) -> Definition | None:
     """The definition with its results; ``None`` where its calls cannot be one operation."""
     try:
-        with fake.alone(), ignored(), fake.entered(fake.mode(symbols)):
+        with outside(), sizes.mode():
             given = definition.entering(definition.fakes())
             before = versions(given)
             with unseeded(label), pure_on_fakes(label), torch.enable_grad():
@@ -320,7 +295,7 @@ def _with_results(
     avals: list[Aval] = []
     for value in values:
         if not tree.is_tensor(value):
-            if not isinstance(value, PLAIN):
+            if not isinstance(value, LITERALS):
                 return None
             leaves.append((value,))
         elif id(value) in passed:
@@ -338,7 +313,7 @@ def _with_results(
 
 def _computed(value: torch.Tensor) -> bool:
     """Whether a result is a tensor that the function computed."""
-    plain = fake.is_fake(value) and value.layout is torch.strided and Aval.like(value).kind is None
+    plain = is_fake(value) and value.layout is torch.strided and Aval.like(value).kind is None
     return plain and not (value.is_leaf and value.requires_grad)
 
 
@@ -347,7 +322,7 @@ def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     definition = call.definition
     key = tuple(None if aval is None else _key(aval) for aval in cotangents)
     if key not in definition.graphs:
-        with fake.alone(), ignored():
+        with outside():
             definition.graphs[key] = _traced(call, cotangents)
     return definition.graphs[key]
 
@@ -361,17 +336,17 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
         raise InexactError("the function of a block has closed over another value since its call")
     number = len(definition.tensors)
     wanted = [i for i, aval in enumerate(definition.tensors) if aval.grad]
-    mode = fake.mode(call.symbols)
-    with fake.entered(mode):
+    mode = call.sizes.mode()
+    with mode:
         inputs = [
             *definition.fakes(),
-            *(fake.empty(aval) for aval in cotangents if aval is not None),
+            *(empty(aval) for aval in cotangents if aval is not None),
         ]
     missing: list[bool] = []
     uses: list[int] = []
 
     def joint(*flat: torch.Tensor) -> tuple[Any, ...]:
-        with collecting() as marks, caching(definition.cached), torch.enable_grad():
+        with running(call.label) as marks, caching(definition.cached), torch.enable_grad():
             given = definition.entering(flat[:number])
             values = tree.leaves(definition.call(given))
         ends = dict(zip(definition.leaves, values, strict=True))
@@ -382,19 +357,12 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
             with torch.enable_grad():
                 uses[:] = _uses(live, given)
             handed = BACKWARD(list(flat[number:]), HERE)
-            with (
-                without_autocast(),
-                followed(live, marks),
-                pure_on_fakes(call.label, other_parameters_error),
-            ):
-                grads = torch.autograd.grad(
-                    live, [flat[i] for i in wanted], handed, allow_unused=True
-                )
+            grads = gradients(call.label, live, [flat[i] for i in wanted], handed, marks)
         missing[:] = [grad is None for grad in grads]
         return (*ends, *(grad for grad in grads if grad is not None))
 
-    with fake.entered(mode):
-        graph = make_graph(joint, inputs)
+    with mode:
+        graph = make_graph(joint, inputs, call.sizes)
     _check(graph)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])

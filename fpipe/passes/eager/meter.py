@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes that operations allocate, on fake tensors too. This module must not know
-stages.
+"""The bytes that operations allocate, on fake tensors too, and what nodes of autograd hold. Knows
+no stages.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 
 from ... import tree
-from ..internals import Op, storage_id
-from ..purity import Around
+from ...programs.internals import Around, Op, storage_id
 
 
 class Meter(NamedTuple):
@@ -61,3 +62,21 @@ def meter() -> Meter:
 
 def _parts(leaf: Any) -> list[torch.Tensor]:
     return list(tree.parts(leaf)) if tree.is_tensor(leaf) else []
+
+
+@lru_cache(maxsize=4096)
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_handles(node: Node) -> Iterator[Any]:
+    """The handles of the tensors that a node saved."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+
+
+def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
+    """Bytes of the gradients that arrive at a node."""
+    inputs = [node._input_metadata[port] for port in ports]  # type: ignore[attr-defined]
+    return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)

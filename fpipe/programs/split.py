@@ -2,8 +2,9 @@
 """Splits one traced joint function into the four programs F, B, I and W.
 
     F   what the outputs need, and every random draw
-    I   what the input gradients need beyond F        W   what the parameter gradients need beyond F
-    and I B   I and W in the order in which they were traced
+    I   what the input gradients need beyond F
+    W   what the parameter gradients need beyond F and I
+    B   I and W in the order in which they were traced
 
 A value that a later program needs is passed on under its name: an input, an output of F ("saved"),
 or an output of I ("kept"). Views use no memory of their own, so they are passed on like anything
@@ -16,11 +17,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torch import fx
 
-from .graphs import draws
+from .internals import draws
+from .simplify import annotation
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Joint:
     """The nodes of a traced forward and backward, and those of its results.
 
     ``extras`` are auxiliary scalar and new state; ``dps`` and ``dxs`` have one entry for each leaf,
-    ``None`` where no gradient flows. ``region`` returns the recompute region of a node, if any.
+    ``None`` where no gradient flows.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -37,19 +39,25 @@ class Joint:
     extras: tuple[fx.Node, ...]
     dps: tuple[fx.Node | None, ...]
     dxs: tuple[fx.Node | None, ...]
-    region: Callable[[fx.Node], object | None] = lambda node: None
 
 
-#: The nodes of one program, in order, and the names of its inputs and outputs.
-Piece: TypeAlias = tuple[Sequence[fx.Node], tuple[str, ...], tuple[str, ...]]
+class Piece(NamedTuple):
+    """The nodes of one program, in order, and the names of its inputs and outputs."""
+
+    nodes: Sequence[fx.Node]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 class Pieces(NamedTuple):
-    """The programs F, B, I and W of a joint graph. ``saved``: held from F to I or B; ``kept``: held
-    from I to W.
+    """The programs of a joint graph. ``saved``: held from F to I or B; ``kept``: held from I to
+    W.
     """
 
-    pieces: tuple[Piece, ...]
+    f: Piece
+    b: Piece
+    i: Piece
+    w: Piece
     saved: tuple[str, ...]
     kept: tuple[str, ...]
 
@@ -59,18 +67,15 @@ def split(joint: Joint) -> Pieces:
     nodes = joint.nodes
     constant = _constants(nodes)
     forward = _ancestors([*joint.ys, *joint.extras, *filter(draws, nodes)], lambda node: False)
-    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
-    savable = _savable(joint, forward) - constant
+    forward |= _items(nodes, forward)
+    savable = _savable(forward) - constant
 
     def known(node: fx.Node) -> bool:  # in the backward without computing it
         return node.op == "placeholder" or node in savable
 
     def needed(gradients: Sequence[fx.Node | None]) -> set[fx.Node]:
         found = _ancestors([node for node in gradients if node is not None], known)
-        # A tuple is passed on by its items, so the items are computed together with the tuple.
-        return found | {
-            n for n in nodes if n.target is operator.getitem and n.args[0] in found and not known(n)
-        }
+        return found | {item for item in _items(nodes, found) if not known(item)}
 
     for_inputs, for_weights = needed(joint.dxs), needed(joint.dps)
     dxs, dps = _names(joint.dxs), _names(joint.dps)
@@ -84,47 +89,52 @@ def split(joint: Joint) -> Pieces:
         )
     )
     b_computes, w_computes = set(_names(b)), set(_names(w))
-    saved = _unique(
-        name
-        for name in (*_free(b), *(end for end in dps + dxs if end not in b_computes))
-        if name not in joint.cotangents
-    )
+    passed_on = (*_free(b), *(end for end in dps + dxs if end not in b_computes))
+    saved = _unique(name for name in passed_on if name not in joint.cotangents)
     kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))
-    results = ((*_names((*joint.ys, *joint.extras)), *saved), dps + dxs, dxs + kept, dps)
-    return Pieces(tuple(map(_piece, (f, b, i, w), results)), saved, kept)
+    return Pieces(
+        _piece(f, (*_names((*joint.ys, *joint.extras)), *saved)),
+        _piece(b, dps + dxs),
+        _piece(i, dxs + kept),
+        _piece(w, dps),
+        saved,
+        kept,
+    )
 
 
 def _piece(nodes: Sequence[fx.Node], results: Iterable[str]) -> Piece:
     """A program that returns those of the results that it computes."""
     computed = set(_names(nodes))
-    return nodes, _free(nodes), tuple(name for name in _unique(results) if name in computed)
+    return Piece(nodes, _free(nodes), tuple(n for n in _unique(results) if n in computed))
 
 
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on no input and draw nothing: cheap to compute again, expensive to hold."""
     constant: set[fx.Node] = set()
     for node in nodes:
-        if (
-            node.op == "call_function"
-            and not draws(node)
-            and all(n in constant for n in node.all_input_nodes)
-        ):
+        computed = node.op == "call_function" and not draws(node)
+        if computed and constant.issuperset(node.all_input_nodes):
             constant.add(node)
     return constant
 
 
-def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
+def _savable(forward: set[fx.Node]) -> set[fx.Node]:
     """Forward values that may be saved: outside recompute regions all; inside, random draws and
     what leaves the region in the forward.
     """
+    regions = {node: annotation(node, "fpipe_remat") for node in forward}
     savable = set()
-    for node in forward:
-        region = joint.region(node)
+    for node, region in regions.items():
         source = node.args[0] if node.target is operator.getitem else node
-        leaves = any(u in forward and joint.region(u) != region for u in node.users)
+        leaves = any(user in forward and regions[user] != region for user in node.users)
         if region is None or leaves or (isinstance(source, fx.Node) and draws(source)):
             savable.add(node)
     return savable
+
+
+def _items(nodes: Iterable[fx.Node], computed: set[fx.Node]) -> set[fx.Node]:
+    """The items of the tuples that are computed: a tuple is passed on by its items."""
+    return {n for n in nodes if n.target is operator.getitem and n.args[0] in computed}
 
 
 def _ancestors(ends: Iterable[fx.Node], known: Callable[[fx.Node], bool]) -> set[fx.Node]:

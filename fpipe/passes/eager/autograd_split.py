@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from ..internals import saved_handles
+from ...programs.internals import RETAINED
+from .meter import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]
 
@@ -277,21 +276,6 @@ def _take(cell: list[Any], _: None) -> torch.Tensor:
     return tensor
 
 
-_RETAIN = ContextVar("RETAIN", default=False)
-
-
-@contextmanager
-def retaining(on: bool) -> Iterator[None]:
-    """Whether backwards keep the graphs that they go through, for another one of the same
-    forward.
-    """
-    token = _RETAIN.set(on)
-    try:
-        yield
-    finally:
-        _RETAIN.reset(token)
-
-
 # ---- computing ----
 def both(
     ends: Sequence[tuple[GradientEdge, torch.Tensor]],
@@ -310,7 +294,7 @@ def of_inputs(
     seen: Survey,
 ) -> tuple[Grads, Kept]:
     """Gradients of the inputs, and what W needs for the parameters."""
-    cells = [] if _RETAIN.get() else _movable(seen.passed)
+    cells = [] if RETAINED.get() else _movable(seen.passed)
     early = {index: edge for index, edge in ps.items() if index not in seen.late}
     ports = [(fork, port) for fork in seen.forks for port in fork.ports]
     wanted = [
@@ -369,7 +353,7 @@ def _grad(
         edges,
         wanted,
         cotangents,
-        retain_graph=keep or _RETAIN.get(),
+        retain_graph=keep or RETAINED.get(),
         allow_unused=True,
     )
     if not torch.is_inference_mode_enabled():

@@ -24,22 +24,41 @@ from torch.autograd.graph import get_gradient_edge
 from ... import tree
 from ...devices import restore_streams, save_streams
 from ...errors import ActionError, FpipeError, StageError
+from ...programs.internals import (
+    Around,
+    Fake,
+    Op,
+    empty,
+    fake_inputs,
+    is_fake,
+    pure_on_fakes,
+    quiet,
+    storage_id,
+    tensors_in,
+    versions,
+    written,
+)
+from ...programs.signature import (
+    Outputs,
+    Result,
+    Signature,
+    call,
+    entering,
+    outputs_from,
+    writes_into_leaf,
+)
 from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, contiguous, parts
-from .. import fake
 from ..explain import (
     captured_gradient_error,
+    captured_write_error,
     explain,
     explained,
-    other_parameters_error,
     where,
     write_error,
 )
-from ..internals import gradient_bytes, storage_id, versions
-from ..purity import pure_on_fakes, pure_on_numbers
-from ..signature import Outputs, Result, Signature, call, entering, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
-from .meter import Meter, meter
+from .meter import Meter, gradient_bytes, meter
 
 Groups: TypeAlias = list[list[Any]]
 
@@ -71,24 +90,24 @@ def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> Stag
     errors = []
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
-        stack.callback(restore_streams, save_streams({torch.device("cpu"), *signature.devices}))
-        for create in (fake.empty, _invented):
+        stack.callback(restore_streams, save_streams({torch.device("cpu"), *devices_of(signature)}))
+        for create in (empty, _invented):
             try:
-                with fake.quiet(), fake.mode() if create is fake.empty else nullcontext():
+                with quiet(), Fake() if create is empty else nullcontext():
                     facts = _observed(stage, signature, create, unused)
             except FpipeError:
                 raise
             except Exception as error:
                 errors.append(error)
             else:
-                return facts if create is fake.empty else _for_any_path(facts, signature)
+                return facts if create is empty else _for_any_path(facts, signature)
     raise _unknown(stage, signature, *errors) from errors[1]
 
 
 def _declared(stage: Stage, signature: Signature, unused: frozenset[int]) -> StageFacts:
     like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
-    with explained(like.label, str(signature)), fake.mode():
-        outputs = outputs_from(like, call(like, signature, fake.inputs(signature), False), False)
+    with explained(like.label, str(signature)), Fake():
+        outputs = outputs_from(like, call(like, signature, fake_inputs(signature), False), False)
     return _for_any_path(StageFacts(replace(outputs, unused=unused)), signature)
 
 
@@ -125,6 +144,12 @@ def _unknown(
         "function of the same "
         "arguments that returns something of the same structure, shapes and dtypes"
     )
+
+
+def devices_of(signature: Signature) -> list[torch.device]:
+    """The devices of the tensors of a signature."""
+    devices = {aval.device for argument in signature for aval in argument.avals.values()}
+    return sorted(devices, key=str)
 
 
 # ---- one run ----
@@ -167,10 +192,10 @@ def _observed(
         count = meter()
         groups = [argument.map(create) for argument in signature]
         before = list(map(versions, groups))
-        on_numbers = partial(pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
+        on_numbers = partial(_pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
         try:
             given = [groups[0], entering(signature.x, groups[1]), *groups[2:]]
-            with (pure_on_fakes if create is fake.empty else on_numbers)(stage.label), count.mode:
+            with (pure_on_fakes if create is empty else on_numbers)(stage.label), count.mode:
                 result = run_recording(stage, signature, given, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
@@ -184,7 +209,7 @@ def _observed(
     inputs = {id(leaf): i for i, leaf in reversed(list(enumerate(given[1])))}
     ys = tree.leaves(result.y)
     passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
-    real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
+    real = (j for j in outputs.y.avals if create is empty and not is_fake(ys[j]))
     facts = StageFacts(outputs, passed, frozenset(real), during={"F": count.peak[0]})
     used = [ys[j] for j in outputs.y.avals if j not in unused]
     return _with_graph(
@@ -220,12 +245,12 @@ def _with_graph(
         gradient_bytes(f.node, f.ports) for f in seen.forks
     )
     facts = replace(facts, saved=saved, kept=kept if xs else saved)
-    if not fake.is_fake(next(iter(ends))):
+    if not is_fake(next(iter(ends))):
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
     try:
         count.peak[0] = before = count.now[0]
-        with pure_on_fakes(stage.label, other_parameters_error), count.mode:
+        with pure_on_fakes(stage.label, "other_parameters_error"), count.mode:
             dxs, _ = both(cotangents, xs, ps)
     except FpipeError:
         raise
@@ -267,6 +292,30 @@ def _storages(leaves: Iterable[Any]) -> dict[int, int]:
 
 
 # ---- invented numbers ----
+def _pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> Around:
+    """While a function runs on real arguments under this mode, refuse writes into other tensors it
+    did not create.
+    """
+    local = set(map(_storage, arguments)) | {None}
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in tensors_in(written(op, args, kwargs)):
+            if _storage(tensor) not in local:
+                raise captured_write_error(label, tensor)
+        result = op(*args, **kwargs)
+        inputs = set(map(_storage, tensors_in((*args, *kwargs.values()))))
+        local.update(set(map(_storage, tensors_in([result]))) - inputs)
+        return result
+
+    return Around(run)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """The address of a plain tensor's storage; ``None`` for another tensor."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return storage_id(tensor) if plain else None
+
+
 def _invented(aval: Aval) -> torch.Tensor:
     """Floating numbers between 0 and 1, integers 0, booleans true."""
     tensor = aval.build(_invented_plain)

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from .blocks import BACKWARD, FORWARD, HERE, Call, Graph, InexactError
-from .graphs import STORAGE, storage, value_of
-from .internals import operator_of, returns_views, storage_id
+from ...programs.internals import operator_of, returns_views, storage_id
+from ...programs.simplify import STORAGE, storage, value_of
+from ...programs.tracing import InexactError
+from .calls import BACKWARD, FORWARD, HERE, Call, Graph
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -27,8 +28,6 @@ def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
     Raises:
         InexactError: gradients would be added in another order than without blocks.
     """
-    if not calls:
-        return
     bodies: dict[int, _Body] = {}
     storages: dict[
         Hashable, Hashable

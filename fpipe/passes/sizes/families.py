@@ -10,19 +10,20 @@ traced with symbols. Knows signatures, no schedules or ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from .. import tree
-from ..stage import Stage
-from ..tree import AbstractTree, Aval, arriving
-from .explain import first_line, where, where_in
-from .signature import Signature
-from .sizes import Formulas, Numbers, at
-from .stage_programs import Programs
-from .symbols import Symbols
-from .tracing import traced
+from ... import tree
+from ...programs.cache import timed
+from ...programs.program import Programs
+from ...programs.signature import Signature
+from ...programs.tracing import traced
+from ...stage import Stage
+from ...tree import AbstractTree, Aval, arriving
+from ..explain import first_line, where, where_in
+from .formulas import Formulas, Numbers, Recorder, at, programs_at
+from .symbols import Symbols, products_in_python
 
 #: How many symbolic traces of one function and signature are kept, under different conditions.
 KEPT = 8
@@ -92,7 +93,7 @@ class Families:
         """The programs for a signature from a trace that is here."""
         for family in self.families:
             if (numbers := family.numbers(signature)) is not None:
-                return family.traced.at(numbers, f"{label} {signature}")
+                return programs_at(family.traced, numbers, f"{label} {signature}")
         return None
 
     def extended(
@@ -104,9 +105,9 @@ class Families:
         Two sizes of one ``occasion``, such as those of an uneven batch, are not worth a symbolic
         trace.
         """
-        saw = self.saw(signature, occasion)
+        saw = replace(self, seen=(*self.seen[1 - SEEN :], signature), occasion=occasion)
         once = len(self.seen) == 1 and occasion is not None and occasion is self.occasion
-        if stage.dynamic is False or self.fault or (not stage.dynamic and (not self.seen or once)):
+        if self.fault or (not stage.dynamic and (not self.seen or once)):
             return saw
         varied = _varied(signature, self.seen)
         if any(_size(signature, axes[0]) < 2 for axes in varied):
@@ -128,10 +129,6 @@ class Families:
         small = any(_size(signature, axes[0]) < SMALL for axes in varied)
         return saw if small else replace(saw, fault=faults[0])
 
-    def saw(self, signature: Signature, occasion: object) -> Families:
-        """With one more signature among the latest."""
-        return replace(self, seen=(*self.seen[1 - SEEN :], signature), occasion=occasion)
-
     def warn(self, stage: Stage) -> None:
         """Warn that every size is traced."""
         warnings.warn(
@@ -143,6 +140,39 @@ class Families:
         )
 
 
+def programs_of(
+    store: dict[Hashable, Families],
+    key: Hashable,
+    first: tuple[Signature, object],
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    occasion: object,
+) -> Programs:
+    """The programs for a signature, of a trace for many sizes where that is possible.
+
+    Args:
+        store: the families of a function, by what signatures of equal sizes have in common.
+        key: that of this signature.
+        first: the first signature with this key, and its occasion.
+        stage, signature, unused: see ``tracing.traced``.
+        occasion: the same for all signatures of one call.
+    """
+    seen = () if first[0] is signature else first[:1]
+    known = store.get(key, Families(seen=seen, occasion=first[1] if seen else None))
+    programs = known.programs(stage.label, signature)
+    if programs is not None:
+        return programs
+    families = store[key] = known.extended(stage, signature, unused, occasion)
+    programs = families.programs(stage.label, signature)
+    if programs is None:
+        with timed("tracing"):
+            programs = traced(stage, signature, unused)
+    if families.fault and not known.fault:
+        families.warn(stage)
+    return programs
+
+
 def _traced(
     stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int
 ) -> Family:
@@ -151,11 +181,13 @@ def _traced(
     """
     symbols = Symbols()
     given = _with_symbols(signature, axes, symbols)
-    programs, record = traced(stage, given, unused, symbols, shown=str(signature))
+    sizes = Recorder(symbols)
+    with timed("tracing"), products_in_python():
+        programs = traced(stage, given, unused, sizes, shown=str(signature))
     family = Family(
-        Signature(*(t.with_avals(record.aval) for t in given)),
+        Signature(*(t.with_avals(sizes.aval) for t in given)),
         tuple(axes),
-        record.formulas(),
+        sizes.formulas(),
         programs,
     )
     place = symbols.fixed(varied)

@@ -3,48 +3,31 @@
 
 A forward operation is annotated by torch. The backward runs later, from autograd's nodes, whose
 sequence numbers ascend in the order of their creation: the numbers between begin and end of a part
-are that part's. Knows no stages or graphs.
+are that part's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 
 import torch
 from torch.autograd.graph import Node
 from torch.fx import traceback
 
-MARK = "fpipe_segment"
-Marks = list[
-    tuple[int, int, str]
-]  # first number, the one after the last, name; inner marks before outer ones
-
-_MARKS: ContextVar[Marks | None] = ContextVar("_MARKS", default=None)
-
-
-@contextmanager
-def collecting() -> Iterator[Marks]:
-    """Collect the marks set inside."""
-    marks: Marks = []
-    token = _MARKS.set(marks)
-    try:
-        yield marks
-    finally:
-        _MARKS.reset(token)
+from ..programs.signature import RUNNING
+from ..programs.tracing import MARK
 
 
 @contextmanager
 def marked(name: str) -> Iterator[None]:
-    """Mark what is computed inside."""
-    marks = _MARKS.get()
-    first = _next_number()
+    """Mark what a stage computes inside."""
+    first, now = _next_number(), RUNNING.get()
     with traceback.annotate({MARK: name}):
         yield
-    if marks is not None:
-        marks.append((first, _next_number(), name))
+    if now is not None:
+        now.marks.append((first, _next_number(), name))
 
 
 def _next_number() -> int:
@@ -53,13 +36,10 @@ def _next_number() -> int:
 
 
 @contextmanager
-def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
+def followed(ends: Sequence[torch.Tensor], marks: Sequence[tuple[int, int, str]]) -> Iterator[None]:
     """While the gradients of ``ends`` are traced, mark every backward operation like its forward
     operation.
     """
-    if not marks:
-        yield
-        return
     seen: set[Node] = set()
     stack = [end.grad_fn for end in ends]
     while stack:
@@ -68,9 +48,8 @@ def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
             continue
         seen.add(node)
         number = node._sequence_nr()
-        node.register_prehook(
-            partial(_annotate, next((name for a, b, name in marks if a <= number < b), None))
-        )
+        name = next((name for first, end, name in marks if first <= number < end), None)
+        node.register_prehook(partial(_annotate, name))
         stack += [upper for upper, _ in node.next_functions]
     try:
         yield

@@ -3,18 +3,23 @@
 
 In programs that were traced with symbolic sizes each such number is a ``Size`` (or ``Real``): the
 number at the sizes of the trace, with its place among the trace's formulas. The programs of other
-sizes are the same with other numbers. Knows abstract tensors, no operations or stages.
+sizes are the same with other numbers. Knows programs, no stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import FunctionType
 from typing import Any, TypeAlias
 
-from ..tree import AbstractTree, Aval
-from .symbols import NAMES, Computed, Symbols, is_symbolic, text_of
+from torch import fx
+
+from ...programs.internals import Fake, Sizes
+from ...programs.program import Operation, Program, Programs
+from ...tree import AbstractTree, Aval
+from .symbols import NAMES, Computed, SymbolicFake, Symbols, computed, is_symbolic, text_of
 
 #: The values of all formulas.
 Numbers: TypeAlias = tuple[Any, ...]
@@ -25,18 +30,28 @@ class Size(int):
 
     place: int
 
+    @property
+    def name(self) -> str:
+        """Its name in the source of a program."""
+        return f"n{self.place}"
+
 
 class Real(float):
     """A float that depends on the sizes of the inputs."""
 
     place: int
 
+    @property
+    def name(self) -> str:
+        """Its name in the source of a program."""
+        return f"n{self.place}"
+
 
 def sized(value: int | float, place: int) -> Size | Real:
     """A number with its place among the formulas.
 
-    >>> sized(7, 2), sized(7, 2).place
-    (7, 2)
+    >>> sized(7, 2), sized(7, 2).name
+    (7, 'n2')
     """
     number = (Size if isinstance(value, int) else Real)(value)
     number.place = place
@@ -74,17 +89,33 @@ class Formulas:
         return self._function(*symbols)
 
 
-class Recorder:
-    """Collects the numbers of a trace; without symbols, numbers stay as they are."""
+class Recorder(Sizes):
+    """Collects the numbers of a trace with symbolic sizes."""
 
-    def __init__(self, symbols: Symbols | None = None) -> None:
+    def __init__(self, symbols: Symbols) -> None:
         self.symbols = symbols
-        self.places: dict[str, Size | Real] = {}
-        if symbols is not None:
-            self.places = {
-                n: sized(hint, i)
-                for i, (n, hint) in enumerate(zip(symbols.names, symbols.hints, strict=True))
-            }
+        self.places = {
+            name: sized(hint, place)
+            for place, (name, hint) in enumerate(zip(symbols.names, symbols.hints, strict=True))
+        }
+
+    def mode(self) -> Fake:
+        """A mode whose tensors have symbolic sizes."""
+        return SymbolicFake(shape_env=self.symbols)
+
+    def inline(self, graph: fx.GraphModule) -> None:
+        """Put symbolic numbers themselves in place of the nodes that compute them."""
+        numbers = {n: computed(n) for n in graph.graph.nodes if is_symbolic(n.meta.get("val"))}
+
+        def number(used: fx.Node) -> Any:
+            return numbers.get(used, used)
+
+        for node in graph.graph.nodes if numbers else ():
+            if node not in numbers:
+                node.args = fx.map_arg(node.args, number)
+                node.kwargs = fx.map_arg(node.kwargs, number)
+        for node in reversed(numbers):
+            graph.graph.erase_node(node)
 
     def number(self, value: Any) -> Any:
         """A number of the trace: a symbolic one with its place, another as it is."""
@@ -100,18 +131,13 @@ class Recorder:
 
     def aval(self, aval: Aval) -> Aval:
         """An abstract tensor with the numbers of the trace."""
-        if self.symbols is None:
-            return aval
-        number = self.number
-        return aval._replace(
-            shape=tuple(map(number, aval.shape)), stride=tuple(map(number, aval.stride))
-        )
+        shape, stride = tuple(map(self.number, aval.shape)), tuple(map(self.number, aval.stride))
+        return aval._replace(shape=shape, stride=stride)
 
     def formulas(self) -> Formulas:
         """The formulas of all numbers; ValueError where they do not give the numbers of the
         trace.
         """
-        assert self.symbols is not None
         formulas = Formulas(self.symbols.names, tuple(self.places), self.symbols.conditions())
         traced = tuple(self.places.values())
         found = formulas.at(self.symbols.hints)
@@ -122,9 +148,9 @@ class Recorder:
         return formulas
 
 
+# ---- other numbers ----
 def at(value: Any, numbers: Numbers) -> Any:
-    """A value of programs with other numbers in place of its sizes; the same object where it has
-    none.
+    """A value with other numbers in place of its sizes; the same object where it has none.
 
     >>> at([sized(7, 0), 1, "a"], (8,))
     [8, 1, 'a']
@@ -152,3 +178,64 @@ def at(value: Any, numbers: Numbers) -> Any:
         other = {key: at(item, numbers) for key, item in value.items()}
         return value if all(other[key] is item for key, item in value.items()) else other
     return value
+
+
+def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
+    """The programs of a symbolic trace for other sizes; ``label`` describes them."""
+    known: dict[Operation, Operation] = {}
+
+    def operation(one: Operation) -> Operation:
+        if one not in known:
+            known[one] = _operation_at(one, numbers)
+        return known[one]
+
+    def program(one: Program) -> Program:
+        return _program_at(one, numbers, operation, label)
+
+    outputs = programs.outputs
+    return replace(
+        programs,
+        f=program(programs.f),
+        b=program(programs.b),
+        i=program(programs.i),
+        w=program(programs.w),
+        outputs=replace(
+            outputs,
+            y=at(outputs.y, numbers),
+            aux=at(outputs.aux, numbers),
+            state=at(outputs.state, numbers),
+        ),
+        grad_avals=at(programs.grad_avals, numbers),
+        memory={
+            name: held._replace(nbytes=at(held.nbytes, numbers))
+            for name, held in programs.memory.items()
+        },
+        origin=(programs, program),
+    )
+
+
+def _operation_at(one: Operation, numbers: Numbers) -> Operation:
+    """The operation for other sizes; the same one where it does not depend on them."""
+    fields = (one.args, one.kwargs, one.reads, one.value)
+    args, kwargs, reads, value = others = tuple(at(each, numbers) for each in fields)
+    if all(new is old for new, old in zip(others, fields, strict=True)):
+        return one
+    return replace(one, args=args, kwargs=kwargs, reads=reads, value=value)
+
+
+def _program_at(
+    program: Program, numbers: Numbers, operation: Callable[[Operation], Operation], label: str
+) -> Program:
+    """The program for other sizes. It shares the code, which refers to sizes by name."""
+    assert isinstance(program.run, FunctionType)
+    given = program.run.__globals__
+    changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))}
+    run = FunctionType(program.run.__code__, {**given, **changed}, program.name)
+    head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
+    return replace(
+        program,
+        code=head + program.code,
+        run=run,
+        stage=label,
+        resized=operation if changed else None,
+    )

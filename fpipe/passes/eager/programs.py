@@ -18,8 +18,8 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,21 +30,24 @@ from torch.utils.hooks import RemovableHandle
 from ... import tree
 from ...devices import Streams, restore_streams, save_streams
 from ...errors import StageError
+from ...programs.internals import Ambient, ambient, resolved, versions, without_autocast
+from ...programs.program import Held, Program, Programs
+from ...programs.signature import LossCall, Result, Signature, entering
 from ...stage import Remat, Stage
 from ...tree import AbstractLeaf, Aval, arriving
-from ..autocast import ambient, under
 from ..explain import sparse_gradient_error
-from ..graphs import Held
-from ..internals import resolved, versions
-from ..losses import LossCall
-from ..program import Program
-from ..signature import Result, Signature, entering
-from ..stage_programs import Programs
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
-from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording, stored_in_full
+from .shape_probe import (
+    devices_of,
+    facts_of,
+    refuse_captured,
+    refuse_writes,
+    run_recording,
+    stored_in_full,
+)
 
 
-def eager_programs(
+def programs_of(
     stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()
 ) -> Programs:
     """The programs of a stage that runs on autograd; the outputs ``unused`` have no cotangent.
@@ -106,8 +109,8 @@ class _Engine:
         # unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
-        self.slots, self.devices = signature.slots, signature.devices
-        self.extra = isinstance(stage.fn, LossCall) and stage.fn.apart
+        self.slots, self.devices = signature.slots, devices_of(signature)
+        self.extra = isinstance(stage.fn, LossCall) and stage.fn.extra
         self.check_captured = _until_passed(
             lambda ends, xs, ps: refuse_captured(
                 stage, survey(list(ends.values()), xs.values(), ps).foreign
@@ -155,7 +158,7 @@ class _Engine:
         x = entering(self.signature.x, arguments[1])
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
-        with under(self.autocast):
+        with _under(self.autocast):
             given = [arguments[0], x, arguments[2], state]
             result = run_recording(self.stage, self.signature, given, self.facts.outputs.copies)
         hooked = RemovableHandle.next_id != hooks
@@ -371,7 +374,7 @@ class _Engine:
             saved=held,
             kept=kept,
             grad_avals=dx_avals,
-            traced_memory={
+            memory={
                 name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None
             },
             eager=True,
@@ -413,6 +416,17 @@ class _Engine:
             random=run is not _nothing,
             stage=stage,
         )
+
+
+@contextmanager
+def _under(state: Ambient) -> Iterator[None]:
+    """Switch autocast to a state returned by ``ambient()``."""
+    with without_autocast(), ExitStack() as stack:
+        for kind, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype))
+        # inside the caller's autocast it would hold every microbatch's casts
+        stack.callback(torch.clear_autocast_cache)
+        yield
 
 
 def _until_passed(check: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ programs and abstract trees; no schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,26 +17,9 @@ import torch
 
 from .. import tree
 from ..errors import StageError
+from ..programs.program import Programs, numbered
 from ..stage import Remat, Stage
 from ..tree import AbstractTree, Tree
-from .stage_programs import Programs, numbered
-
-
-class Carries(NamedTuple):
-    """How many leaves of a slice's input are those of its carry, and of its output; None: it
-    returns no carry.
-    """
-
-    given: int = 0
-    returned: int | None = None
-
-    @classmethod
-    def of(cls, programs: Programs, given: int, *, last: bool) -> Carries:
-        """Those of the programs of a slice that gets a carry of some leaves."""
-        return cls(given, None if last else len(parted(programs.outputs.y)[1].leaves))
-
-
-NO_CARRIES = Carries()
 
 
 class Apart(NamedTuple):
@@ -69,8 +52,7 @@ class Same:
 
 @dataclass(frozen=True)
 class SliceCall:
-    """A stage function with a carry as the function of a slice. Equal for the same function and
-    kind of slice.
+    """A stage function with a carry as the function of a slice.
 
     ``apart``: what is copied of carries on their way in and out, so that none of them is another
     value that the stage gets or returns.
@@ -84,10 +66,9 @@ class SliceCall:
     last: bool
     apart: Apart
 
-    @property
-    def kind(self) -> Hashable:
-        """All but the function."""
-        return self.extras, self.initial, self.first, self.last, self.apart
+    def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
+        """The function whose traces these are, and what else they depend on."""
+        return self.fn, (self.extras, self.initial, self.first, self.last, self.apart)
 
     def __call__(self, params: Tree, *rest: Any, **side: Any) -> Any:
         *state, x = rest
@@ -207,13 +188,42 @@ def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
     )
 
 
-def crossing(programs: Programs, carries: Carries) -> Apart:
-    """Whether a carry, or the gradient of one, is another value that the slice gets or returns."""
-    xs, ys = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
-    given = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
+def traced_slice(
+    stage: Stage,
+    first: bool,
+    last: bool,
+    given: int,
+    on_devices: Callable[[Stage], Mapping[Any, Programs]],
+) -> tuple[Mapping[Any, Programs], AbstractTree | None]:
+    """The programs of a slice of a stage by device, and its output without the carry, if it
+    returns one.
+
+    ``given`` leaves of its input are those of a carry. A carry that is another value, or whose
+    gradient is one, is copied, which is known once it is traced.
+    """
+    apart = NO_COPIES
+    while True:
+        programs = on_devices(of_slice(stage, first=first, last=last, apart=apart))
+        output = next(iter(programs.values())).outputs.y
+        y = None if last else parted(output)[0]
+        crosses = apart
+        for each in programs.values():
+            crosses |= _crossing(each, given, len((y or output).leaves))
+        if crosses == apart:
+            return programs, y
+        apart = crosses
+
+
+def _crossing(programs: Programs, given: int, ys: int) -> Apart:
+    """Whether a carry, or the gradient of one, is another value that the slice gets or returns.
+
+    ``given`` leaves of its input are those of a carry, and all outputs but the first ``ys``.
+    """
+    xs = len(programs.dxs) - given
+    inputs = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
     cotangents = {name: leaf >= ys for leaf, name in enumerate(numbered("dy", len(programs.ys)))}
     forwards = any(
-        given.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys)
+        inputs.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys)
     )
     backwards = any(
         cotangents.get(name or "", leaf >= xs) != (leaf >= xs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic sizes of fake tensors: everything that fpipe uses of torch's symbolic shapes.
 
-Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers and expressions, no
-tensors or stages.
+Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers, expressions and
+modes, no stages.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from traceback import FrameSummary, extract_stack
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Source
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
+
+from ...programs.internals import Fake
 
 #: How operations on numbers are written.
 _PATTERNS: dict[object, str] = {
@@ -32,6 +38,10 @@ _PATTERNS: dict[object, str] = {
     torch.sym_float: "float({})",
     getattr(torch, "_sym_sqrt", None): "math.sqrt({})",
 }
+#: Operations whose C++ form does not take symbolic sizes although it has no other.
+_IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
+#: The kernel of operations that consist of others.
+_COMPOSITE = "CompositeImplicitAutograd"
 #: What the texts of expressions refer to.
 NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
 
@@ -153,12 +163,63 @@ def _part(argument: Any) -> str | None:
     return None if isinstance(argument, torch.SymFloat) else f"({text_of(argument)[0]})"
 
 
-def known(condition: Any) -> bool:
-    """Whether a condition holds for all sizes; of numbers that are not symbolic, whether it
-    holds.
-    """
-    return statically_known_true(condition)
-
-
 def _text(expression: Any) -> str:
     return PythonPrinter().doprint(expression)
+
+
+# ---- modes ----
+class SymbolicFake(Fake):
+    """Uses torch's Python form of operations whose C++ form takes every size for a number."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's, or the Python form."""
+        if func in _IN_PYTHON:
+            with self:
+                return decomposition_table[func](*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs)
+
+
+def products_in_python() -> AbstractContextManager[object]:
+    """Use torch's Python form of products of matrices where their C++ form does not take symbolic
+    sizes.
+    """
+    if not _products_need_python():
+        return nullcontext()
+    _resolve_composites()
+    return enable_python_dispatcher()
+
+
+@lru_cache(maxsize=1)
+def _products_need_python() -> bool:
+    """Whether the C++ form of a product of matrices takes sizes for numbers, as before torch
+    2.13.
+    """
+    symbols = Symbols()
+    with Fake(shape_env=symbols):
+        x, w = torch.empty(2, symbols.new(5), 3), torch.empty(3, 3, requires_grad=True)
+        torch.matmul(x, w)
+    return symbols.fixed(1) is not None
+
+
+@lru_cache(maxsize=1)
+def _resolve_composites() -> None:
+    """Let torch's Python dispatcher take composite operations on the device meta apart, as its C++
+    dispatcher does.
+
+    Torch registers Python rules for some of them, and its Python dispatcher then finds no
+    derivative of theirs. What it finds without the rule is kept in its cache.
+    """
+    import torch._meta_registrations  # registers the rules
+
+    meta, autograd = torch._C.DispatchKey.Meta, torch._C.DispatchKey.AutogradMeta
+    for op in decomposition_table:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if (
+            isinstance(op, torch._ops.OpOverload)
+            and meta in op.py_kernels
+            and has(op.name(), _COMPOSITE)
+        ):
+            rule = op.py_kernels.pop(meta)
+            op._uncache_dispatch(autograd)
+            op._get_dispatch(autograd)
+            op.py_kernels[meta] = rule

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traces of each function, by signature: a signature is traced once.
+
+Traces are cached as long as their function lives, up to a limit. When a second signature of a
+function differs from the first in sizes alone, the pass ``sizes`` is asked for one trace that
+serves all sizes. An engine other than tracing is a pass of its name. Knows functions and
+signatures, no schedules, ranks or microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from ..actions.product import feature
+from ..devices import exclusive
+from ..errors import StageError
+from ..stage import Stage, as_stage
+from ..tree import AbstractTree, Tree
+from .internals import ambient
+from .program import Programs
+from .signature import Signature
+from .tracing import traced
+
+#: How many traces of one function are cached; the oldest is dropped.
+KEPT = 512
+#: How many functions that cannot be referenced weakly have their traces cached.
+FUNCTIONS = 256
+#: The number of traces that differ in Python numbers alone at which the user is warned.
+ALIKE = 256
+
+Key: TypeAlias = tuple[Hashable, ...]
+
+
+class Traces(dict[Key, Programs]):
+    """The traces of one function, the oldest first.
+
+    ``firsts`` has the first signature of those that differ in sizes alone, with its occasion;
+    ``families`` is what the pass ``sizes`` keeps of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warned = False
+        self.firsts: dict[Key, tuple[Signature, object]] = {}
+        self.families: dict[Key, Any] = {}
+
+
+_WEAK: WeakKeyDictionary[Callable[..., object], Traces] = WeakKeyDictionary()
+#: Of functions that cannot be referenced weakly, the least recently used first.
+_STRONG: dict[Callable[..., object], Traces] = {}
+#: Programs of other engines refer to their function, so they are cached as long as they are used.
+_UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
+
+
+def trace(
+    fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree
+) -> Programs:
+    """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and
+    devices.
+
+    Args:
+        fn: a function as for ``fpipe.pipeline``, or a ``Stage``.
+        params, x: example arguments; their values do not matter.
+        state: the state of a stage that carries one.
+        side: its side inputs.
+
+    Returns:
+        ``Programs``: ``forward``, ``backward``, ``backward_input`` and ``backward_weight`` are
+        functions, whose ``.code`` is their source.
+
+    Raises:
+        TraceError: if the function cannot be traced, with the line and a remedy.
+        StageError: if the stage has ``carry=True``.
+
+    >>> programs = trace(lambda p, x: torch.tanh(x @ p), torch.eye(2), torch.ones(1, 2))
+    >>> y, saved = programs.forward(torch.eye(2), torch.ones(1, 2))
+    >>> dx, dparams = programs.backward(saved, torch.ones(1, 2))
+    >>> dparams.shape
+    torch.Size([2, 2])
+    """
+    of, stage = AbstractTree.of, as_stage(fn)
+    if stage.carry:
+        raise StageError(
+            f"stage {stage.label} has a carry, and a trace has none; trace lambda p, x: fn(p, *x) "
+            "for an input (carry, x)"
+        )
+    return programs_of(stage, Signature(of(params, True), of(x, True), of(side), of(state)))
+
+
+def programs_of(
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int] = frozenset(),
+    occasion: object = None,
+) -> Programs:
+    """The programs of a stage for a signature and the autocast that is on, traced where they are
+    not in the cache.
+
+    The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one
+    call.
+    """
+    surroundings = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+    # without traces for all sizes, also where another Stage of the function has one
+    each_size = stage.dynamic is False
+    options: Key = (stage.aux_loss, stage.state, stage.compile, each_size, surroundings, unused)
+    fn = stage.fn
+    engine = None if stage.engine == "trace" else stage.engine
+    if engine:
+        options = (*options, engine, fn, stage.like)
+    stands_for = getattr(fn, "stands_for", None)
+    if stands_for is not None:  # it is created for each use, and another function lives
+        fn, others = stands_for()
+        options = (*options, others)
+    store: MutableMapping[Key, Programs] = _UNTRACED if engine else _traces_of(fn)
+    key: Key = (*options, signature)
+    try:
+        programs = store.get(key)
+    except TypeError as error:
+        raise StageError(
+            f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
+            'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
+        ) from error
+    if programs is None:
+        with exclusive():  # torch's tracing changes state of the process
+            if isinstance(store, Traces):
+                programs = _trace(store, stage, signature, unused, options, occasion)
+            else:
+                programs = feature(f"{engine}.programs").programs_of(stage, signature, unused)
+            store[key] = programs
+            if isinstance(store, Traces):
+                _bound(store, stage, programs)
+    return programs
+
+
+def _trace(
+    store: Traces,
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    options: Key,
+    occasion: object,
+) -> Programs:
+    """Programs for a signature that is new: of a trace for all sizes, or of their own trace."""
+    key = (*options, signature.skeleton)
+    first = store.firsts.setdefault(key, (signature, occasion))
+    if stage.dynamic or (stage.dynamic is None and first[0] is not signature):
+        programs = feature("sizes.families").programs_of(
+            store.families, key, first, stage, signature, unused, occasion
+        )
+    else:
+        with timed("tracing"):
+            programs = traced(stage, signature, unused)
+    return feature("compilers").compiled(programs, stage.compile) if stage.compile else programs
+
+
+def _bound(store: Traces, stage: Stage, newest: Programs) -> None:
+    """Drop the oldest trace where there are too many; warn where they differ in numbers alone."""
+    if len(store) > KEPT:
+        del store[next(iter(store))]
+    if len(store) >= ALIKE and not store.warned and newest.origin is None:
+        store.warned = feature("explain").warn_of_numbers(stage.label, list(store), ALIKE)
+
+
+def _traces_of(fn: Callable[..., object]) -> Traces:
+    try:
+        return _WEAK.setdefault(fn, Traces())
+    except TypeError:
+        store = _STRONG.pop(fn, None)
+        store = _STRONG[fn] = Traces() if store is None else store
+        if len(_STRONG) > FUNCTIONS:
+            _STRONG.pop(next(iter(_STRONG)), None)
+        return store
+
+
+# ---- how long preparations take ----
+Part: TypeAlias = Literal["tracing", "lowering", "handshakes"]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of each part of a preparation, and how many traces were taken.
+
+    >>> print(Spent(tracing=1.25, traces=3) + Spent(lowering=0.5))
+    tracing 1.25 s (3 traces), lowering 0.50 s, handshakes 0.00 s
+    """
+
+    tracing: float = 0.0
+    lowering: float = 0.0
+    handshakes: float = 0.0
+    traces: int = 0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*map(add, astuple(self), astuple(other)))
+
+    def __str__(self) -> str:
+        traces = f"{self.traces} trace{'' if self.traces == 1 else 's'}"
+        return (
+            f"tracing {self.tracing:.2f} s ({traces}), lowering {self.lowering:.2f} s, "
+            f"handshakes {self.handshakes:.2f} s"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.tracing + self.lowering + self.handshakes
+
+
+_PARTS: ContextVar[list[Spent] | None] = ContextVar("PARTS", default=None)
+
+
+@contextmanager
+def measured() -> Iterator[list[Spent]]:
+    """Collect what is spent inside.
+
+    >>> with measured() as parts, timed("lowering"):
+    ...     pass
+    >>> [part.traces for part in parts]
+    [0]
+    """
+    parts: list[Spent] = []
+    before = _PARTS.set(parts)
+    try:
+        yield parts
+    finally:
+        _PARTS.reset(before)
+        if (outer := _PARTS.get()) is not None:
+            outer += parts
+
+
+@contextmanager
+def timed(part: Part) -> Iterator[None]:
+    """Measure a part; one that is in another of its kind counts once."""
+    parts = _PARTS.get()
+    if parts is None:
+        yield
+        return
+    begin, count = time.perf_counter(), len(parts)
+    try:
+        yield
+    finally:
+        inside = sum(getattr(each, part) for each in parts[count:])
+        seconds = time.perf_counter() - begin - inside
+        parts.append(Spent(**{part: seconds}, traces=int(part == "tracing")))

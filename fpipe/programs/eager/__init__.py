@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Programs that run on autograd's graph, for functions that cannot be traced."""
