@@ -32,7 +32,8 @@ class Carried:
 
 def forward(programs: Programs, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Tree:
     """``(y, saved)``; with the auxiliary scalar and the new state beside ``y`` where there are."""
-    flat_params, flat_x = tree.flatten(params), tree.flatten(x)
+    flat_params = tree.flatten(params)
+    flat_x = tree.flatten(x)
     groups = (flat_params[0], flat_x[0], tree.leaves(side), tree.leaves(state))
     given: Values = {}
     for prefix, leaves in zip("pxkt", groups, strict=True):

@@ -23,7 +23,8 @@ from ..programs.tracing import MARK
 @contextmanager
 def marked(name: str) -> Iterator[None]:
     """Mark what a stage computes inside."""
-    first, now = _next_number(), RUNNING.get()
+    first = _next_number()
+    now = RUNNING.get()
     with traceback.annotate({MARK: name}):
         yield
     if now is not None:

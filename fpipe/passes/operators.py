@@ -102,7 +102,8 @@ def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
     """Batch norm without writes: the new running statistics are the last two items of the
     result.
     """
-    mean, var = args[3].clone(), args[4].clone()
+    mean = args[3].clone()
+    var = args[4].clone()
     return (*kernel(*args[:3], mean, var, *args[5:]), mean, var)
 
 

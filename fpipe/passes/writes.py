@@ -46,10 +46,12 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.Gr
 
 def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
     """Replace one write into a temporary that nothing else shows later on."""
-    source, functional = node.args[0] if node.args else None, without_write(op)
+    source = node.args[0] if node.args else None
+    functional = without_write(op)
     if functional is None or not isinstance(source, fx.Node) or source.op != "call_function":
         return False
-    before, after = value_of(source), value_of(node)
+    before = value_of(source)
+    after = value_of(node)
     if before is None or after is None:
         return False
     memory = storage(source, before)
@@ -85,7 +87,8 @@ def without_write(op: Op) -> Op | None:
     >>> without_write(torch.ops.aten.div_.Scalar)
     <OpOverload(op='aten.div', overload='Scalar')>
     """
-    arguments, name = op._schema.arguments, op._opname
+    arguments = op._schema.arguments
+    name = op._opname
     writes = [
         place
         for place, each in enumerate(arguments)

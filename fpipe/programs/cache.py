@@ -87,7 +87,8 @@ def trace(
     >>> dparams.shape
     torch.Size([2, 2])
     """
-    of, stage = AbstractTree.of, as_stage(fn)
+    of = AbstractTree.of
+    stage = as_stage(fn)
     if stage.carry:
         raise StageError(
             f"stage {stage.label} has a carry, and a trace has none; trace lambda p, x: fn(p, *x) "
@@ -243,7 +244,8 @@ def timed(part: Part) -> Iterator[None]:
     if parts is None:
         yield
         return
-    begin, count = time.perf_counter(), len(parts)
+    begin = time.perf_counter()
+    count = len(parts)
     try:
         yield
     finally:

@@ -406,7 +406,8 @@ def unseeded(label: str) -> Iterator[None]:
     A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here
     each one moves it to another seed, so that a stream which was restored shows.
     """
-    stream, device = torch.default_generator, _device_seed()
+    stream = torch.default_generator
+    device = _device_seed()
     state = stream.get_state()
     expected = stream.seed() >> 1  # random, so that no function sets the same
 

@@ -199,7 +199,8 @@ class Program:
     ) -> Program:
         """Write the operations as Python, compile it once, and bind every target to a name."""
         body = tuple(operations)
-        constants, adds = constants or {}, adds or {}
+        constants = constants or {}
+        adds = adds or {}
         scope = dict(constants)
         code = _source(name, body, inputs, outputs, adds, scope)
         exec(compile(code, f"<fpipe program {name}>", "exec"), scope)
@@ -275,7 +276,8 @@ def _target(target: object, scope: Scope) -> str:
         name = name.replace(".", "_")
         scope[name] = operator.attrgetter(binding)(torch) if binding else direct(target)
         return name
-    module, name = getattr(target, "__module__", "op"), getattr(target, "__name__", "call")
+    module = getattr(target, "__module__", "op")
+    name = getattr(target, "__name__", "call")
     return _enter(f"{module}_{name}".replace(".", "_"), target, scope)
 
 

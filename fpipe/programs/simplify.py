@@ -19,11 +19,9 @@ from ..tree import arriving
 from .internals import draws, mutates, operator_of, storage_id
 from .program import Held
 
-_T, _SUM, _VIEW = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.sum.dim_IntList,
-    torch.ops.aten.view.default,
-)
+_T = torch.ops.aten.t.default
+_SUM = torch.ops.aten.sum.dim_IntList
+_VIEW = torch.ops.aten.view.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: Parts of the names of operations that have rules of their own, in the pass ``operators``.
 _SPECIAL = (
@@ -183,7 +181,9 @@ def simplify(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target is _VIEW and _drops_axes(node):
             total = argument(node, 0)
-            node.target, node.args, node.kwargs = _SUM, (*total.args[:2], False), total.kwargs
+            node.target = _SUM
+            node.args = (*total.args[:2], False)
+            node.kwargs = total.kwargs
             graph.graph.erase_node(total)
         elif _elementwise(node):
             _apply_before_views(node)
@@ -196,7 +196,9 @@ def _drops_axes(view: fx.Node) -> bool:
         return False
     if len(total.users) > 1 or len(total.args) != 3 or not total.args[2]:
         return False
-    kept, dropped, axes = value_of(total), value_of(view), total.args[1]
+    kept = value_of(total)
+    dropped = value_of(view)
+    axes = total.args[1]
     if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
         return False
     summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
@@ -218,11 +220,13 @@ def _apply_before_views(node: fx.Node) -> None:
 
     Where the result is viewed back in the shape of those inputs, both views go.
     """
-    views, value = node.all_input_nodes, value_of(node)
+    views = node.all_input_nodes
+    value = value_of(node)
     if value is None or not views or any(view.target is not _VIEW for view in views):
         return
     sources = [argument(view, 0) for view in views]
-    flat, shape = _common_shape(sources, value.numel()), _common_shape(views, value.numel())
+    flat = _common_shape(sources, value.numel())
+    shape = _common_shape(views, value.numel())
     if flat is None or shape is None or not value.is_contiguous() or not _same(shape, value.shape):
         return
     views_back = [user for user in node.users if _is_view(user, flat)]

@@ -77,8 +77,10 @@ def split(joint: Joint) -> Pieces:
         found = _ancestors([node for node in gradients if node is not None], known)
         return found | {item for item in _items(nodes, found) if not known(item)}
 
-    for_inputs, for_weights = needed(joint.dxs), needed(joint.dps)
-    dxs, dps = _names(joint.dxs), _names(joint.dps)
+    for_inputs = needed(joint.dxs)
+    for_weights = needed(joint.dps)
+    dxs = _names(joint.dxs)
+    dps = _names(joint.dps)
     f, b, i, w = (
         [node for node in nodes if node in part]
         for part in (
@@ -88,7 +90,8 @@ def split(joint: Joint) -> Pieces:
             for_weights - (for_inputs - constant),
         )
     )
-    b_computes, w_computes = set(_names(b)), set(_names(w))
+    b_computes = set(_names(b))
+    w_computes = set(_names(w))
     passed_on = (*_free(b), *(end for end in dps + dxs if end not in b_computes))
     saved = _unique(name for name in passed_on if name not in joint.cotangents)
     kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))

@@ -140,7 +140,8 @@ def joint_graph(
         groups = fake_inputs(signature)
         cotangents = [empty(aval) for aval in outputs.cotangents.values()]
     names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
-    slots, cached = signature.slots, torch.is_autocast_cache_enabled()  # which make_fx switches off
+    slots = signature.slots
+    cached = torch.is_autocast_cache_enabled()
 
     def joint(*flat: Any) -> tuple[Any, ...]:
         arguments = [list(group) for group in groups]
@@ -192,7 +193,8 @@ def _programs(
     graph: fx.GraphModule,
     sizes: Sizes,
 ) -> Programs:
-    joint, captured = _joint_of(graph, signature, outputs), constants(graph)
+    joint = _joint_of(graph, signature, outputs)
+    captured = constants(graph)
     pieces = split(joint)
     behind = {
         name: held._replace(nbytes=sizes.number(held.nbytes))

@@ -50,7 +50,8 @@ _LIBRARY.define("block_backward(Tensor[] cotangents, int call) -> Tensor[]")
 #: A call of a block in a graph, and its backward. In a block's own graph the second one, with
 #: ``HERE`` as its call, hands the cotangents through: the operations behind it are those of the
 #: backward.
-FORWARD, BACKWARD = torch.ops.fpipe.block.default, torch.ops.fpipe.block_backward.default
+FORWARD = torch.ops.fpipe.block.default
+BACKWARD = torch.ops.fpipe.block_backward.default
 HERE = -1
 
 _ALIAS = torch.ops.aten.alias.default
@@ -185,7 +186,8 @@ def _definition(
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
     computed = tuple(not t.is_leaf for t in tensors)
-    captured, cached = _captured(block.fn), torch.is_autocast_cache_enabled()
+    captured = _captured(block.fn)
+    cached = torch.is_autocast_cache_enabled()
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)

@@ -119,10 +119,8 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
     def outer(used):
         return body.nodes[used]
 
-    copy.args, copy.kwargs = (
-        fx.map_arg(node.args, outer),
-        fx.map_arg(node.kwargs, outer),
-    )  # may contain symbols
+    copy.args = fx.map_arg(node.args, outer)
+    copy.kwargs = fx.map_arg(node.kwargs, outer)
     custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
     copy.meta = {"val": node.meta.get("val"), **({"custom": custom} if custom else {})}
     value = value_of(node)
@@ -165,7 +163,8 @@ def _annotations(body: _Body, node: fx.Node) -> dict[str, Any]:
 
 
 def _same_storage(body: _Body, inner: fx.Node, outer: fx.Node) -> None:
-    one, other = value_of(inner), value_of(outer)
+    one = value_of(inner)
+    other = value_of(outer)
     if one is not None and other is not None:
         body.storages[storage(inner, one)] = storage(outer, other)
 
@@ -174,7 +173,8 @@ def _replace(call: fx.Node, results: Sequence[fx.Node], storages: dict[Hashable,
     """Use the results in place of the items of a call."""
     for item in list(call.users):
         result = results[cast("int", item.args[1])]
-        value, new = value_of(item), value_of(result)
+        value = value_of(item)
+        new = value_of(result)
         if value is not None and new is not None:
             storages[storage(item, value)] = storage(result, new)
         item.replace_all_uses_with(result)

@@ -305,7 +305,8 @@ def of_inputs(
     results = _grad(ends, wanted, keep=bool(seen.late))
     for cell in cells:
         cell.clear()
-    n, m = len(xs), len(xs) + len(early)
+    n = len(xs)
+    m = len(xs) + len(early)
     arrived: dict[Node, list[tuple[int, torch.Tensor]]] = {}
     for (fork, port), gradient in zip(ports, results[m:], strict=True):
         if gradient is not None:
@@ -321,7 +322,8 @@ def of_inputs(
 
 def of_weights(kept: Kept) -> Grads:
     """The gradients of the parameters; frees what was kept as it goes."""
-    grads, owners = kept.early, {edge.node: index for index, edge in kept.leaves.items()}
+    grads = kept.early
+    owners = {edge.node: index for index, edge in kept.leaves.items()}
     below = kept.ends
     kept.arrived.reverse()
     while kept.arrived:

@@ -49,7 +49,8 @@ def meter() -> Meter:
         result = op(*args, **kwargs)
         given = {storage_id(part) for leaf in tree.leaves((args, kwargs)) for part in _parts(leaf)}
         for tensor in (part for leaf in tree.leaves(result) for part in _parts(leaf)):
-            key, storage = storage_id(tensor), tensor.untyped_storage()
+            key = storage_id(tensor)
+            storage = tensor.untyped_storage()
             if key not in given and key not in known and storage.nbytes():
                 known.add(key)
                 now[0] += storage.nbytes()

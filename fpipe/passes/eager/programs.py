@@ -95,8 +95,10 @@ class _Engine:
 
     def __init__(self, stage: Stage, signature: Signature, unused: frozenset[int]):
         self.stage, self.signature = stage, signature
-        self.facts, self.autocast = facts_of(stage, signature, unused), ambient()
-        self.cotangents, reached = tuple(self.facts.outputs.cotangents), self.facts.dx
+        self.facts = facts_of(stage, signature, unused)
+        self.autocast = ambient()
+        self.cotangents = tuple(self.facts.outputs.cotangents)
+        reached = self.facts.dx
         self.dps = {i: f"dp{i}" for i in signature.params.wanted if self.cotangents}
         self.dxs = {
             i: f"dx{i}"
@@ -109,7 +111,8 @@ class _Engine:
         # unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
-        self.slots, self.devices = signature.slots, devices_of(signature)
+        self.slots = signature.slots
+        self.devices = devices_of(signature)
         self.extra = isinstance(stage.fn, LossCall) and stage.fn.extra
         self.check_captured = _until_passed(
             lambda ends, xs, ps: refuse_captured(
@@ -179,10 +182,8 @@ class _Engine:
         if ends:
             self.check_captured(ends, xs, ps)
         callers = _storages(groups)
-        y, others = (
-            self.outputs.y.avals,
-            callers | set(map(tree.address, (ys[j] for j in self.facts.captured))),
-        )
+        y = self.outputs.y.avals
+        others = callers | set(map(tree.address, (ys[j] for j in self.facts.captured)))
         fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
         plan = self.outputs.aux
         aux = (
@@ -258,7 +259,8 @@ class _Engine:
         """
         held, *rest = box
         box.clear()
-        tape, cotangents = self._tape(held), zip(self.cotangents, rest, strict=False)
+        tape = self._tape(held)
+        cotangents = zip(self.cotangents, rest, strict=False)
         return (
             tape,
             [(tape.ends[n], dy) for n, dy in cotangents if n in tape.ends],
@@ -321,8 +323,11 @@ class _Engine:
     # ---- all four ----
     def programs(self) -> Programs:
         """The programs with their names."""
-        signature, facts, outputs = self.signature, self.facts, self.facts.outputs
-        dxs, dps = tuple(self.dxs.values()), tuple(self.dps.values())
+        signature = self.signature
+        facts = self.facts
+        outputs = self.facts.outputs
+        dxs = tuple(self.dxs.values())
+        dps = tuple(self.dps.values())
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         ys = {j: passed.get(j, f"y{j}") for j in outputs.y.avals}
         states = (
@@ -331,23 +336,20 @@ class _Engine:
             else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
         )
         aux = () if outputs.aux is None else ("aux",)
-        extra, held = ("extra",) if self.extra else (), ("ctx",) if self.trained else ()
+        extra = ("extra",) if self.extra else ()
+        held = ("ctx",) if self.trained else ()
         kept = ("kept",) if self.dps else ()
-        back, results = (
-            (*held, *self.cotangents),
-            (*(ys[j] for j in ys if j not in passed), *aux, *states, *extra, *held),
-        )
+        back = (*held, *self.cotangents)
+        results = (*(ys[j] for j in ys if j not in passed), *aux, *states, *extra, *held)
         f = self._program("F", self.forward, signature.names, results)
         b = self._program("B", self.backward if self.trained else _nothing, back, [*dxs, *dps])
         if dxs:
             i = self._program("I", self.backward_input, back, [*dxs, *kept])
             w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
         else:  # without input gradients W is the whole backward
-            i, w, kept = (
-                self._program("I", _nothing, (), ()),
-                self._program("W", b.run, back, dps),
-                back,
-            )
+            i = self._program("I", _nothing, (), ())
+            w = self._program("W", b.run, back, dps)
+            kept = back
         dx_avals = {name: self.dx_avals[i] for i, name in self.dxs.items()}
         avals = (
             {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed}
@@ -464,7 +466,8 @@ def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = (
     It is copied where it has other strides or is the caller's memory. Of an expanded axis one
     element is stored.
     """
-    tensor, stride = resolved(tensor), planned.stride
+    tensor = resolved(tensor)
+    stride = planned.stride
     mine = not callers or tensor.untyped_storage().data_ptr() not in callers or not tensor.numel()
     if mine and (tensor.stride() == stride or arriving(tensor.shape, tensor.stride()) == stride):
         return tensor

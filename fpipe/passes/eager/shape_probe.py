@@ -120,12 +120,8 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
     def carrying(aval):
         return aval._replace(grad=trained and aval.differentiable)
 
-    y, aux = (
-        replace(facts.outputs.y, repeats=()).with_avals(
-            lambda aval: stored_in_full(carrying(aval))
-        ),
-        facts.outputs.aux,
-    )
+    y = replace(facts.outputs.y, repeats=()).with_avals(lambda aval: stored_in_full(carrying(aval)))
+    aux = facts.outputs.aux
     outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
     return replace(facts, outputs=outputs, passed={}, dx=None)
 

@@ -70,7 +70,8 @@ class Family:
             return None
         for mine, given in zip(self.signature[1:], signature[1:], strict=True):
             for leaf, aval in mine.avals.items():
-                expected, found = at(aval, numbers), given.avals[leaf]
+                expected = at(aval, numbers)
+                found = given.avals[leaf]
                 if expected.shape != found.shape or expected.stride != found.stride:
                     return None
         return numbers

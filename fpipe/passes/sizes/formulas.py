@@ -131,7 +131,8 @@ class Recorder(Sizes):
 
     def aval(self, aval: Aval) -> Aval:
         """An abstract tensor with the numbers of the trace."""
-        shape, stride = tuple(map(self.number, aval.shape)), tuple(map(self.number, aval.stride))
+        shape = tuple(map(self.number, aval.shape))
+        stride = tuple(map(self.number, aval.stride))
         return aval._replace(shape=shape, stride=stride)
 
     def formulas(self) -> Formulas:
@@ -158,7 +159,8 @@ def at(value: Any, numbers: Numbers) -> Any:
     if isinstance(value, (Size, Real)):
         return numbers[value.place]
     if isinstance(value, Aval):
-        shape, stride = at(value.shape, numbers), at(value.stride, numbers)
+        shape = at(value.shape, numbers)
+        stride = at(value.stride, numbers)
         return (
             value
             if shape is value.shape and stride is value.stride

@@ -196,7 +196,8 @@ def _products_need_python() -> bool:
     """
     symbols = Symbols()
     with Fake(shape_env=symbols):
-        x, w = torch.empty(2, symbols.new(5), 3), torch.empty(3, 3, requires_grad=True)
+        x = torch.empty(2, symbols.new(5), 3)
+        w = torch.empty(3, 3, requires_grad=True)
         torch.matmul(x, w)
     return symbols.fixed(1) is not None
 
@@ -211,7 +212,8 @@ def _resolve_composites() -> None:
     """
     import torch._meta_registrations  # registers the rules
 
-    meta, autograd = torch._C.DispatchKey.Meta, torch._C.DispatchKey.AutogradMeta
+    meta = torch._C.DispatchKey.Meta
+    autograd = torch._C.DispatchKey.AutogradMeta
     for op in decomposition_table:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if (
