@@ -70,7 +70,7 @@ PACKAGES = {
     "passes": Entry(
         "features that most pipelines do not use",
         "products",
-        "actions collectives engine errors lowering programs tree",
+        "actions collectives devices engine errors lowering programs stage tree",
     ),
     "transforms": Entry(
         "gradient transforms, (init, update)",
