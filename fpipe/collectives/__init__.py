@@ -5,6 +5,21 @@
 ``fpipe.testing`` implement it. This package must not know schedules, stages or plans.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .group import Group
 
-__all__ = ["Group"]
+if TYPE_CHECKING:
+    from .bounded import BoundedStore
+    from .codec import decode, encode
+
+#: Names whose modules are loaded when they are first used.
+_LATER = {"BoundedStore": "bounded", "decode": "codec", "encode": "codec"}
+__all__ = ["BoundedStore", "Group", "decode", "encode"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

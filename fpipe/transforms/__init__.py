@@ -18,11 +18,13 @@ pipeline runs: it reduces over ranks through ``over=`` or a group.
 
 from .averaging import accumulate, ema
 from .combining import masked, partition
+from .finite import LossScaleState as LossScaleState
 from .finite import dynamic_loss_scale, skip_nonfinite
 from .gathering import mean_over, sum_tied
 from .learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from .masters import master
 from .newton_schulz import muon
+from .norms import ClipState as ClipState
 from .norms import clip_by_global_norm, clip_by_value, global_norm
 from .optimism import optimistic
 from .optimizers import adamw, lion, sgd

@@ -15,18 +15,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar, overload
 
-from ...devices.allocator import keep_freed
 from ...errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
-from .supervisor import Supervisor
+from .supervisor import supervise
 
-_LOOPBACK = "127.0.0.1"
 #: Imported once, before the processes are forked: what a first step imports takes each process
 #: seconds. Fake tensors import the last one.
 _PRELOADED = (
@@ -38,11 +36,8 @@ _PRELOADED = (
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted
 #: stays.
 _KILLED = 10.0
-_LOOK = (
-    60.0  #: seconds between two looks at the launcher, whose end a process learns at once otherwise
-)
-
-
+#: Seconds between two looks at the launcher, whose end a process learns at once otherwise.
+_LOOK = 60.0
 T = TypeVar("T")
 
 
@@ -81,9 +76,7 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
-    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their
-    next step, unless ``FPIPE_KEEP_FREED=0``, a ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for
-    malloc is set.
+    Inside, ``fpipe.init()`` connects the ranks.
 
     Args:
         fn: a function; in a script it is imported in each new process, so keep the call of
@@ -116,50 +109,37 @@ def launch(
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
     kind, _, resource = on.partition(":")
-    if kind == "ray" and start is None:
+    if kind == "ray" and start is None and copies is None:
         return on_ray(partial(fn, *args), ranks, timeout, env or {}, resource or None)
-    if copies is not None:
-        return Supervisor(
-            partial(_copy, partial(fn, *args), ranks, timeout, env or {}, start), copies, restarts
-        ).run()
     if on != "processes":
         raise LaunchError(
-            f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start="
+            f"on={on!r} with start={start!r}, copies={copies}; give on='processes', or on='ray' "
+            "without start= and copies="
         )
-    return _on_processes(partial(fn, *args), ranks, timeout, env or {}, _context(start, fn))
-
-
-def _copy(
-    fn: partial[Any],
-    ranks: int,
-    timeout: float | None,
-    env: dict[str, str],
-    start: str | None,
-    known: dict[str, str],
-    lost: Callable[[], None],
-) -> list[Any]:
-    return _on_processes(fn, ranks, timeout, env | known, _context(start, fn.func), lost)
+    context = _context(start, fn)
+    run = partial(_on_processes, partial(fn, *args), ranks, timeout, env or {}, context)
+    return run() if copies is None else supervise(run, copies, restarts)
 
 
 def _on_processes(
     fn: partial[Any],
     ranks: int,
     timeout: float | None,
-    env: dict[str, str],
+    env: Mapping[str, str],
     context: Any,
+    more: Mapping[str, str] = {},
     on_failure: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    tcp_store = store(_LOOPBACK)
-    env = (
-        {"GLOO_SOCKET_IFNAME": "lo"} | env
-        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
-        else env
-    )
+    tcp_store = store("127.0.0.1")
+    loopback: dict[str, str] = {}
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        loopback["GLOO_SOCKET_IFNAME"] = "lo"
     children: list[_Child] = []
     reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            children.append(_start(context, fn, environment(rank, ranks, tcp_store) | env))
+            variables = {**loopback, **environment(rank, ranks, tcp_store), **env, **more}
+            children.append(_start(context, fn, variables))
         of_pipe = {child.pipe: child for child in children}
         reports = collect(
             list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout, on_failure
@@ -228,7 +208,6 @@ def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
 def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
     """In the new process: call the function and send the report."""
     os.environ.update(env)
-    keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
     pipe.send_bytes(call(fn, int(env["RANK"])))

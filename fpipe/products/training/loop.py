@@ -21,15 +21,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from ...engine.gradients import check_pipeline, value_and_grad
-from ...engine.pipeline import Pipeline
+from ... import Pipeline, Transform, apply_updates, value_and_grad
 from ...errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
 from ...saving import Saving, groups_of, load, save
-from ...transforms import Transform, apply_updates
-from ...transforms.finite import LossScaleState
+from ...transforms import LossScaleState
 from ...tree import flatten, unflatten
 from .quorum import Quorum
-from .records import Before, Record, log_to, part_of
+from .records import Record, figures, log_to, part_of
 from .run_folder import RunFolder
 
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
@@ -108,7 +106,9 @@ class Loop:
     quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
-        check_pipeline("Loop", self.pipe)
+        if not isinstance(self.pipe, Pipeline):
+            kind = type(self.pipe).__name__
+            raise StageError(f"Loop takes what fpipe.pipeline returns, not {kind}")
         if not isinstance(self.tx, Transform):
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
@@ -121,16 +121,14 @@ class Loop:
             raise UnsupportedError(
                 "Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out"
             )
-        numbers = self.every, self.keep, self.keep_every
-        if (
-            any(type(number) is not int for number in numbers)
-            or min(self.every, self.keep) < 1
-            or self.keep_every < 0
+        least = {"every": 1, "keep": 1, "keep_every": 0}
+        if any(
+            type(vars(self)[name]) is not int or vars(self)[name] < n for name, n in least.items()
         ):
             raise CheckpointError(
                 f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give "
-                "whole numbers: a loop "
-                "writes a checkpoint every step at most, and keeps one at least"
+                "whole numbers: a loop writes a checkpoint every step at most, and keeps one at "
+                "least"
             )
 
     # ---- checkpoints ----
@@ -172,39 +170,71 @@ class Loop:
         return self._folder.of(step)
 
     @property
-    def _first(self) -> bool:
-        return self._leads and all(0 in axis.here for axis in groups_of(self.pipe))
-
-    @property
     def _leads(self) -> bool:
         """Whether this copy writes checkpoints and the log: the first of those that take part."""
         return self.quorum is None or self.quorum.members[0].copy == self.quorum.copy
 
-    def _save(self, now: Trained, batch: object) -> Saving | None:
+    @property
+    def _first(self) -> bool:
+        """Whether this process writes the log."""
+        return self._leads and all(0 in group.here for group in groups_of(self.pipe))
+
+    @property
+    def _copy(self) -> tuple[int, int]:
+        """Which copy of the pipeline this is, and of how many that save together."""
+        copies = self.pipe.copies
+        return (0, 1) if copies is None else (copies.part, copies.group.size)
+
+    def _save(self, now: Trained, batch: object, last: Saving | None) -> Saving | None:
+        """Wait for the last checkpoint, and begin the next one."""
+        self._finish(last)
         if self.path is None or not self._leads:
             return None
         position = batch.state_dict() if isinstance(batch, Stateful) else None
-        more = {
-            "state": now.state,
-            "step": now.step,
-            "seed": self.pipe.config.seed,
-            "data": self._by_copy(position),
-        }
-        return save(self.folder(now.step), self.pipe, params=now.params, wait=False, **more)
-
-    def _by_copy(self, position: Any) -> dict[str, Any]:
-        """The positions in the data of all copies of the pipeline."""
         copies = self.pipe.copies
         every = [position] if copies is None else copies.group.gather_objects(position)
-        return {str(copy): each for copy, each in enumerate(every)}
+        return save(
+            self.folder(now.step),
+            self.pipe,
+            params=now.params,
+            wait=False,
+            state=now.state,
+            step=now.step,
+            seed=self.pipe.config.seed,
+            data={str(copy): position for copy, position in enumerate(every)},
+        )
 
     def _finish(self, saving: Saving | None) -> None:
         """Wait for a checkpoint, and remove older ones."""
-        if saving is None:
-            return
-        saving.wait()
-        if self._first:
-            self._folder.remove_old(self.keep, self.keep_every)
+        if saving is not None:
+            saving.wait()
+            if self._first:
+                self._folder.remove_old(self.keep, self.keep_every)
+
+    def _load(self, params: Sequence[Any], batch: object) -> Trained:
+        """The last complete checkpoint, or the beginning."""
+        step = self._folder.latest()
+        if step is None:
+            return self._initial(params)
+        names = "params", "state", "step", "seed", "data"
+        values = load(self.folder(step), self.pipe, *names, like=list(params))
+        params, state, step, seed, data = values
+        if seed != self.pipe.config.seed:
+            raise CheckpointError(
+                f"the run in {self.path} has seed={seed}, and the pipeline "
+                f"seed={self.pipe.config.seed}; build the pipeline with the same seed, or begin a "
+                "run in another folder"
+            )
+        if isinstance(batch, Stateful):
+            copy, copies = self._copy
+            if len(data) != copies or data[str(copy)] is None:
+                raise CheckpointError(
+                    f"the run in {self.path} has positions in the data of {len(data)} copies of "
+                    f"the pipeline, and there are {copies}; continue with as many, or with data "
+                    "that depend on the step alone"
+                )
+            batch.load_state_dict(data[str(copy)])
+        return Trained(params, state, step)
 
     # ---- training ----
     def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
@@ -248,18 +278,17 @@ class Loop:
             log, leads = self._logger(now.step), self._leads
             step_of = value_and_grad(self.pipe)
             while now.step < steps:
-                began, before = time.perf_counter(), Before.of(self.tx, self._of_tx(now))
+                began, of_step = time.perf_counter(), figures(self.tx, self._of_tx(now))
                 loss, now = self._step(step_of, now, batch)
                 if leads != self._leads:
                     log, leads = self._logger(now.step - 1), self._leads
                 if log is not None:
                     seconds = round(time.perf_counter() - began, 6)
                     record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                    log(record | before.figures(self._of_tx(now)) | self._took_part())
+                    log(record | of_step(self._of_tx(now)) | self._took_part())
                 stop = self._stops(bool(signalled))
                 if now.step % self.every == 0 or now.step == steps or stop:
-                    self._finish(saving)
-                    saving = self._save(now, batch)
+                    saving = self._save(now, batch, saving)
                 if stop:
                     break
             self._finish(saving)
@@ -269,77 +298,18 @@ class Loop:
             signal.raise_signal(signalled[0])
         return now
 
-    def _begin(self, params: Sequence[Any], batch: object) -> Trained:
-        """Where the other copies are, the last complete checkpoint, or the beginning."""
-        if self.quorum is None:
-            return self._start(params, batch)
-        if isinstance(batch, Stateful):
-            raise UnsupportedError(
-                "with quorum=, data must depend on the step and the copy alone; give a function"
-            )
-        if not self.quorum.running(self.pipe.group):
-            return self._joined(self._start(params, batch))
-        now = self._joined(self._initial(params)._replace(step=-1))
-        return (
-            self._start(params, batch) if now.step < 0 else now
-        )  # the others were lost in the meantime
-
     def _initial(self, params: Sequence[Any]) -> Trained:
         """Before the first step."""
-        state, config = self.tx.init(params), self.pipe.config
-        if config.stateful:
-            state = (
-                state,
-                [
-                    s.initial_state if i in config.here else None
-                    for i, s in enumerate(config.functions)
-                ],
-            )
+        state: Any = self.tx.init(params)
+        if self.pipe.config.stateful:
+            stages = enumerate(self.pipe.config.functions)
+            here = self.pipe.here
+            state = state, [stage.initial_state if i in here else None for i, stage in stages]
         return Trained(list(params), state, 0)
 
     def _of_tx(self, now: Trained) -> Any:
         """The state of the transform."""
         return now.state[0] if self.pipe.config.stateful else now.state
-
-    def _joined(self, now: Trained) -> Trained:
-        """The state of all copies, once they have met."""
-        assert self.quorum is not None
-        (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
-        return Trained(params, state, step)
-
-    def _took_part(self) -> Record:
-        return {} if self.quorum is None else {"copies": len(self.quorum.members)}
-
-    def _start(self, params: Sequence[Any], batch: object) -> Trained:
-        """The last complete checkpoint, or the beginning."""
-        step = self._folder.latest()
-        if step is None:
-            return self._initial(params)
-        names = "params", "state", "step", "seed", "data"
-        params, state, step, seed, data = load(
-            self.folder(step), self.pipe, *names, like=list(params)
-        )
-        if seed != self.pipe.config.seed:
-            raise CheckpointError(
-                f"the run in {self.path} has seed={seed}, and the pipeline "
-                f"seed={self.pipe.config.seed}; build the "
-                "pipeline with the same seed, or begin a run in another folder"
-            )
-        if isinstance(batch, Stateful):
-            copy, copies = (
-                (0, 1)
-                if self.pipe.copies is None
-                else (self.pipe.copies.part, self.pipe.copies.group.size)
-            )
-            if len(data) != copies or data[str(copy)] is None:
-                raise CheckpointError(
-                    f"the run in {self.path} has positions in the data of {len(data)} copies of "
-                    "the pipeline, and "
-                    f"there are {copies}; continue with as many, or with data that depend on the "
-                    "step alone"
-                )
-            batch.load_state_dict(data[str(copy)])
-        return Trained(params, state, step)
 
     def _step(
         self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]
@@ -351,35 +321,29 @@ class Loop:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
         copy = 0 if self.quorum is None else self.quorum.copy
-        tx_state, stateful = self._of_tx(now), self.pipe.config.stateful
-        scaled = part_of(tx_state, LossScaleState)
-        scale = None if scaled is None else scaled.scale
-        options = {"loss_scale": scale, "seed": seed_of(self.pipe.config.seed, now.step, copy)}
-        options |= {"state": now.state[1]} if stateful else {}
-        loss, grads = step_of(now.params, *args, **options, **sides)
+        state, stateful = self._of_tx(now), self.pipe.config.stateful
+        scaled = part_of(state, LossScaleState)
+        options: dict[str, Any] = {"state": now.state[1]} if stateful else {}
+        loss, grads = step_of(
+            now.params,
+            *args,
+            loss_scale=None if scaled is None else scaled.scale,
+            seed=seed_of(self.pipe.config.seed, now.step, copy),
+            **options,
+            **sides,
+        )
         loss, states = loss if stateful else (loss, None)
         if self.quorum is not None:
-            loss, grads = self._mean(loss, grads, now)
-        tx = self.tx
-        updates, state = tx.update(grads, tx_state, now.params)
+            loss, grads = self._mean(self.quorum, loss, grads, now)
+        updates, state = self.tx.update(grads, state, now.params)
         state = (state, states) if stateful else state
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
-
-    def _mean(self, loss: Any, grads: Any, now: Trained) -> Any:
-        """The means over the copies that take part; those that were lost in this step have no share
-        in it.
-        """
-        assert self.quorum is not None
-        leaves, spec = flatten((loss, grads))
-        while (means := self.quorum.mean(leaves, now.step)) is None:
-            self._joined(now)
-        return unflatten(spec, means)
 
     def _stops(self, signalled: bool) -> bool:
         """Whether a process got a signal: all of them stop after the same step."""
         flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
-        for axis in groups_of(self.pipe):
-            flag = axis.all_reduce(flag, "max")
+        for group in groups_of(self.pipe):
+            flag = group.all_reduce(flag, "max")
         return bool(flag.item())
 
     def _logger(self, step: int) -> Callable[[Record], object] | None:
@@ -387,6 +351,40 @@ class Loop:
         if not self._first or self.log is not None or self.path is None:
             return self.log if self._first else None
         return log_to(Path(self.path) / "log.jsonl", step)
+
+    # ---- copies of which some may be lost ----
+    def _begin(self, params: Sequence[Any], batch: object) -> Trained:
+        """Where the other copies are, the last complete checkpoint, or the beginning."""
+        if self.quorum is None:
+            return self._load(params, batch)
+        if isinstance(batch, Stateful):
+            raise UnsupportedError(
+                "with quorum=, data must depend on the step and the copy alone; give a function"
+            )
+        if not self.quorum.running(self.pipe.group):
+            return self._joined(self._load(params, batch))
+        now = self._joined(self._initial(params)._replace(step=-1))
+        if now.step < 0:  # the others were lost in the meantime
+            return self._load(params, batch)
+        return now
+
+    def _joined(self, now: Trained) -> Trained:
+        """The state of all copies, once they have met."""
+        assert self.quorum is not None
+        (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
+        return Trained(params, state, step)
+
+    def _mean(self, quorum: Quorum, loss: Any, grads: Any, now: Trained) -> Any:
+        """The means over the copies that take part; those that were lost in this step have no share
+        in it.
+        """
+        leaves, spec = flatten((loss, grads))
+        while (means := quorum.mean(leaves, now.step)) is None:
+            self._joined(now)
+        return unflatten(spec, means)
+
+    def _took_part(self) -> Record:
+        return {} if self.quorum is None else {"copies": len(self.quorum.members)}
 
 
 def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
@@ -397,7 +395,7 @@ def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
     """
     if seed is None:
         return None
-    text = f"{seed}/{step}" if copy == 0 else f"{seed}/{step}/{copy}"
+    text = f"{seed}/{step}/{copy}" if copy else f"{seed}/{step}"
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 

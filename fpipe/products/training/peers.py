@@ -8,7 +8,7 @@ Tensors of accelerators pass through host memory. This module must not know what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...collectives._store import Store, gloo
-from ...collectives.codec import decode, encode
+from ...collectives import decode, encode
 from ...errors import GroupError
 from ...tree import Tree, flatten, unflatten
 
 LOOK = 0.05  #: seconds between two looks for a change of members
-_BYTES = 64 << 20  #: of gradients that are added up at once
+_ELEMENTS = 16 << 20  #: of gradients that are added up at once
+#: For documented names that the stubs of torch.distributed do not export.
+DIST: Any = dist
 
 
 class _Shape(NamedTuple):
@@ -31,10 +32,6 @@ class _Shape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        """A tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype)
 
 
 class Peers:
@@ -44,72 +41,69 @@ class Peers:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]
+        self, store: Any, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]
     ):
         self.rank, self.size, self._timeout, self._disturbed = rank, size, timeout, disturbed
-        self._group: Any = gloo(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
+        self._group: Any = None
+        if size > 1:
+            self._group = DIST.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The means of tensors over the members, added in their order; of several tensors at once,
-        by dtype.
-        """
+        """The means of tensors over the members, added in their order."""
         if self.size == 1:
             return [tensor.clone() for tensor in tensors]
-        results: list[Tensor] = list(tensors)
-        for places in _buckets(tensors):
-            flat = self._mean(
-                torch.cat([tensors[place].detach().reshape(-1).cpu() for place in places])
-            )
-            for place, part in zip(
-                places, flat.split([tensors[place].numel() for place in places]), strict=True
-            ):
-                like = tensors[place]
+        results = list(tensors)
+        for dtype in {tensor.dtype: None for tensor in tensors}:
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            same = [tensors[place].detach() for place in places]
+            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in same])
+            mean = torch.cat([self._mean(part) for part in flat.split(_ELEMENTS)])
+            parts = mean.split([tensor.numel() for tensor in same])
+            for place, like, part in zip(places, same, parts, strict=True):
                 results[place] = part.reshape(like.shape).to(like.device)
         return results
 
-    def _mean(self, flat: Tensor) -> Tensor:
-        """The mean of a vector: each member adds up a part, and sends it to all."""
-        number = flat.numel()
-        padded = torch.nn.functional.pad(flat, (0, -number % self.size))
-        received = torch.empty_like(padded)
-        self._wait(self._group.alltoall_base(received, padded, [], []))
-        part = reduce(torch.add, received.chunk(self.size)) / self.size
-        parts = list(padded.chunk(self.size))
-        self._wait(self._group.allgather([parts], [part]))
-        return torch.cat(parts)[:number]
+    def _mean(self, mine: Tensor) -> Tensor:
+        return reduce(torch.add, self._gathered(mine)) / self.size
 
     def numbers(self, number: int) -> list[int]:
         """A number of each member."""
+        return [int(each) for each in self._gathered(torch.tensor([number]))]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        """A tensor of each member."""
         if self.size == 1:
-            return [number]
-        mine = torch.tensor([number])
-        every = [torch.zeros_like(mine) for _ in range(self.size)]
+            return [mine]
+        every = [torch.empty_like(mine) for _ in range(self.size)]
         self._wait(self._group.allgather([every], [mine]))
-        return [int(each) for each in every]
+        return every
 
     def state(self, state: Tree, root: int) -> Tree:
         """The state of one member; every member calls with its own."""
-        leaves, spec = flatten(state)
+        mine, spec = flatten(state)
         described = [
-            _Shape(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each
-            for each in leaves
+            _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            for leaf in mine
         ]
         described = self._data(described, root)
-        if len(described) != len(leaves):
+        if len(described) != len(mine):
             raise GroupError(
                 f"one copy of the pipeline has {len(described)} leaves of parameters and state, "
-                "and another "
-                f"{len(leaves)}; all copies must have the same pipeline and the same transform"
+                f"and another {len(mine)}; all copies must have the same pipeline and the same "
+                "transform"
             )
-        for place, value in enumerate(described):
-            if isinstance(value, _Shape):
-                mine = leaves[place]
-                sent = mine.detach().cpu().contiguous() if self.rank == root else value.empty()
-                self._broadcast(sent, root)
-                leaves[place] = sent.to(mine.device) if isinstance(mine, Tensor) else sent
-            else:
-                leaves[place] = value
-        return unflatten(spec, leaves)
+        pairs = zip(mine, described, strict=True)
+        return unflatten(spec, [self._leaf(leaf, what, root) for leaf, what in pairs])
+
+    def _leaf(self, mine: object, described: object, root: int) -> object:
+        if not isinstance(described, _Shape):
+            return described
+        if self.rank == root and isinstance(mine, Tensor):
+            sent = mine.detach().cpu().contiguous()
+        else:
+            sent = torch.empty(described.shape, dtype=described.dtype)
+        self._broadcast(sent, root)
+        return sent.to(mine.device) if isinstance(mine, Tensor) else sent
 
     def _data(self, value: Any, root: int) -> Any:
         """Data of one member."""
@@ -135,18 +129,3 @@ class Peers:
                     raise RuntimeError("a member was lost")
             time.sleep(0.0005)
         work.wait()
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The places of tensors of one dtype that are added up at once."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[int] = []
-        held = 0
-        for place, tensor in enumerate(tensors):
-            if tensor.dtype == dtype:
-                if bucket and held + tensor.nbytes > _BYTES:
-                    yield bucket
-                    bucket, held = [], 0
-                bucket.append(place)
-                held += tensor.nbytes
-        yield bucket

@@ -22,13 +22,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ...collectives._store import connected, prefixed
-from ...collectives.bounded import BoundedStore
-from ...collectives.codec import decode, encode
-from ...collectives.group import Group
+from ...collectives import BoundedStore, Group, decode, encode
 from ...errors import GroupError
 from ...tree import Tree
-from .peers import LOOK, Peers
+from .peers import DIST, LOOK, Peers
 
 T = TypeVar("T")
 
@@ -164,7 +161,7 @@ class Quorum:
         where = f"peers/{self._epoch}/{self._group.here[0]}"
         with suppress(RuntimeError):  # of a member that is gone: the vote that follows is void
             self._peers = Peers(
-                prefixed(where, self._store.raw),
+                DIST.PrefixStore(where, self._store.raw),
                 self.members.index(self._me),
                 len(self.members),
                 self.timeout,
@@ -341,7 +338,7 @@ def quorum(*, timeout: float = 60.0) -> Quorum | None:
 
 def _store(host: str, port: int, timeout: float) -> BoundedStore:
     try:
-        store = connected(host, port, timedelta(seconds=timeout))
+        store = DIST.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise GroupError(
             f"the store of the copies at {host}:{port} cannot be reached: {error}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from ...transforms import Transform
-from ...transforms.norms import ClipState
+from ... import Transform
+from ...transforms import ClipState
 
 #: What is logged of a step: its number (from 1), loss and seconds, and rate and norm where the
 #: transform has them.
@@ -19,7 +19,7 @@ Record: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 
 
-def part_of(state: Any, kind: type[T]) -> T | None:
+def part_of(state: object, kind: type[T]) -> T | None:
     """The first state of this type among the states of a chain, and of the transforms in it.
 
     >>> part_of((0, (1.5, 2)), float), part_of((), float)
@@ -31,41 +31,30 @@ def part_of(state: Any, kind: type[T]) -> T | None:
     return next((part for each in parts if (part := part_of(each, kind)) is not None), None)
 
 
-class Before(NamedTuple):
-    """What is known before a step: its learning rate, and the state of the clipping; None where
-    there is none.
+def figures(tx: Transform, state: object) -> Callable[[object], Record]:
+    """Rate and norm of a step that begins with a state, which it may overwrite.
+
+    Returns:
+        A function of the state after the step. There is no norm if the step was skipped before it
+        was computed.
     """
+    before = part_of(state, ClipState)
+    record = {} if tx.rate is None else {"rate": tx.rate(state)}
 
-    rate: float | None
-    clipping: ClipState | None
-
-    @classmethod
-    def of(cls, tx: Transform, state: Any) -> Before:
-        """From the state before the step, which the step may overwrite."""
-        return cls(None if tx.rate is None else tx.rate(state), part_of(state, ClipState))
-
-    def figures(self, state: Any) -> Record:
-        """The rate, and from the state after the step the norm: none if the step was skipped before
-        it was computed.
-        """
+    def after(state: object) -> Record:
         clipping = part_of(state, ClipState)
-        norm = None if clipping is None or clipping is self.clipping else clipping.norm.item()
-        return {
-            name: value
-            for name, value in (("rate", self.rate), ("norm", norm))
-            if value is not None
-        }
+        if clipping is None or clipping is before:
+            return record
+        return {**record, "norm": clipping.norm.item()}
+
+    return after
 
 
 def log_to(path: Path, step: int) -> Callable[[Record], object]:
     """Appends records to a file, of which the lines up to a step stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = (
-        [line for line in path.read_text().splitlines() if _number(line) <= step]
-        if path.exists()
-        else []
-    )
-    path.write_text("".join(f"{line}\n" for line in kept))
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("".join(f"{line}\n" for line in lines if _number(line) <= step))
 
     def log(record: Record) -> None:
         with open(path, "a", encoding="utf-8") as file:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from ...engine.pipeline import Pipeline
+from ... import Pipeline
 from ...errors import CheckpointError
 from ...saving import discard, folder_of, folders_of, groups_of, is_complete, is_first
 

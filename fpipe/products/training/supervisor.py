@@ -2,8 +2,8 @@
 """Several copies of a pipeline, each a job of its own: one that fails is started again, and the
 others go on.
 
-This module holds the store that the copies share and says which of them are lost; what they do
-about it is in ``collectives/quorum.py``. It must not know how processes are started.
+The launcher holds the store that the copies share and says which of them are lost; what they do
+about it is in ``quorum.py``. This module must not know how processes are started.
 """
 
 from __future__ import annotations
@@ -11,73 +11,76 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypeVar
 
-from ...collectives.bounded import BoundedStore
+from ...collectives import BoundedStore
 from ...errors import LaunchError
 from . import outcome
 from .quorum import ADDRESS, COPIES, COPY
 
+T = TypeVar("T")
+
+
 #: Starts the ranks of one copy with these variables, and calls back at its first failure: the
 #: results by rank.
-Start = Callable[[dict[str, str], Callable[[], None]], list[Any]]
+Start: TypeAlias = Callable[[dict[str, str], Callable[[], None]], list[T]]
 
 
-class Supervisor:
-    """The copies of a job, each in a thread of its own."""
+def supervise(
+    start: Start[T], copies: int, restarts: int, address: str = "127.0.0.1"
+) -> list[list[T] | None]:
+    """Run each copy in a thread, and again as long as no other has ended and it may be restarted.
 
-    def __init__(self, start: Start, copies: int, restarts: int, address: str = "127.0.0.1"):
-        if copies < 1 or restarts < 0:
-            raise LaunchError(
-                f"copies={copies}, restarts={restarts}; give at least one copy, and restarts from 0"
-            )
-        self._start, self._copies, self._restarts = start, copies, restarts
-        self._tcp = outcome.store(address)
-        self._store = BoundedStore(self._tcp, 60.0)
-        self._lock = threading.Lock()
-        self._results: list[list[Any] | None] = [None] * copies
-        self._errors: list[Exception] = []
-        self._ended = threading.Event()  # a copy has a result
+    Args:
+        start: runs one copy.
+        copies: how many.
+        restarts: of each copy.
+        address: where the store of the copies listens.
 
-    def run(self) -> list[list[Any] | None]:
-        """The results by copy; ``None`` for a copy that was lost for good. Raises the first error
-        if all were.
-        """
-        threads = [
-            threading.Thread(
-                target=self._supervise, args=(copy,), name=f"fpipe-copy-{copy}", daemon=True
-            )
-            for copy in range(self._copies)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if not self._ended.is_set():
-            raise self._errors[0]
-        return self._results
+    Returns:
+        The results by copy; ``None`` for a copy that was lost for good.
 
-    def _supervise(self, copy: int) -> None:
-        """Run a copy, and again as long as others have not ended and it may be restarted."""
-        address = f"{self._tcp.host}:{self._tcp.port}"
-        known = {ADDRESS: address, COPY: str(copy), COPIES: str(self._copies)}
-        for _ in range(self._restarts + 1):
-            try:
-                result = self._start(known, partial(self._lost, copy))
-            except Exception as error:  # of the user's function, or of the processes
-                self._lost(copy)
-                with self._lock:
-                    self._errors.append(error)
-                if self._ended.is_set():
-                    return
-                continue
-            with self._lock:
-                self._results[copy] = result
-            self._ended.set()
-            return
+    Raises:
+        Exception: the first one, if all copies were lost.
+    """
+    if copies < 1 or restarts < 0:
+        raise LaunchError(
+            f"copies={copies}, restarts={restarts}; give at least one copy, and restarts from 0"
+        )
+    tcp_store = outcome.store(address)
+    store = BoundedStore(tcp_store, 60.0)
+    lock, ended = threading.Lock(), threading.Event()
+    results: list[list[T] | None] = [None] * copies
+    errors: list[Exception] = []
 
-    def _lost(self, copy: int) -> None:
+    def lost(copy: int) -> None:
         """Say that a copy is lost, as often as it was started until now."""
-        with self._lock:
-            key = f"starts/{copy}"
-            self._store.set(f"dead/{copy}", str(self._store.add(key, 0)))
+        with lock:
+            store.set(f"dead/{copy}", str(store.add(f"starts/{copy}", 0)))
+
+    def run(copy: int) -> None:
+        where = f"{tcp_store.host}:{tcp_store.port}"
+        more = {ADDRESS: where, COPY: str(copy), COPIES: str(copies)}
+        for _ in range(restarts + 1):
+            try:
+                results[copy] = start(more, partial(lost, copy))
+            except Exception as error:  # of the user's function, or of the processes
+                lost(copy)
+                errors.append(error)
+                if ended.is_set():
+                    return
+            else:
+                ended.set()
+                return
+
+    threads = [
+        threading.Thread(target=run, args=(copy,), name=f"fpipe-copy-{copy}", daemon=True)
+        for copy in range(copies)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not ended.is_set():
+        raise errors[0]
+    return results
