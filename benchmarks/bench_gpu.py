@@ -242,9 +242,7 @@ def rows(device: torch.device, width: int, tokens: int, rounds: int) -> list[dic
     small = Bench(device, 64, 16, rounds)
     if device.type != "cpu":
         found.append(
-            small.compare(
-                "small stages, graph", small.pipeline(capture=True), small.pipeline(), 0.3
-            )
+            small.compare("small stages, graph", small.pipeline().captured(), small.pipeline(), 0.3)
         )
     return found
 

@@ -313,16 +313,19 @@ def reference() -> str:
         "Generated from the docstrings, whose examples are run by the test suite.",
         "",
     ]
-    modules = {name: module for module, names in fpipe._TABLE.items() for name in names.split()}
-    for title, package in SECTIONS.items():
+    left = [name for names in fpipe._TABLE.values() for name in names.split()]
+    for title, names in SECTIONS.items():
         lines += [f"## {title}", ""]
-        for name in sorted(name for name, module in modules.items() if module.startswith(package)):
+        for name in sorted(names.split()):
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-            del modules[name]
-    if modules:
-        raise ValueError(
-            f"no section of the reference has {sorted(modules)}; add their modules to SECTIONS"
-        )
+            left.remove(name)
+    for title, package in {"Gradient transforms": "transforms", "Errors": "errors"}.items():
+        lines += [f"## {title}", ""]
+        for name in sorted(name for name in left if fpipe._NAMES[name] == package):
+            lines += entry(f"fpipe.{name}", getattr(fpipe, name))
+            left.remove(name)
+    if left:
+        raise ValueError(f"no section of the reference has {sorted(left)}; add them to SECTIONS")
     for name in fpipe._MODULES:
         if name == "errors":
             continue  # each error has an entry above
@@ -333,25 +336,20 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-#: title -> the beginning of the names of its modules; the first section that fits has a name
-SECTIONS: dict[str, str | tuple[str, ...]] = {
-    "Pipelines and their gradients": (
-        "running.building",
-        "running.gradients",
-        "running.pipeline",
-        "running.reduction",
-    ),
-    "Stages": "stage",
-    "Modules": "interop.modules",
-    "Batches": ("running.microbatches", "running.padding", "running.absent"),
-    "Other derivatives": "running.derived",
-    "Ranks and processes": ("collectives", "command.launch"),
-    "Schedules": ("schedule", "generators"),
-    "Measuring and debugging": ("running.profile", "running.debugging"),
-    "Programs of a stage": ("programs", "plans.weaving"),
-    "Gradient transforms": "transforms",
-    "Checkpoints and runs": ("saving", "command.loop"),
-    "Errors": "errors",
+#: title -> names; transforms and errors have sections of their own
+SECTIONS = {
+    "Pipelines and their gradients": "pipeline Pipeline value_and_grad grad vjp weighted copies "
+    "auto",
+    "Stages": "Stage block remat",
+    "Modules": "from_module to_module",
+    "Batches": "Microbatches elsewhere pack pad",
+    "Other derivatives": "hvp jvp per_example",
+    "Ranks and processes": "adopt init launch local quorum",
+    "Schedules": "Action Costs Fused Placement Schedule Slice Solved Timeline balance "
+    "make_schedule register_schedule schedule_names solve",
+    "Measuring and debugging": "debug measure_costs profile",
+    "Programs of a stage": "Programs segment trace",
+    "Checkpoints and runs": "Loop load receive save stream",
 }
 #: Classes that only the library creates: they have no signature in the reference.
 RETURNED = (
@@ -368,7 +366,7 @@ HIDDEN = {
     "fpipe.Programs": "at compiled_by held added_by adding known_adding",
     "fpipe.Placement": "path_index",
     "fpipe.Stage": "in_mode",
-    "fpipe.Costs": "spread links transfers of_units",
+    "fpipe.Costs": "spread links of_units",
     "fpipe.devices": "Streams distrusted drawn exclusive restore_streams save_streams",
 }
 

@@ -65,9 +65,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         loss=squared,
         microbatches=MICROBATCHES,
         group=group,
-        dp=copies,
-        zero=given.zero,
-        unsharded=2,
+        dp=fpipe.copies(copies, zero=given.zero, unsharded=2) if several else None,
     )
     params = pipe.shard(network())
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(3e-3, donate=True))

@@ -33,6 +33,8 @@ _TABLE = {
     "programs.program": "Programs",
     "programs.cache": "trace",
     "engine.absent": "elsewhere",
+    "engine.copies": "copies",
+    "products.search.auto": "auto",
     "engine.debugging": "debug",
     "engine.derived.forward_mode": "hvp jvp",
     "engine.derived.per_example": "per_example",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from .collectives.setup import init as init
     from .engine.absent import elsewhere as elsewhere
     from .engine.building import pipeline as pipeline
+    from .engine.copies import copies as copies
     from .engine.debugging import debug as debug
     from .engine.derived.forward_mode import hvp as hvp
     from .engine.derived.forward_mode import jvp as jvp
@@ -100,6 +103,7 @@ if TYPE_CHECKING:
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
     from .passes.weaving.segments import segment as segment
+    from .products.search.auto import auto as auto
     from .products.search.balancing import balance as balance
     from .products.search.packing import pack as pack
     from .products.search.solve import Solved as Solved

@@ -39,9 +39,9 @@ def around_actions(hook: ActionHook) -> Iterator[None]:
         hooked = []
         for step, ins in zip(steps, bound.plan.instructions[first:], strict=False):
             action, op = ins.action, ins.op
-            runs = action is not None and isinstance(op, Run) and not op.program.label
-            if runs and op.stage == action.stage:
-                step = _through(hook, step, str(action))
+            if action is not None and isinstance(op, Run) and not op.program.label:
+                of_loss = op.stage != action.stage
+                step = step if of_loss else _through(hook, step, str(action))
             hooked.append(step)
         return hooked
 

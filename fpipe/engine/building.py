@@ -8,12 +8,12 @@ Knows no plan and no call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from ..actions.costs import Costs
-from ..actions.product import feature
+from ..actions.product import feature, product
 from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
@@ -28,9 +28,8 @@ from ..stage import (
     with_defaults,
     without_unsafe_compilers,
 )
-from .auto import chosen_by
-from .config import Config, Loss, Outputs, ties
-from .copies import Copies
+from .config import Choice, Config, Loss, Outputs, ties
+from .copies import Copies, copies
 from .descriptions import described
 from .pipeline import Pipeline
 from .reduction import Reduction
@@ -40,7 +39,7 @@ from .signatures import Options, R, Stages, Y
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source = "1F1B",
+    schedule: Source | Choice = "1F1B",
     *,
     loss: None = None,
     outputs: Literal["zeros", "everywhere"] = ...,
@@ -49,7 +48,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source = "1F1B",
+    schedule: Source | Choice = "1F1B",
     *,
     loss: None = None,
     outputs: Literal["last"],
@@ -58,7 +57,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source = "1F1B",
+    schedule: Source | Choice = "1F1B",
     *,
     loss: Callable[..., R],
     outputs: Outputs = ...,
@@ -67,7 +66,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Any],
-    schedule: Source = "1F1B",
+    schedule: Source | Choice = "1F1B",
     *,
     loss: Loss | None,
     outputs: Outputs = ...,
@@ -75,7 +74,7 @@ def pipeline(
 ) -> Pipeline[Any, Any]: ...
 def pipeline(
     stages: Sequence[Callable[..., Any] | Stage],
-    schedule: Source = "1F1B",
+    schedule: Source | Choice = "1F1B",
     *,
     loss: Loss | None = None,
     microbatches: int | None = None,
@@ -89,17 +88,8 @@ def pipeline(
     engine: Engine = "trace",
     compile: str | None = None,
     overlap: Any = "weave",
-    dp: Group | None = None,
-    zero: int = 0,
-    reduce_dtype: torch.dtype | None = None,
-    bucket_bytes: int = 1 << 25,
-    unsharded: int = 2,
-    own: Sequence[str] = (),
-    dp_reduction: Literal["mean", "sum"] | None = None,
-    memory: float | str | None = None,
-    costs: Costs | None = None,
+    dp: Copies | Group | None = None,
     slices: int | None = None,
-    capture: bool = False,
 ) -> Pipeline[Any, Any]:
     """A function of ``(params, x, *targets)`` from stages, a schedule and a loss.
 
@@ -111,8 +101,8 @@ def pipeline(
             one. Parameters, input and result are pytrees; the result is the input of the next
             stage. Keyword-only arguments are side inputs, which the call takes by name.
         schedule: a name of ``fpipe.schedule_names()``, an ``fpipe.Schedule``, the path of a CSV
-            file, a function ``(ranks, microbatches) -> Schedule``, or ``"auto"``: it is then chosen
-            for ``memory`` and ``costs``, and ``pipe.why`` says what was chosen.
+            file, a function ``(ranks, microbatches) -> Schedule``, or ``"auto"``, or
+            ``fpipe.auto(memory=, costs=)``: it is then chosen, and ``pipe.why`` says what and why.
         loss: a function ``loss(y, *targets, side)`` of one microbatch that returns a scalar, or
             ``(scalar, aux)`` for calls with ``has_aux=True``. It runs on the rank of the last
             stage. None: calls return outputs, and ``fpipe.vjp`` differentiates them.
@@ -146,33 +136,13 @@ def pipeline(
         overlap: how fused actions, as of DualPipeV, run: ``"weave"``, ``"sequential"``, a function
             of both parts that returns both results, or a weave as data, a list of (which program,
             which segment).
-        dp: the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each copy gets
-            a different part of the batch. Loss and gradients are averaged over the copies, or
-            summed with ``reduction="sum"`` and ``fpipe.weighted``, whose weights are counted over
-            all copies. The gradients of a stage are reduced after its last W.
-        zero: what copies share. 0: nothing. With 1, 2 or 3 the pipeline takes shards,
-            ``pipe.shard(params)``, and returns gradients of shards. 1: full gradients are summed,
-            then sharded; 2: no full gradient is kept; 3: in addition, at most ``unsharded`` full
-            stages are in memory at once.
-        reduce_dtype: the dtype in which gradients are sent between copies. None: their own.
-        bucket_bytes: how many bytes of gradients are reduced over the copies at once.
-        unsharded: how many stages a rank holds with full parameters, for ``zero=3``.
-        own: patterns of leaves that are not replicated over ``dp``, such as experts: each copy has
-            different ones.
-        dp_reduction: ``"mean"`` or ``"sum"`` over copies, where it differs from ``reduction``. With
-            ``reduction="sum", dp_reduction="mean"`` the microbatches of a copy are added, and
-            copies averaged; the weights of ``fpipe.weighted`` are then counted in each copy.
-        memory: for ``schedule="auto"``, what a rank may use: bytes, or text such as ``"60GB"``.
-        costs: for ``schedule="auto"``, as from ``fpipe.measure_costs``. None: estimates in the
-            first call.
+        dp: ``fpipe.copies(group, zero=1, ...)``, or the group alone: copies of this pipeline, each
+            of which gets a different part of the batch. Loss and gradients are averaged over the
+            copies, or summed with ``reduction="sum"`` and ``fpipe.weighted``, whose weights are
+            counted over all copies. The gradients of a stage are reduced after its last W.
         slices: into how many equal slices the second axis of every microbatch, that of the
             sequence, is cut; a stage with ``carry=True`` passes something from each slice to the
             next. A named schedule is made with as many. None: the number of the schedule, or one.
-        capture: record the steps of ``value_and_grad`` and ``grad`` as one graph of kernels for
-            each signature, and start it in later steps, with the same bits: for stages so small
-            that starting kernels takes longer than they run. All ranks are in this process on one
-            GPU. The memory of a graph stays allocated; arguments that move in memory are copied in
-            each step. A step that cannot be recorded runs without, with a warning.
 
     Returns:
         A ``Pipeline``.
@@ -197,11 +167,13 @@ def pipeline(
     group = init() if group is None else as_group("group", group)
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
-    if schedule == "auto" and slices not in (None, 1):
-        raise StageError(
-            f'slices={slices} with schedule="auto", which has none; give the name of a schedule'
-        )
-    schedule = chosen_by(schedule, group, len(stages), memory, costs, microbatches)
+    if schedule == "auto" or isinstance(schedule, Choice):
+        if slices not in (None, 1):
+            raise StageError(
+                f'slices={slices} with schedule="auto", which has none; give the name of a schedule'
+            )
+        choice: Choice = schedule if isinstance(schedule, Choice) else product("search.auto").auto()
+        schedule = choice.bound_to(group, len(stages), microbatches)
     given = Config(
         tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches, sliced=slices
     )
@@ -228,17 +200,8 @@ def pipeline(
             outputs=outputs,
             accumulate=accumulate,
             overlap=_overlap(overlap),
-            copies=_copies(
-                dp,
-                zero,
-                reduce_dtype,
-                bucket_bytes,
-                unsharded,
-                _mean(reduction, dp_reduction),
-                patterns("own", own),
-            ),
+            copies=_copies(dp, reduction),
             sliced=slices,
-            capture=capture,
         )
     )
 
@@ -249,21 +212,12 @@ def _overlap(option: Any) -> Any:
     return option if named else feature("weaving.weave").Overlap.of(option)
 
 
-def _copies(dp: Group | None, zero: int, *rest: Any) -> Copies | None:
-    if dp is not None:
-        return Copies(as_group("dp", dp), zero, *rest)
-    if zero:
-        raise StageError(
-            f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp"
-        )
-    return None
-
-
-def _mean(reduction: Reduction, dp_reduction: str | None) -> bool:
-    """Whether copies are averaged, not summed."""
-    if dp_reduction not in (None, "mean", "sum"):
-        raise StageError(f"dp_reduction={dp_reduction!r}; give 'mean' or 'sum', or leave it out")
-    return (dp_reduction or reduction) == "mean"
+def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:
+    if dp is None:
+        return None
+    given = dp if isinstance(dp, Copies) else copies(dp)
+    own = "mean" if reduction == "mean" else "sum"
+    return given if given.reduction is not None else replace(given, reduction=own)
 
 
 __all__ = ["pipeline"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``capture=True``: a step is recorded as one graph of kernels, and later steps start the graph.
+"""``pipe.captured()``: a step is recorded as one graph of kernels, and later steps start the graph.
 
 A graph reads fixed memory. Arguments that stay where they are, as parameters of an optimizer that
 writes in place do, are read where they are; others are copied before each step. Results are copied
@@ -41,8 +41,8 @@ def check(group: Group, copies: bool) -> None:
     local = len(group.here) == group.size and len(devices) == 1 and not copies
     if not local or graphs.recorder(*devices) is None:
         raise StageError(
-            "capture=True records a step as one graph of kernels: all ranks must be in this "
-            "process on one GPU, as "
+            "captured() records graphs of kernels on one accelerator: all ranks must be in this "
+            "process on it, as "
             f'fpipe.local(devices=["cuda:0"] * 4) has them, without dp=; the group is {group!r}. '
             "Leave it out; "
             'compile="cudagraphs" records single programs, in any group'
@@ -176,7 +176,7 @@ def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
 def _give_up(known: Graphs, key: Any, reason: str) -> None:
     """Run steps of this signature without a graph from now on, and warn."""
     known[key] = reason
-    warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=6)
+    warnings.warn(f"captured: steps run without a graph, since {reason}", stacklevel=6)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from os import PathLike
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
 
@@ -26,11 +26,43 @@ from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
-from .auto import Auto
 from .capture import check
 from .claim import Claim
 from .copies import Copies
 from .reduction import Reduction, Weighted
+
+
+@runtime_checkable
+class Choice(Protocol):
+    """A schedule that is still to be chosen, as ``fpipe.auto`` returns."""
+
+    def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Chosen:
+        """What chooses it for a pipeline."""
+        ...
+
+
+@runtime_checkable
+class Chosen(Protocol):
+    """What chooses the schedule of a pipeline. ``chosen`` is by number of microbatches: the
+    schedule, and why.
+    """
+
+    chosen: dict[int, tuple[Schedule, str]]
+
+    def __call__(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule to run."""
+        ...
+
+    def estimated(
+        self,
+        microbatches: int,
+        plans_of: Callable[[Schedule], Any],
+        run: Schedule,
+        latency: float,
+    ) -> Schedule:
+        """Choose from what the programs of all stages are expected to take."""
+        ...
+
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
 Loss: TypeAlias = Callable[..., Any] | Stage
@@ -105,7 +137,7 @@ class Config:
             if isinstance(self.schedule, str)
             else getattr(self.schedule, "name", "custom")
         )
-        name = "auto" if isinstance(self.schedule, Auto) else name
+        name = "auto" if isinstance(self.schedule, Chosen) else name
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
     # ---- what follows from it ----
@@ -140,7 +172,7 @@ class Config:
     def schedule_for(self) -> Callable[[int], Schedule]:
         """The checked schedule for a number of microbatches; each is generated once."""
         made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
-        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
+        return made if isinstance(self.schedule, Chosen) else lru_cache(maxsize=None)(made)
 
     @cached_property
     def forwards_for(self) -> Callable[[int], Schedule]:
@@ -156,7 +188,7 @@ class Config:
                 else self.schedule_for(number).only("F")
             )
 
-        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
+        return made if isinstance(self.schedule, Chosen) else lru_cache(maxsize=None)(made)
 
     @cached_property
     def placement(self) -> Placement:

@@ -22,8 +22,7 @@ from ..schedule import Schedule
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
-from .auto import Auto
-from .config import Config
+from .config import Chosen, Config
 from .derived import nested
 from .plan_cache import Cache
 from .plan_report import Plans
@@ -157,6 +156,30 @@ class Pipeline(Generic[Y, R]):
         """
         return self.train(False)
 
+    def captured(self) -> Pipeline[Y, R]:
+        """The same pipeline whose steps are recorded as graphs of kernels; this one is unchanged.
+
+        Steps of ``value_and_grad`` and ``grad`` are recorded once for each signature and started
+        in later steps, with the same bits: for stages so small that starting kernels takes longer
+        than they run. All ranks are in this process on one GPU. The memory of a graph stays
+        allocated; arguments that move in memory are copied in each step. A step that cannot be
+        recorded runs without, with a warning.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the ranks are not on one accelerator, or there are copies of the
+                pipeline.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).captured()
+        Traceback (most recent call last):
+        ...
+        fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
+        """
+        return Pipeline(replace(self.config, capture=True))
+
     def call(
         self,
         mode: Mode,
@@ -175,13 +198,13 @@ class Pipeline(Generic[Y, R]):
             self.refuse(error)
             raise
         auto = self.config.schedule
-        if isinstance(auto, Auto) and mode == "grad" and call.number not in auto.chosen:
+        if isinstance(auto, Chosen) and mode == "grad" and call.number not in auto.chosen:
             self._choose(auto, call, params, x, targets, side)
         return call
 
     def _choose(
         self,
-        auto: Auto,
+        auto: Chosen,
         call: Call,
         params: Sequence[Tree],
         x: Tree,
@@ -195,7 +218,9 @@ class Pipeline(Generic[Y, R]):
         def plans_of(schedule):
             return self.under(schedule).plan(params, x, *targets, **side)
 
-        auto.estimated(call.number, plans_of, self.schedule(call.number), self.config.device.type)
+        rates = feature("weaving.estimates").RATES
+        latency = rates.get(self.config.device.type, rates["cuda"]).latency / 1000
+        auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one refuses the arguments of the next call.
@@ -220,7 +245,7 @@ class Pipeline(Generic[Y, R]):
         [1])
         """
         auto = self.config.schedule
-        if not isinstance(auto, Auto):
+        if not isinstance(auto, Chosen):
             return f"{self.config!r}: the schedule was given"
         if not auto.chosen:
             return (

@@ -17,8 +17,8 @@ class Plans:
     """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in
     bytes.
 
-    With ``capture=True``, ``graph`` are the bytes that the graph of a step keeps allocated at most:
-    those of the ranks, copies of the arguments, and the results.
+    Where steps are captured, ``graph`` are the bytes that the graph of a step keeps allocated at
+    most: those of the ranks, copies of the arguments, and the results.
     """
 
     def __init__(self, prepared: Prepared, captured: bool = False):

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, overlo
 
 import torch
 
-from ..actions.costs import Costs
 from ..collectives.group import Group
 from ..stage import Engine, Stage
 from ..tree import Tree
+from .copies import Copies
 from .reduction import Reduction
 
 A = TypeVar("A")
@@ -50,17 +50,8 @@ class Options(TypedDict, total=False):
     engine: Engine
     compile: str | None
     overlap: Literal["weave", "sequential"] | Callable[..., Any] | list[Any] | tuple[Any, ...]
-    dp: Group | None
-    zero: Literal[0, 1, 2, 3]
-    reduce_dtype: torch.dtype | None
-    bucket_bytes: int
-    unsharded: int
-    own: Sequence[str]
-    dp_reduction: Literal["mean", "sum"] | None
-    memory: float | str | None
-    costs: Costs | None
+    dp: Copies | Group | None
     slices: int | None
-    capture: bool
 
 
 class ParamGrads(Protocol[V]):

@@ -165,7 +165,11 @@ MADE_WRONG = {
         r"frozen='0\.\*'; give a list",
     ),
     "frozen stages by number": (lambda: piped(frozen=[0]), fpipe.StageError, "has the int 0"),
-    "own as one text": (lambda: piped(own="0.*"), fpipe.StageError, "own='0"),
+    "own as one text": (
+        lambda: fpipe.copies(fpipe.local(1), own="0.*"),
+        fpipe.StageError,
+        "own='0",
+    ),
     "tied as one group": (
         lambda: piped(tied=("0.w", "1.w")),
         fpipe.StageError,
@@ -215,7 +219,7 @@ MADE_WRONG = {
         "frozen='w'",
     ),
     "costs that are a number": (
-        lambda: piped(schedule="auto", costs=3),
+        lambda: piped(schedule=fpipe.auto(costs=3)),
         fpipe.ScheduleError,
         "costs=3; give fpipe.Costs",
     ),

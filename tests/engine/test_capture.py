@@ -1,5 +1,5 @@
-"""``capture=True``, with a stand-in for graphs of a device: it runs a step anew, and refuses what
-waits for it.
+"""``pipe.captured()``, with a stand-in for graphs of a device: it runs a step anew, and refuses
+what waits for it.
 """
 
 from __future__ import annotations
@@ -78,10 +78,8 @@ def params_of(stages: int = 4) -> list[dict[str, Tensor]]:
 def pipes(schedule: str = "ZBV", **options: Any) -> tuple[Any, Any]:
     """The step with a graph, and without."""
     how: dict[str, Any] = {"loss": square, "microbatches": 4, **options}
-    with_graph, without = (
-        fpipe.pipeline([layer] * 4, schedule, group=fpipe.local(2), capture=capture, **how)
-        for capture in (True, False)
-    )
+    without = fpipe.pipeline([layer] * 4, schedule, group=fpipe.local(2), **how)
+    with_graph = without.captured()
     return fpipe.value_and_grad(with_graph), fpipe.value_and_grad(without)
 
 
@@ -162,9 +160,10 @@ def test_loss_scales(recorder: Recorder, scales: tuple[Any, ...]):
 def test_gradients_of_the_input_and_a_second_value(recorder: Recorder):
     how = {"loss": lambda y, t: (square(y, t), y.mean()), "tied": [("0.w", "3.w")]}
     group = fpipe.local(2)
+    plain = fpipe.pipeline([layer] * 4, microbatches=4, group=group, **how)
     both = [
         fpipe.value_and_grad(
-            fpipe.pipeline([layer] * 4, microbatches=4, group=group, capture=captured, **how),
+            plain.captured() if captured else plain,
             (0, 1),
             has_aux=True,
         )
@@ -206,32 +205,18 @@ def asked(p: dict[str, Tensor], x: Tensor) -> Tensor:
 def test_a_step_that_cannot_be_recorded_runs_without_a_graph(
     recorder: Recorder, fn: Any, options: dict[str, Any], reason: str
 ):
-    with_graph, without = (
-        fpipe.value_and_grad(
-            fpipe.pipeline(
-                [fn] * 2,
-                loss=square,
-                microbatches=2,
-                group=fpipe.local(2),
-                capture=captured,
-                **options,
-            )
-        )
-        for captured in (True, False)
-    )
+    plain = fpipe.pipeline([fn] * 2, loss=square, microbatches=2, group=fpipe.local(2), **options)
+    with_graph, without = map(fpipe.value_and_grad, (plain.captured(), plain))
     params, x, t = params_of(2), torch.randn(4, 3), torch.randn(4, 3)
-    with pytest.warns(
-        UserWarning, match=f"capture=True: steps run without a graph, since .*{reason}"
-    ):
+    with pytest.warns(UserWarning, match=f"captured: steps run without a graph, since .*{reason}"):
         steps = [with_graph(params, x, t) for _ in range(3)]
     assert all(equal(step, without(params, x, t)) for step in steps)
     assert recorder.replayed == 0
 
 
 def test_each_runs_in_every_step(recorder: Recorder):
-    pipe = fpipe.pipeline(
-        [layer] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=True
-    )
+    pipe = fpipe.pipeline([layer] * 2, loss=square, microbatches=2, group=fpipe.local(2))
+    pipe = pipe.captured()
     step = fpipe.value_and_grad(pipe, each=lambda number, y, loss: number)
     with pytest.warns(UserWarning, match="each= is a function of Python that every step calls"):
         results = [step(params_of(2), torch.ones(4, 3), torch.ones(4, 3))[0][1] for _ in range(3)]
@@ -259,14 +244,14 @@ def test_an_error_of_the_first_step_is_raised(recorder: Recorder):
 
 def test_without_a_gpu_it_is_refused():
     with pytest.raises(
-        fpipe.StageError, match=r'one GPU, as fpipe.local\(devices=.*compile="cudagraphs"'
+        fpipe.StageError, match=r'on it, as fpipe.local\(devices=.*compile="cudagraphs"'
     ):
-        fpipe.pipeline([layer] * 2, loss=square, microbatches=2, group=fpipe.local(2), capture=True)
+        fpipe.pipeline([layer] * 2, microbatches=2, group=fpipe.local(2)).captured()
 
 
 def test_a_plan_has_the_memory_of_the_graph(recorder: Recorder):
     group, params, x = fpipe.local(2), params_of(), torch.randn(8, 3)
-    pipe = fpipe.pipeline([layer] * 4, loss=square, microbatches=4, group=group, capture=True)
+    pipe = fpipe.pipeline([layer] * 4, loss=square, microbatches=4, group=group).captured()
     plan = pipe.plan(params, x, x)
     parameters, batch = 4 * (9 + 3) * 4, 8 * 3 * 4
     assert plan.graph == sum(plan.peak.values()) + 2 * parameters + 2 * batch
@@ -278,12 +263,8 @@ def test_a_plan_has_the_memory_of_the_graph(recorder: Recorder):
 def test_on_a_gpu(schedule: str):
     device = torch.accelerator.current_accelerator()
     group = fpipe.local(devices=[f"{device}:0"] * 2)
-    pipe = lambda captured: fpipe.value_and_grad(
-        fpipe.pipeline(
-            [layer] * 4, schedule, loss=square, microbatches=4, group=group, capture=captured
-        )
-    )
-    with_graph, plain = pipe(True), pipe(False)
+    pipe = fpipe.pipeline([layer] * 4, schedule, loss=square, microbatches=4, group=group)
+    with_graph, plain = map(fpipe.value_and_grad, (pipe.captured(), pipe))
     params = optree.tree_map(lambda p: p.to(device), params_of())
     for _ in range(5):
         x, t = torch.randn(8, 3), torch.randn(8, 3)

@@ -54,6 +54,10 @@ def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+#: Options of ``fpipe.copies``; ``dp_reduction`` is its ``reduction``.
+OF_COPIES = ("zero", "reduce_dtype", "bucket_bytes", "unsharded", "own", "dp_reduction")
+
+
 def pipe_of(
     name: str, copies: Any = None, group: Any = None, fn: Any = block, **keywords: Any
 ) -> Any:
@@ -61,8 +65,14 @@ def pipe_of(
     number = keywords.pop("microbatches", MICROBATCHES * (1 if copies is not None else 2))
     schedule = fpipe.make_schedule(name, 2, number)
     keywords = {"loss": squared, "tied": TIED if schedule.stages > 2 else []} | keywords
+    dp = {name: keywords.pop(name) for name in OF_COPIES if name in keywords}
+    dp = {"reduction" if name == "dp_reduction" else name: value for name, value in dp.items()}
     return fpipe.pipeline(
-        [fn] * schedule.stages, schedule, group=group or fpipe.local(2), dp=copies, **keywords
+        [fn] * schedule.stages,
+        schedule,
+        group=group or fpipe.local(2),
+        dp=fpipe.copies(copies, **dp) if dp and copies is not None else copies,
+        **keywords,
     )
 
 
@@ -433,9 +443,7 @@ def test_stages_whole_at_once(bound: int):
             schedule,
             loss=squared,
             group=fpipe.local(2),
-            dp=dp,
-            zero=3,
-            unsharded=bound,
+            dp=fpipe.copies(dp, zero=3, unsharded=bound),
         )
         x, y = (t.chunk(2)[dp.here[0]] for t in batch())
         return pipe.plan(pipe.shard(network(8)), x, y).by_rank
@@ -517,9 +525,7 @@ def test_bytes_held_are_parts_and_whole_stages(
         schedule,
         loss=squared,
         group=fpipe.local(1),
-        dp=Asleep(),
-        zero=3,
-        unsharded=bound,
+        dp=fpipe.copies(Asleep(), zero=3, unsharded=bound),
         frozen=["*.w"],
         engine=engine,
     )
@@ -594,7 +600,7 @@ def test_parts_make_the_whole(parts: int, limit: int):
 # ---- mistakes ----
 def test_mistakes_are_reported():
     with pytest.raises(fpipe.StageError, match="zero=2 needs copies"):
-        pipe_of("1F1B", zero=2)
+        fpipe.copies(None, zero=2)
     with pytest.raises(fpipe.StageError, match="zero=4; 0 keeps everything whole"):
         pipe_of("1F1B", fpipe.local(1), zero=4)
     with pytest.raises(fpipe.StageError, match="has 2 ranks in this process"):
@@ -654,7 +660,11 @@ def test_to_module_joins_the_parts_of_copies(zero: int):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
         stages, params = fpipe.from_module(model, cuts=["2"])
         pipe = fpipe.pipeline(
-            stages, "1F1B", microbatches=1, group=fpipe.local(2), dp=dp, zero=zero
+            stages,
+            "1F1B",
+            microbatches=1,
+            group=fpipe.local(2),
+            dp=fpipe.copies(dp, zero=zero),
         )
         parts = tree.tree_map(lambda t: t + 1, pipe.shard(params))
         before = [p.clone() for p in model.parameters()]
@@ -688,5 +698,5 @@ def part(number: int) -> Any:
 
 
 def test_an_unknown_reduction_of_copies_is_refused():
-    with pytest.raises(fpipe.StageError, match="dp_reduction='max'; give 'mean' or 'sum'"):
-        pipe_of("1F1B", dp_reduction="max")
+    with pytest.raises(fpipe.StageError, match=r"reduction='max'\); give 'mean' or 'sum'"):
+        pipe_of("1F1B", fpipe.local(1), dp_reduction="max")

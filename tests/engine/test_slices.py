@@ -500,7 +500,12 @@ def test_copies_of_a_pipeline() -> None:
 
     def copy(group: Any) -> Any:
         pipe, rows = (
-            pipe_of(2, 2, microbatches=1, dp=group, zero=3),
+            pipe_of(
+                2,
+                2,
+                microbatches=1,
+                dp=fpipe.copies(group, zero=3),
+            ),
             slice(B * group.here[0], B * (group.here[0] + 1)),
         )
         loss, grads = fpipe.value_and_grad(pipe)(pipe.shard(params), x[rows], t[rows])

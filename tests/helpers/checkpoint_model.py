@@ -114,7 +114,7 @@ class Layout(NamedTuple):
 
 
 def pipeline(
-    layout: Layout, copies: Any = None, group: Any = None, **options: Any
+    layout: Layout, copies: Any = None, group: Any = None, own: Any = (), **options: Any
 ) -> tuple[Any, list[Any]]:
     """A pipeline and the initial parameters, placed."""
     c = cut(layout.parts)
@@ -125,8 +125,7 @@ def pipeline(
         microbatches=MICROBATCHES // (copies.size if copies else 1),
         group=group or fpipe.local(layout.ranks),
         tied=c.tied,
-        dp=copies,
-        zero=layout.zero if copies else 0,
+        dp=fpipe.copies(copies, zero=layout.zero, own=own) if copies else None,
         **options,
     )
     return pipe, pipe.shard(c.params)

@@ -18,6 +18,7 @@ from common import layer, squared
 from fpipe import Schedule, testing
 from fpipe.collectives.group import Group
 from fpipe.engine.arguments import Call
+from fpipe.engine.copies import Copies
 from fpipe.lowering.instructions import Instruction
 from fpipe.lowering.plan import Plan
 
@@ -158,7 +159,7 @@ def lower(
     x = torch.ones(schedule.microbatches, WIDTH) if x is None else x
     group = fpipe.local(schedule.ranks) if group is None else group
     pipe = fpipe.pipeline(stages, schedule, loss=loss, group=group, **keywords)
-    if keywords.get("zero"):
+    if isinstance(keywords.get("dp"), Copies) and keywords["dp"].zero:
         params = pipe.shard(params)
     if targets is None:
         targets = () if loss is None else (x,)
@@ -187,6 +188,9 @@ def lower_copy(schedule: Schedule, zero: int, **keywords: Any) -> dict[int, Lowe
     """As ``lower``, for one of two copies of the pipeline."""
 
     def one(group: Group) -> dict[int, Lowered]:
-        return lower(schedule, dp=group, zero=zero, **keywords)
+        own = {"unsharded", "own"} & keywords.keys()
+        copies = fpipe.copies(group, zero=zero, **{name: keywords[name] for name in own})
+        rest = {name: value for name, value in keywords.items() if name not in own}
+        return lower(schedule, dp=copies, **rest)
 
     return testing.run(one, ranks=2, seed=0)[0]

@@ -39,7 +39,7 @@ def of_pipelines(params: list[Leaves], x: Tensor) -> None:
     )
     last = fpipe.pipeline([layer] * 4, outputs="last")
     assert_type(last(params, x), Tensor | None)
-    pipe = fpipe.pipeline([layer] * 4, "1F1B", loss=loss_of, reduction="sum", zero=2)
+    pipe = fpipe.pipeline([layer] * 4, "1F1B", loss=loss_of, reduction="sum")
     assert_type(pipe, Pipeline[Tensor, Tensor])
     assert_type(pipe(params, x, x, seed=1), Tensor)
     assert_type(pipe.eval().under(pipe.schedule(4)), Pipeline[Tensor, Tensor])

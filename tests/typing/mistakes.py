@@ -27,8 +27,8 @@ def of_options() -> None:
     fpipe.pipeline([layer], loss=loss_of, reduction="summ")  # error: "Literal['summ']"
     fpipe.pipeline([layer], outputs="first")  # error: "Literal['first']"
     fpipe.pipeline([layer], engine="jit")  # error: "Literal['jit']"
-    fpipe.pipeline([layer], zero=4)  # error: "Literal[4]"
-    fpipe.pipeline([layer], loss=loss_of, dp_reduction="max")  # error: "Literal['max']"
+    fpipe.copies(fpipe.local(1), zero=4)  # error: "Literal[4]"
+    fpipe.copies(fpipe.local(1), reduction="max")  # error: "Literal['max']"
     fpipe.pipeline([layer], overlap="wave")  # error: "Literal['wave']"
     fpipe.pipeline([layer], microbatch=4)  # error: reportCallIssue
     fpipe.pipeline(layer)  # error: reportArgumentType

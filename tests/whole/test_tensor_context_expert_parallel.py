@@ -127,8 +127,7 @@ def context_parallel(group: Any, zero: int) -> Any:
         loss=squared,
         microbatches=MICROBATCHES,
         group=group,
-        dp=group.dp,
-        zero=zero,
+        dp=fpipe.copies(group.dp, zero=zero),
     )
     value, grads = fpipe.value_and_grad(pipe)(pipe.shard(network(**HEAD)), x, y)
     return value, pipe.unshard(grads)
@@ -153,7 +152,14 @@ def expert_parallel(group: Any) -> Any:
     member = ep.get_local_rank()
     params = [p | {"experts": p["experts"].chunk(2)[member].clone()} for p in network(**EXPERTS)]
     x, y = (t.chunk(2)[member] for t in draw(7, *[(2 * MICROBATCHES * 4, WIDTH)] * 2))
-    return run(lambda p, x: mixture(p, x, ep), params, x, y, group, dp=group.dp, own=["*.experts"])
+    return run(
+        lambda p, x: mixture(p, x, ep),
+        params,
+        x,
+        y,
+        group,
+        dp=fpipe.copies(group.dp, own=["*.experts"]),
+    )
 
 
 # ---- modules under fully_shard ----
@@ -206,8 +212,7 @@ def under_fsdp(group: Any) -> Any:
         loss=squared,
         microbatches=MICROBATCHES,
         group=group,
-        dp=group.dp,
-        own=["*"],
+        dp=fpipe.copies(group.dp, own=["*"]),
     )
     losses, grads = trained(pipe, pipe.place(params), x, y)
     grads = [

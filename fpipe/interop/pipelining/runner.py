@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import Microbatches, Pipeline, elsewhere, pipeline, tree, value_and_grad
+from ... import Microbatches, Pipeline, copies, elsewhere, pipeline, tree, value_and_grad
+from ...engine import Copies
 from ...errors import MismatchError, TraceError, UnsupportedError
 from ...schedule import Schedule
 from ...stage import Stage
@@ -164,11 +165,15 @@ class StepRunner:
                 loss=Stage(loss, engine="eager") if eager_loss else loss,
                 reduction="mean" if self.mean else "sum",
                 overlap=self.overlap,
-                dp=None if self.copies is None else group_of(self.copies, self.device, "dp"),
-                dp_reduction=None if self.copies is None else "mean",
+                dp=self._copies(),
             )
             self.described = pipe.config.functions
         return bound, pipes[schedule, plain]
+
+    def _copies(self) -> Copies | None:
+        if self.copies is None:
+            return None
+        return copies(group_of(self.copies, self.device, "dp"), reduction="mean")
 
     @contextmanager
     def reporting(self, schedule: Schedule) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ... import Microbatches, Pipeline, adopt, make_schedule, pipeline, value_and_grad
+from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
 from ...stage import Stage
 from .._rl import checkpoints, exports, models
@@ -181,15 +181,14 @@ class FpipeEngine(base.BaseEngine):
         if config.dtype != config.model_dtype:
             options["accumulate"] = torch.float32
         if self.copies is not None:
-            options |= {
-                "dp": self.copies,
-                "zero": config.zero,
-                "dp_reduction": "mean",
-                "unsharded": config.unsharded,
-                "bucket_bytes": config.bucket_bytes,
-            }
-            options |= (
-                {} if config.reduce_dtype is None else {"reduce_dtype": DTYPES[config.reduce_dtype]}
+            dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+            options["dp"] = copies(
+                self.copies,
+                zero=config.zero,
+                reduce_dtype=dtype,
+                bucket_bytes=config.bucket_bytes,
+                unsharded=config.unsharded,
+                reduction="mean",
             )
         loss = Stage(self.loss, engine="eager", like=like, name="loss")
         return pipeline(

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...actions.costs import Costs
-from ...engine.auto import Auto
-from ...engine.config import Config
+from ...engine.config import Chosen, Config
 from ...schedule import Schedule
 from .. import pictures
 from ..search.comparison import per_share
@@ -26,7 +25,7 @@ def shown(config: Config, schedule: Callable[[int], Schedule]) -> str:
         ("reduction", config.reduction),
     ]
     picture = ""
-    if config.microbatches is not None and not isinstance(config.schedule, Auto):
+    if config.microbatches is not None and not isinstance(config.schedule, Chosen):
         found = schedule(config.microbatches)
         picture = pictures.figure(found.simulate(per_share(Costs(), found)))
     return pictures.table(["", ""], rows) + picture

@@ -12,7 +12,7 @@ import torch
 
 import fpipe
 from fpipe import Costs, ScheduleError, StageError
-from fpipe.engine import auto
+from fpipe.products.search import auto
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def fpipe_leaves(result: tuple[torch.Tensor, list[torch.Tensor]]) -> list[torch.
 def test_why_says_what_was_chosen() -> None:
     params, x = model(4)
     pipe = fpipe.pipeline(
-        [layer] * 4, "auto", memory="1GB", loss=loss, microbatches=4, group=fpipe.local(2)
+        [layer] * 4, fpipe.auto(memory="1GB"), loss=loss, microbatches=4, group=fpipe.local(2)
     )
     assert "the first call" in pipe.why
     fpipe.value_and_grad(pipe)(params, x, x)
@@ -70,7 +70,11 @@ def test_why_says_what_was_chosen() -> None:
 def test_given_costs_choose_the_placement_when_it_is_built() -> None:
     costs = Costs(F=[1, 1, 1, 1], I=1, W=1)
     pipe = fpipe.pipeline(
-        [layer] * 4, "auto", costs=costs, memory=4, loss=loss, microbatches=4, group=fpipe.local(2)
+        [layer] * 4,
+        fpipe.auto(memory=4, costs=costs),
+        loss=loss,
+        microbatches=4,
+        group=fpipe.local(2),
     )
     assert pipe.schedule(4).simulate(costs).bubble == 0 and "bubble 0.00%" in pipe.why
     params, x = model(4)
@@ -87,8 +91,7 @@ def test_less_memory_gives_a_schedule_that_holds_less() -> None:
     for share in (0.5, 0.8):
         pipe = fpipe.pipeline(
             [layer] * 4,
-            "auto",
-            memory=share * most,
+            fpipe.auto(memory=share * most),
             loss=loss,
             microbatches=8,
             group=fpipe.local(2),
@@ -113,11 +116,11 @@ def test_a_choice_whose_plans_hold_more_than_was_expected_is_made_again() -> Non
             peak=dict(enumerate(held if schedule is run else (h + 3 for h in held))),
         )
 
-    chosen = auto.Auto.of(fpipe.local(2), 4, 9.0, None, 6).estimated(6, plans_of, run, "cpu")
+    chosen = auto.Auto(fpipe.local(2), 4, 9.0).estimated(6, plans_of, run, 1.0)
     assert max(chosen.simulate(costs).peak_bytes) + 3 <= 9
     assert len(tried) > 2, "the first choice was taken"
     with pytest.raises(ScheduleError, match="memory"):
-        auto.Auto.of(fpipe.local(2), 4, 4.0, None, 6).estimated(6, plans_of, run, "cpu")
+        auto.Auto(fpipe.local(2), 4, 4.0).estimated(6, plans_of, run, 1.0)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9])
@@ -130,7 +133,7 @@ def test_plans_keep_to_the_memory_or_the_choice_is_refused(share: float) -> None
     x = torch.cat([x, x[:4]])
     memory = share * max(named.plan(params, x, x).peak.values())
     pipe = fpipe.pipeline(
-        [layer] * 6, "auto", memory=memory, loss=loss, microbatches=6, group=fpipe.local(2)
+        [layer] * 6, fpipe.auto(memory=memory), loss=loss, microbatches=6, group=fpipe.local(2)
     )
     with contextlib.suppress(ScheduleError):
         fpipe.value_and_grad(pipe)(params, x, x)
@@ -140,14 +143,10 @@ def test_plans_keep_to_the_memory_or_the_choice_is_refused(share: float) -> None
 def test_too_little_memory_and_options_that_do_not_fit_are_errors() -> None:
     params, x = model(2)
     pipe = fpipe.pipeline(
-        [layer] * 2, "auto", memory=100, loss=loss, microbatches=4, group=fpipe.local(2)
+        [layer] * 2, fpipe.auto(memory=100), loss=loss, microbatches=4, group=fpipe.local(2)
     )
     with pytest.raises(ScheduleError, match="memory"):
         fpipe.value_and_grad(pipe)(params, x, x)
-    with pytest.raises(StageError, match='schedule="auto"'):
-        fpipe.pipeline(
-            [layer] * 2, "1F1B", memory=100, loss=loss, microbatches=4, group=fpipe.local(2)
-        )
     with pytest.raises(StageError, match="3 stages cannot be placed evenly on 2 ranks"):
         fpipe.pipeline([layer] * 3, "auto", loss=loss, microbatches=4, group=fpipe.local(2))
 
@@ -155,7 +154,9 @@ def test_too_little_memory_and_options_that_do_not_fit_are_errors() -> None:
 def _on_rank() -> tuple[str, str, float]:
     group = fpipe.init()
     params, x = model(4)
-    pipe = fpipe.pipeline([layer] * 4, "auto", memory="1GB", loss=loss, microbatches=4, group=group)
+    pipe = fpipe.pipeline(
+        [layer] * 4, fpipe.auto(memory="1GB"), loss=loss, microbatches=4, group=group
+    )
     value, _ = fpipe.value_and_grad(pipe)(pipe.place(params), x, x)
     return pipe.schedule(4).digest, pipe.why, float(value)
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
-from ..actions.costs import Costs, as_costs
-from ..actions.product import feature, product
-from ..collectives.group import Group
-from ..errors import ScheduleError, StageError
-from ..generators import Source, make_schedule
-from ..generators.memory_limit import Memory, in_bytes
-from ..schedule import Placement, Schedule
-from .handshake import alone
+from ...actions.costs import Costs, as_costs
+from ...collectives.group import Group
+from ...errors import ScheduleError, StageError
+from ...generators import make_schedule
+from ...generators.memory_limit import in_bytes
+from ...schedule import Placement, Schedule
+from .choose import choose
 
 #: op or figure -> stage -> its value
 Figures = Mapping[str, Mapping[int, float]]
@@ -45,6 +44,47 @@ class Plans(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Automatic:
+    """A schedule that is to be chosen; see :func:`auto`."""
+
+    memory: float | None
+    costs: Costs | None
+
+    def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Auto:
+        """What chooses the schedule of a pipeline."""
+        bound = Auto(group, stages, self.memory, self.costs)
+        if self.costs is not None:
+            number = 2 * group.size if microbatches is None else microbatches
+            bound.choose(number, self.costs, None)
+        return bound
+
+
+def auto(memory: float | str | None = None, costs: Costs | None = None) -> Automatic:
+    """A schedule that is chosen for its costs and its memory: a value for
+    ``fpipe.pipeline(schedule=)``, where ``"auto"`` is the same without limits.
+
+    Args:
+        memory: what a rank may use: bytes, or text such as ``"60GB"``.
+        costs: as from ``fpipe.measure_costs``. None: estimates in the first call.
+
+    Returns:
+        A value for ``fpipe.pipeline(schedule=)``; ``pipe.why`` says what was chosen and why.
+
+    Raises:
+        StageError: if the memory is no limit.
+        ScheduleError: if it cannot be read.
+
+    >>> auto(memory="60GB").memory
+    60000000000.0
+    """
+    if memory is not None and not isinstance(memory, (str, int, float)):
+        raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
+    if costs is not None:
+        as_costs(costs)
+    return Automatic(None if memory is None else in_bytes(memory), costs)
+
+
 @dataclass(frozen=True, eq=False)
 class Auto:
     """A schedule that is chosen: a function (ranks, microbatches) -> Schedule, as
@@ -59,24 +99,6 @@ class Auto:
     memory: float | None
     costs: Costs | None = None
     chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        group: Group,
-        stages: int,
-        memory: Memory,
-        costs: Costs | None,
-        microbatches: int | None,
-    ) -> Auto:
-        """The choice that a pipeline begins with."""
-        if memory is not None and not isinstance(memory, (str, int, float)):
-            raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
-        auto = cls(group, stages, None if memory is None else in_bytes(memory), costs)
-        if costs is not None:
-            as_costs(costs)
-            auto.choose(2 * group.size if microbatches is None else microbatches, costs, None)
-        return auto
 
     def __call__(self, ranks: int, microbatches: int) -> Schedule:
         if microbatches in self.chosen:
@@ -94,8 +116,6 @@ class Auto:
         """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations.
         Collective.
         """
-        choose = product("search.choose").choose
-
         answer: tuple[str, str] | str = ""
         if 0 in self.group.here:
             limit = None if self.memory is None else self.memory - used
@@ -106,7 +126,7 @@ class Auto:
                         f"messages, {used:g} bytes"
                     )
                     raise ScheduleError(
-                        f"{what}; give more memory, more ranks or zero=", rule="memory"
+                        f"{what}; give more memory, more ranks or copies(zero=)", rule="memory"
                     )
                 choice = choose(
                     costs,
@@ -123,9 +143,7 @@ class Auto:
                 )
             except ScheduleError as error:
                 answer = str(error)
-        first = (
-            answer if alone(self.group) else next(filter(None, self.group.gather_objects(answer)))
-        )
+        first = next(filter(None, self._gathered(answer)))
         if isinstance(first, str):
             raise ScheduleError(first, rule="memory")
         name, text = first
@@ -133,11 +151,16 @@ class Auto:
         return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
 
     def estimated(
-        self, microbatches: int, plans_of: Callable[[Schedule], Plans], run: Schedule, devices: str
+        self,
+        microbatches: int,
+        plans_of: Callable[[Schedule], Plans],
+        run: Schedule,
+        latency: float,
     ) -> Schedule:
         """Choose from what the programs of all stages are expected to take. Collective.
 
-        ``run`` is a schedule with the same placement, and ``plans_of`` returns the plans of one.
+        ``run`` is a schedule with the same placement, ``plans_of`` returns the plans of one, and
+        ``latency`` is that of a message, in microseconds.
         What plans hold beside activations depends on the schedule, so the plans of what is chosen
         are checked. Where they exceed the memory, the choice is made again with as much less.
         """
@@ -146,8 +169,7 @@ class Auto:
         for part in self._gathered(_plain(plans.figures)):
             for name, values in part.items():
                 known.setdefault(name, {}).update(values)
-        rates = feature("weaving.estimates").RATES
-        costs = costs_of(known, self.stages, rates.get(devices, rates["cuda"]).latency / 1000)
+        costs = costs_of(known, self.stages, latency)
         held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0
@@ -165,7 +187,7 @@ class Auto:
         raise ScheduleError(
             f"the plans of {TRIES} schedules that were chosen take more than "
             f"memory={self.memory:g}, the last one by "
-            f"{over:,.0f} bytes; give more memory, more ranks or zero=",
+            f"{over:,.0f} bytes; give more memory, more ranks or copies(zero=)",
             rule="memory",
         )
 
@@ -174,23 +196,8 @@ class Auto:
         return {rank: peak for part in self._gathered(plans.peak) for rank, peak in part.items()}
 
     def _gathered(self, here: T) -> list[T]:
-        return [here] if alone(self.group) else self.group.gather_objects(here)
-
-
-def chosen_by(
-    schedule: Source,
-    group: Group,
-    stages: int,
-    memory: Memory,
-    costs: Costs | None,
-    microbatches: int | None,
-) -> Source:
-    """``schedule`` as it is, or what chooses one where it is "auto"."""
-    if schedule == "auto":
-        return Auto.of(group, stages, memory, costs, microbatches)
-    if memory is not None or costs is not None:
-        raise StageError('memory= and costs= are for schedule="auto"; leave them out')
-    return schedule
+        alone = len(self.group.here) == self.group.size
+        return [here] if alone else self.group.gather_objects(here)
 
 
 def _plain(figures: Figures) -> dict[str, dict[int, float]]:
