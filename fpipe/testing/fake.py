@@ -10,8 +10,9 @@ before it has arrived is detected.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import count
@@ -35,6 +36,7 @@ from ..collectives.group import (
     part_of,
 )
 from ..collectives.reduce import add_up
+from ..collectives.trail import at
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
@@ -162,14 +164,18 @@ class FakeGroup(Group):
             raise self._disagreement()
         if ready():
             return
-        note = world.ranks[self.rank].note
-        waited = f"rank {self.rank}{f' ({note})' if note else ''} waited {what}"
+        waited = f"rank {self.rank}{at(world.ranks[self.rank].note)} waited {what}"
         if not in_time:
-            remedy = "Look there first; raise timeout= if a step may take that long"
             raise StalledError(
-                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. {remedy}"
+                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. Look "
+                "there first; raise timeout= if a step may take that long"
             )
         raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
+
+    def _meet(self, present: Container[int], what: str) -> None:
+        """Pause until all ranks are present."""
+        for rank in range(self.size):
+            self._until(partial(operator.contains, present, rank), rank, what.format(rank))
 
     # ---- calls ----
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
@@ -198,20 +204,17 @@ class FakeGroup(Group):
             return
         announced, left = self._announced, self._network.left[self._call]
         self._announced, self._refused, self._numbers = {}, False, count()
-        for rank in range(self.size):
-            self._until(lambda rank=rank: rank in announced, rank, f"for the call of rank {rank}")
+        self._meet(announced, "for the call of rank {}")
         left.add(self.rank)
         if len(left) == self.size:
             self._network.channels.clear()
             self._network.calls.clear()
-        for rank in range(self.size):
-            self._until(lambda rank=rank: rank in left, rank, f"for rank {rank} to leave a call")
+        self._meet(left, "for rank {} to leave a call")
 
     def confirm(self) -> None:
         """Wait until every rank has announced the same call."""
-        announced = self._announced
-        for rank in range(self.size) if announced else ():
-            self._until(lambda rank=rank: rank in announced, rank, f"for the call of rank {rank}")
+        if self._announced:
+            self._meet(self._announced, "for the call of rank {}")
 
     def _differs(self) -> bool:
         return len({word for word, _ in self._announced.values()}) > 1
@@ -292,9 +295,8 @@ class FakeGroup(Group):
             return message is not None and world.clock >= message.arrival
 
         def ready() -> bool:
-            world.pause(
-                dst, lambda: True, "for its turn to look"
-            )  # a loop that polls must let the others run
+            # a loop that polls must let the others run
+            world.pause(dst, lambda: True, "for its turn to look")
             return arrived()
 
         def finish() -> tuple[Tensor, ...]:
@@ -344,10 +346,7 @@ class FakeGroup(Group):
         call[self.rank] = (name, value)
 
         def values() -> list[Any]:
-            for rank in range(self.size):
-                self._until(
-                    lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}"
-                )
+            self._meet(call, f"for rank {{}} to come to {name}")
             for rank, (other, _) in sorted(call.items()):
                 if other != name:
                     rule = "all ranks must call the same collectives in one order"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DeadlockError, GroupError
 
@@ -30,8 +30,7 @@ class Killed(BaseException):
     """Ends the thread of a rank with a Kill fault; only the world catches it."""
 
 
-@dataclass
-class Waiting:
+class Waiting(NamedTuple):
     """Why a rank does not run: the condition it waits for, as text as well, and its time-out."""
 
     ready: Callable[[], bool]
@@ -133,7 +132,14 @@ class World:
         if self._given_up:
             return
         while alive := [state for state in self.ranks if not state.ended]:
-            able = [state for state in alive if self.stuck or self._able(state)]
+            able = [
+                state
+                for state in alive
+                if self.stuck
+                or (waiting := state.waiting) is None
+                or waiting.ready()
+                or self.clock >= waiting.deadline
+            ]
             if able:
                 state = self.random.choice(able)
                 self._turns, self._running = self._turns + 1, state.rank
@@ -141,11 +147,6 @@ class World:
                 return
             self._jump(alive)
         self._over.set()
-
-    def _able(self, state: RankState) -> bool:
-        return (
-            state.waiting is None or state.waiting.ready() or self.clock >= state.waiting.deadline
-        )
 
     def _jump(self, alive: list[RankState]) -> None:
         """Advance the clock to the next arrival or time-out; all are stuck if no message is under
@@ -172,13 +173,10 @@ class World:
     def describe(self, rank: int) -> str:
         """The last action and the error of a rank, as a sentence."""
         state = self.ranks[rank]
+        error = state.error
         known = f"Nothing is known of rank {rank}"
         if state.note:
             known = f"Rank {rank}'s last known action was {state.note}"
-        if (
-            isinstance(state.error, GroupError)
-            or state.error is None
-            or isinstance(state.error, Killed)
-        ):
+        if error is None or isinstance(error, (GroupError, Killed)):
             return known
-        return f"{known}; it raised {type(state.error).__name__}: {state.error}"
+        return f"{known}; it raised {type(error).__name__}: {error}"
