@@ -96,14 +96,10 @@ class C10dGroup(Group):
         )
         self._transport: Transport | None = None
         self.at_once = False
-        if device.type == "cpu" and self.size > 1 and self.can.backend == "gloo":
-            self._transport, self.at_once = connect(
-                self._monitor, self._agreement, self._rendezvous.gather
-            )
-        if self._transport is not None and self.at_once:
-            self._agreement.exchange = self._transport.words
-        elif self.size > 1 and backends.get("cpu") == "gloo":
+        if self.size > 1 and backends.get("cpu") == "gloo":
             self._agreement.exchange = Reduced(pg)
+            if device.type == "cpu":
+                self._share_host()
 
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
         #: Receives under way, and messages that never arrive: buffers of the backend.
@@ -111,6 +107,14 @@ class C10dGroup(Group):
         self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
         self._self = LocalGroup((device,))
         self._waiter: CallThread | None = None
+
+    def _share_host(self) -> None:
+        """Connect with the ranks of this host, in place of the backend."""
+        self._transport, self.at_once = connect(
+            self._monitor, self._agreement, self._rendezvous.gather
+        )
+        if self._transport is not None and self.at_once:
+            self._agreement.exchange = self._transport.words
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"

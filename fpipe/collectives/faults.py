@@ -165,40 +165,27 @@ class FaultMonitor:
         journal.failed("", peers, lost=not late)
         trail = search(journal, self.me, peers, lost=not late)
         if journal.lost and trail.kind != RAISED:
-            trail = self._without_store(
-                trail, one=len(peers) == 1 and not isinstance(error, _OF_STORE)
+            one = len(peers) == 1 and not isinstance(error, _OF_STORE)
+            trail = self._without_store(trail, one)
+        why = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
+        waited = f"rank {self.me}{at(journal.text)} waited"
+        whom = f"{doing} {f'rank {peers[0]}' if len(peers) == 1 else 'all ranks'}"
+        broken: GroupError
+        if late:
+            broken = StalledError(
+                f"{waited} {seconds:.1f} s {whom}, longer than timeout={self.timeout:g}. {why}; "
+                "raise timeout= if a step may take that long"
             )
-        self.broken = self._mismatch(trail.suspect) or self._error(
-            error, peers, doing, seconds, late, trail
-        )
-        journal.cause = self.broken
+        else:
+            broken = PeerError(
+                f"{waited} {whom}, and the connection broke. {why}; this group cannot be used "
+                f"again (the backend said: {_short(error)})"
+            )
+        self.broken = journal.cause = broken = self._mismatch(trail.suspect) or broken
         journal.conclude(trail.suspect, trail.text)
         journal.hurry()
         self._linger(end - time.monotonic())
-        return self.broken
-
-    def _error(
-        self,
-        error: BaseException,
-        peers: tuple[int, ...],
-        doing: str,
-        seconds: float,
-        late: bool,
-        trail: Trail,
-    ) -> GroupError:
-        first = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
-        whom = f"rank {peers[0]}" if len(peers) == 1 else "all ranks"
-        me = f"rank {self.me}{at(self.journal.text)}"
-        if late:
-            return StalledError(
-                f"{me} waited {seconds:.1f} s {doing} {whom}, longer than "
-                f"timeout={self.timeout:g}. "
-                f"{first}; raise timeout= if a step may take that long"
-            )
-        return PeerError(
-            f"{me} waited {doing} {whom}, and the connection broke. "
-            f"{first}; this group cannot be used again (the backend said: {_short(error)})"
-        )
+        return broken
 
     def end(self, error: GroupError) -> None:
         """Fail with an error that all ranks raise."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...devices import cores
 from ...errors import GroupError, MismatchError
 from ..agreement import Agreement
-from ..faults import FaultMonitor
+from ..faults import FaultMonitor, too_many_files
 from ..group import Done, Pending, Sender, Work
 from ..rendezvous import Gather
 from ..wire import WireFormat
@@ -318,8 +318,7 @@ def _or_backend(monitor: FaultMonitor) -> Iterator[None]:
     except OSError as error:  # another user's memory, or no memory files, or no address space
         if error.errno in (errno.EMFILE, errno.ENFILE):
             failure = GroupError(
-                f"this process cannot open another file ({error}); raise the limit of open files, "
-                "as with ulimit -n 4096"
+                f"this process cannot open another file ({error}){too_many_files(error)}"
             )
             monitor.failed(failure)  # the others wait for this rank
             raise failure from error
