@@ -33,7 +33,7 @@ from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities
 from .faults import FaultMonitor
-from .group import Facts, Group, Pending, Receiver, Sender, Work
+from .group import Done, Facts, Group, Pending, Receiver, Sender, Work
 from .journal import Journal
 from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
@@ -153,7 +153,8 @@ class C10dGroup(Group):
         form = wire_format(tuple(map(Spec.of, tensors)) if specs is None else specs)
         transport = self._near(dst)
         if transport is not None:
-            return transport.send(form, tensors, dst)
+            transport.sender(form, dst)(tensors)
+            return Done()
         buffers = form.pack(tensors, src, dst)
         if self._staged:
             buffers = [buffer.cpu() for buffer in buffers]

@@ -36,12 +36,8 @@ class Transport(Protocol):
         """Whether it carries messages to a rank."""
         ...
 
-    def send(self, form: WireFormat, tensors: tuple[Tensor, ...], dst: int) -> Work:
-        """Send a message, without waiting for its receiver."""
-        ...
-
     def sender(self, form: WireFormat, dst: int) -> Sender:
-        """:meth:`send` for messages of one form."""
+        """A function that sends a message, without waiting for its receiver."""
         ...
 
     def recv(self, form: WireFormat, src: int) -> Work:

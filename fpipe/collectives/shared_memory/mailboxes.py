@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ...devices import cores
 from ...errors import GroupError, MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor, too_many_files
-from ..group import Done, Pending, Sender, Work
+from ..group import Pending, Sender, Work
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
@@ -44,7 +45,6 @@ _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
 _CPU = torch.device("cpu")
-_SENT = Done()
 
 
 class Address(NamedTuple):
@@ -125,17 +125,11 @@ class SharedMemory:
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def __str__(self) -> str:
-        return "through shared memory"
-
     # ---- sending ----
-    def send(self, form: WireFormat, tensors: tuple[Tensor, ...], dst: int) -> Work:
-        """Copy a message into the outbox; if it does not fit it is written later."""
-        self.sender(form, dst)(tensors)
-        return _SENT
-
     def sender(self, form: WireFormat, dst: int) -> Sender:
-        """:meth:`send` for messages of one form."""
+        """A function that copies a message into the outbox; if it does not fit it is written
+        later.
+        """
         monitor, writer, message = self._monitor, self._writers[dst, PLANS], pieces(form.sizes)
         pack, src = form.pack, monitor.rank
 
@@ -205,8 +199,7 @@ class SharedMemory:
 
         It returns None also where an earlier message was requested and not read.
         """
-        inbox, fetch = self._inboxes[src, PLANS], self._fetch
-        return lambda: fetch(inbox, form)
+        return partial(self._fetch, self._inboxes[src, PLANS], form)
 
     def _fetch(self, inbox: _Inbox, form: WireFormat) -> tuple[Tensor, ...] | None:
         reader, message = inbox.reader, pieces(form.sizes)
