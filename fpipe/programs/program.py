@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, count
@@ -96,15 +96,6 @@ class Operation:
     reads: tuple[Value, ...] = ()
     value: Value = None
     mark: str | None = None
-
-
-def tensors(value: Value) -> Iterator[Aval]:
-    """The tensors of what an operation computes."""
-    if isinstance(value, Aval):
-        yield value
-    elif value is not None:
-        for item in value:
-            yield from tensors(item)
 
 
 def users(operations: Iterable[Operation]) -> dict[str, list[Operation]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a traced graph show, and its clean-up: fewer operations with the same results.
+"""What the nodes of a traced graph show, and its clean-up.
 
 Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs,
 ``t0..`` state, ``dy0..`` cotangents. Knows graphs, no stages.
@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..actions.product import feature
 from ..tree import arriving
-from .internals import draws, mutates, operator_of, storage_id
+from .internals import storage_id
 from .program import Held
 
+VIEW = torch.ops.aten.view.default
 _T = torch.ops.aten.t.default
-_SUM = torch.ops.aten.sum.dim_IntList
-_VIEW = torch.ops.aten.view.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: Parts of the names of operations that have rules of their own, in the pass ``operators``.
 _SPECIAL = (
@@ -114,7 +112,8 @@ def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
     if special:
         feature("operators").replace_writes_and_convolutions(graph)
     remove_identities(graph)
-    simplify(graph)
+    if graph.graph.find_nodes(op="call_function", target=VIEW):
+        feature("views").remove_views(graph)
     if special:
         feature("operators").spell_out(graph)
     copy_shared_outputs(graph)
@@ -165,111 +164,3 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
             copies[node].meta["val"] = value.clone(memory_format=torch.contiguous_format)
     output.args = ([copies.get(n, n) for n in output.args[0]],)
     graph.graph.lint()
-
-
-# ---- views ----
-def simplify(graph: fx.GraphModule) -> None:
-    """Remove views that are not needed.
-
-    A sum that keeps its axes for a view to drop them drops them itself: the gradient of each bias
-    is such a sum. Elementwise operations between a view and its inverse are done without both.
-
-    >>> gm = fx.symbolic_trace(lambda x: x)  # (
-    ...     a traced graph has values in its nodes' meta; this one has none)
-    >>> simplify(gm)
-    """
-    for node in list(graph.graph.nodes):
-        if node.target is _VIEW and _drops_axes(node):
-            total = argument(node, 0)
-            node.target = _SUM
-            node.args = (*total.args[:2], False)
-            node.kwargs = total.kwargs
-            graph.graph.erase_node(total)
-        elif _elementwise(node):
-            _apply_before_views(node)
-
-
-def _drops_axes(view: fx.Node) -> bool:
-    """Whether a view only drops the axes that a sum kept."""
-    total = view.args[0] if view.args else None  # an erased view has no arguments
-    if not isinstance(total, fx.Node) or total.target is not _SUM:
-        return False
-    if len(total.users) > 1 or len(total.args) != 3 or not total.args[2]:
-        return False
-    kept = value_of(total)
-    dropped = value_of(view)
-    axes = total.args[1]
-    if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
-        return False
-    summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
-    return bool(summed) and _same(
-        dropped.shape, [n for axis, n in enumerate(kept.shape) if axis not in summed]
-    )
-
-
-def _elementwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from the same elements of its inputs, without random
-    numbers.
-    """
-    op = operator_of(node)
-    return op is not None and torch.Tag.pointwise in op.tags and not mutates(op) and not draws(node)
-
-
-def _apply_before_views(node: fx.Node) -> None:
-    """Apply an elementwise operation to the inputs of the views that it reads, and view the result.
-
-    Where the result is viewed back in the shape of those inputs, both views go.
-    """
-    views = node.all_input_nodes
-    value = value_of(node)
-    if value is None or not views or any(view.target is not _VIEW for view in views):
-        return
-    sources = [argument(view, 0) for view in views]
-    flat = _common_shape(sources, value.numel())
-    shape = _common_shape(views, value.numel())
-    if flat is None or shape is None or not value.is_contiguous() or not _same(shape, value.shape):
-        return
-    views_back = [user for user in node.users if _is_view(user, flat)]
-    if not views_back and not all(_elementwise(user) for view in views for user in view.users):
-        return
-    for view, source in zip(views, sources, strict=True):
-        node.replace_input_with(view, source)
-    node.meta["val"] = value.view(flat)
-    with node.graph.inserting_after(node):
-        viewed = node.graph.call_function(_VIEW, (node,))
-    viewed.args = (node, list(value.shape))  # sizes may be symbols, which call_function warns of
-    viewed.meta = {**node.meta, "val": value}
-    node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user is not viewed)
-    for view in views_back:
-        view.replace_all_uses_with(node)
-        node.graph.erase_node(view)
-    for view in (viewed, *views):
-        if not view.users:
-            node.graph.erase_node(view)
-
-
-def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | None:
-    """The shape of values that are all contiguous, of one shape and of ``count`` elements."""
-    values = [value for node in nodes if (value := value_of(node)) is not None]
-    if len(values) < len(nodes):
-        return None
-    shape = tuple(values[0].shape)
-    alike = all(
-        value.is_contiguous()
-        and statically_known_true(value.numel() == count)
-        and _same(value.shape, shape)
-        for value in values
-    )
-    return shape if alike else None
-
-
-def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:
-    value = value_of(node)
-    return node.target is _VIEW and value is not None and _same(value.shape, shape)
-
-
-def _same(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are equal for all sizes that the trace may have."""
-    return len(one) == len(other) and all(
-        statically_known_true(a == b) for a, b in zip(one, other, strict=True)
-    )

@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import cache, simplify
+from fpipe.passes import views
+from fpipe.programs import cache
 from fpipe.programs.program import Programs
 
 torch.manual_seed(0)
@@ -664,6 +667,22 @@ def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(
     assert trace(fn, EYE, X, heat=1.0) is not made[0], "the oldest went"
 
 
+def test_a_plain_trace_loads_no_pass():
+    code = """
+import sys, torch, fpipe
+stage = lambda p, x: x + torch.tanh(x @ p)
+pipe = fpipe.pipeline([stage] * 2, "GPipe", loss=lambda y, t: (y - t).sum(), microbatches=2,
+                      group=fpipe.local(2))
+x = torch.ones(4, 3)
+fpipe.value_and_grad(pipe)([torch.eye(3)] * 2, x, x)
+print([name for name in sys.modules if name.startswith("fpipe.passes.")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "ALIKE", 3)
     fn = lambda p, x, *, layer: x @ p * layer
@@ -838,7 +857,7 @@ def test_views_there_and_back_are_left_out_in_the_same_bits(
     p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
     x = torch.randn(2, 3, 4)
     own = trace(lambda p, x: stage(p, x), p, x)
-    monkeypatch.setattr(simplify, "simplify", lambda graph: None)
+    monkeypatch.setattr(views, "remove_views", lambda graph: None)
     plain = trace(lambda p, x: stage(p, x), p, x)
     count = lambda programs: sum(
         "shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines()

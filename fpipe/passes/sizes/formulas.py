@@ -25,26 +25,23 @@ from .symbols import NAMES, Computed, SymbolicFake, Symbols, computed, is_symbol
 Numbers: TypeAlias = tuple[Any, ...]
 
 
-class Size(int):
+class Placed:
+    """A number that depends on the sizes of the inputs, with its place among the formulas."""
+
+    place: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the source of a program."""
+        return f"n{self.place}"
+
+
+class Size(Placed, int):
     """An integer that depends on the sizes of the inputs."""
 
-    place: int
 
-    @property
-    def name(self) -> str:
-        """Its name in the source of a program."""
-        return f"n{self.place}"
-
-
-class Real(float):
+class Real(Placed, float):
     """A float that depends on the sizes of the inputs."""
-
-    place: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the source of a program."""
-        return f"n{self.place}"
 
 
 def sized(value: int | float, place: int) -> Size | Real:
@@ -156,7 +153,7 @@ def at(value: Any, numbers: Numbers) -> Any:
     >>> at([sized(7, 0), 1, "a"], (8,))
     [8, 1, 'a']
     """
-    if isinstance(value, (Size, Real)):
+    if isinstance(value, Placed):
         return numbers[value.place]
     if isinstance(value, Aval):
         shape = at(value.shape, numbers)
@@ -231,7 +228,7 @@ def _program_at(
     """The program for other sizes. It shares the code, which refers to sizes by name."""
     assert isinstance(program.run, FunctionType)
     given = program.run.__globals__
-    changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))}
+    changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, Placed)}
     run = FunctionType(program.run.__code__, {**given, **changed}, program.name)
     head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
     return replace(

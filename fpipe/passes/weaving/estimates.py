@@ -10,6 +10,7 @@ device types; no stages and no ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...programs.program import Operation, Value, fill, tensors
+from ...programs.program import Operation, Value, fill
 from ...tree import Aval
 
 
@@ -103,7 +104,7 @@ def started(one: Operation) -> Collective | None:
     """The collective that an operation starts, if it is a functional collective."""
     if _namespace(one) != "_c10d_functional" or _name(one) == "wait_tensor":
         return None
-    results = list(tensors(one.value))
+    results = list(_tensors(one.value))
     nbytes = max(sum(map(_bytes, results)), _bytes_read(one))
     members = next(
         (a for a in reversed(one.args) if isinstance(a, str) or hasattr(a, "group_name")), "?"
@@ -142,7 +143,7 @@ def nanoseconds(one: Operation) -> int:
     """How long an operation keeps its device busy; to start a collective takes no time here."""
     if _name(one) in _FREE or _namespace(one) == "_c10d_functional":
         return 0
-    results = list(tensors(one.value))
+    results = list(_tensors(one.value))
     rates = _rates(_device(results))
     moved = sum(map(_bytes, results)) + _bytes_read(one)
     return rates.launch + int(max(_flops(one, results) / rates.flops, moved / rates.memory))
@@ -177,12 +178,21 @@ def _namespace(one: Operation) -> str:
     return getattr(one.target, "namespace", "")
 
 
+def _tensors(value: Value) -> Iterator[Aval]:
+    """The tensors of what an operation computes."""
+    if isinstance(value, Aval):
+        yield value
+    elif value is not None:
+        for item in value:
+            yield from _tensors(item)
+
+
 def _bytes(aval: Aval) -> int:
     return prod(aval.shape) * aval.dtype.itemsize
 
 
 def _bytes_read(one: Operation) -> int:
-    return sum(_bytes(each) for value in one.reads for each in tensors(value))
+    return sum(_bytes(each) for value in one.reads for each in _tensors(value))
 
 
 def _device(results: list[Aval]) -> str:
