@@ -15,7 +15,7 @@ import fpipe
 from fpipe.actions.action import plain
 from fpipe.engine.calls import value_and_grad
 from fpipe.engine.execute import WATCH
-from fpipe.engine.profile.profiling import whole
+from fpipe.passes.profile.profiling import whole
 
 
 class Alone:

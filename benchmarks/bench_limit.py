@@ -27,8 +27,8 @@ from benchmarks.borders import PARTS, Borders
 from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.engine.profile.profiling import Measuring
 from fpipe.lowering.value_graph import spec_of
+from fpipe.passes.profile.profiling import Measuring
 
 MESSAGES = 20
 #: Steps in a row after one that does not count; the programs alone run as often, in the order of a

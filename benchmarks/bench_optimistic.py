@@ -25,8 +25,8 @@ from benchmarks.measure import ratio
 from fpipe.actions.action import Action
 from fpipe.actions.costs import Costs
 from fpipe.actions.simulation import simulate_rows
-from fpipe.engine.profile.profiling import Profile
 from fpipe.generators import make_schedule
+from fpipe.passes.profile.profiling import Profile
 from fpipe.schedule import Schedule
 
 SIMULATED = ("1F1B", "ZB1P", "ZBH2", "ZBVZeroBubble")

@@ -36,14 +36,14 @@ _TABLE = {
     "engine.copies": "copies",
     "products.search.auto": "auto",
     "engine.debugging": "debug",
-    "engine.derived.forward_mode": "hvp jvp",
-    "engine.derived.per_example": "per_example",
+    "passes.derived.forward_mode": "hvp jvp",
+    "passes.derived.per_example": "per_example",
     "engine.microbatches": "Microbatches",
     "engine.padding": "pad",
     "engine.building": "pipeline",
     "engine.gradients": "grad value_and_grad vjp",
     "engine.pipeline": "Pipeline",
-    "engine.profile.profiling": "measure_costs profile",
+    "passes.profile.profiling": "measure_costs profile",
     "engine.reduction": "weighted",
     "saving": "load receive save stream",
     "schedule": "Action Fused Placement Schedule Slice",
@@ -84,17 +84,12 @@ if TYPE_CHECKING:
     from .engine.building import pipeline as pipeline
     from .engine.copies import copies as copies
     from .engine.debugging import debug as debug
-    from .engine.derived.forward_mode import hvp as hvp
-    from .engine.derived.forward_mode import jvp as jvp
-    from .engine.derived.per_example import per_example as per_example
     from .engine.gradients import grad as grad
     from .engine.gradients import value_and_grad as value_and_grad
     from .engine.gradients import vjp as vjp
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline
-    from .engine.profile.profiling import measure_costs as measure_costs
-    from .engine.profile.profiling import profile as profile
     from .engine.reduction import weighted as weighted
     from .errors import *
     from .generators import make_schedule as make_schedule
@@ -102,6 +97,11 @@ if TYPE_CHECKING:
     from .generators import schedule_names as schedule_names
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
+    from .passes.derived.forward_mode import hvp as hvp
+    from .passes.derived.forward_mode import jvp as jvp
+    from .passes.derived.per_example import per_example as per_example
+    from .passes.profile.profiling import measure_costs as measure_costs
+    from .passes.profile.profiling import profile as profile
     from .passes.weaving.segments import segment as segment
     from .products.search.auto import auto as auto
     from .products.search.balancing import balance as balance

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import StageError
 from ..tree import Tree
 from . import calls, capture
 from .arguments import Call, Each
-from .derived import nested
 from .pipeline import Pipeline
 from .signatures import (
     A,
@@ -160,7 +160,7 @@ def value_and_grad(
 
         call = prepare(params, x, targets, side, loss_scale)
         if calls.surrounded():
-            value, grads = nested.value_and_grad(call, x)
+            value, grads = feature("derived.nested").value_and_grad(call, x)
         elif config.capture and not calls.observed():
             value, grads = _captured(
                 pipe, call, prepare, (params, x, targets, side, loss_scale), _value

@@ -23,7 +23,6 @@ from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
 from .config import Chosen, Config
-from .derived import nested
 from .plan_cache import Cache
 from .plan_report import Plans
 from .request import Mode
@@ -493,7 +492,9 @@ class Pipeline(Generic[Y, R]):
         [6.0, 30.0]
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
-        return nested.forward(call) if calls.surrounded() else calls.forward(call, self.cache)
+        if calls.surrounded():
+            return feature("derived.nested").forward(call)
+        return calls.forward(call, self.cache)
 
     def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory. Nothing

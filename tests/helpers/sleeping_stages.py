@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fpipe
-from fpipe.engine.profile.profiling import Measuring
+from fpipe.passes.profile.profiling import Measuring
 
 UNIT = 0.05  #: seconds; long beside the pauses of a loaded machine
 

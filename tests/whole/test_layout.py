@@ -70,7 +70,7 @@ PACKAGES = {
     "passes": Entry(
         "features that most pipelines do not use",
         "products",
-        "actions collectives devices engine errors lowering programs stage tree",
+        "actions collectives devices engine errors lowering programs schedule stage tree",
     ),
     "transforms": Entry(
         "gradient transforms, (init, update)",
@@ -88,8 +88,8 @@ PACKAGES = {
     "products": Entry(
         "pictures, search, clusters, training, the command line",
         "interop",
-        "actions collectives devices engine errors generators lowering programs saving schedule "
-        "stage transforms tree",
+        "actions collectives devices engine errors generators lowering passes programs saving "
+        "schedule stage transforms tree",
     ),
     "interop": Entry(
         "other people's models, trainers, files",

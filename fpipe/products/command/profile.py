@@ -139,7 +139,7 @@ def profile(
         raise click.BadParameter(
             f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model"
         )
-    from ...engine.profile.profiling import table
+    from ...passes.profile.profiling import table
     from ..training.launch import launch
 
     make: Any = (model, width, tokens, blocks)
@@ -192,7 +192,7 @@ def _on_rank(
 
     from ...collectives.setup import init
     from ...engine.gradients import value_and_grad
-    from ...engine.profile import profiling
+    from ...passes.profile import profiling
 
     torch.set_num_threads(1)
     group = init()

@@ -20,7 +20,7 @@ from ...actions import Timeline
 from ...collectives.setup import init
 from ...engine.building import pipeline
 from ...engine.gradients import value_and_grad
-from ...engine.profile.profiling import profile
+from ...passes.profile.profiling import profile
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
 from .gpt import Sizes, cross_entropy, gpt

@@ -20,14 +20,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import tree
+from ...engine import calls
+from ...engine.gradients import check_pipeline
+from ...engine.microbatches import Microbatches
+from ...engine.pipeline import Pipeline
+from ...engine.signatures import P
 from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
-from .. import calls
-from ..gradients import check_pipeline
-from ..microbatches import Microbatches
-from ..pipeline import Pipeline
-from ..signatures import P
 from .normalizations import PlainNormalizations
 from .variants import Chosen, Function, wrapped
 

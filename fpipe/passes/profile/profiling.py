@@ -24,11 +24,11 @@ from ...actions.product import product
 from ...actions.simulation import simulate_rows
 from ...actions.text_files import write_bytes
 from ...actions.timeline import Timeline
+from ...engine.gradients import value_and_grad
+from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
 from ...programs.cache import Spent, measured
 from ...schedule import Schedule
-from ..gradients import value_and_grad
-from ..pipeline import Pipeline
 from .costing import costs, shares, timeline
 from .recording import Log, Run, gathered, recording
 

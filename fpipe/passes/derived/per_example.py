@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ... import tree
+from ...engine.config import Config
+from ...engine.gradients import check_pipeline, value_and_grad
+from ...engine.microbatches import Microbatches, count, split
+from ...engine.pipeline import Pipeline
+from ...engine.signatures import P
 from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
-from ..config import Config
-from ..gradients import check_pipeline, value_and_grad
-from ..microbatches import Microbatches, count, split
-from ..pipeline import Pipeline
-from ..signatures import P
 from .variants import Chosen, Function, wrapped
 
 Factors: TypeAlias = Callable[[Tensor], Tensor]

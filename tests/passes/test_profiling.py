@@ -20,9 +20,9 @@ from fpipe import Action, Costs, FpipeError, StageError
 from fpipe.actions.action import Fused
 from fpipe.collectives.group import Done
 from fpipe.engine.execute import WATCH
-from fpipe.engine.profile.costing import costs, messages, shares, spans, timeline
-from fpipe.engine.profile.profiling import split, whole
-from fpipe.engine.profile.recording import Event, Run, differences, gathered
+from fpipe.passes.profile.costing import costs, messages, shares, spans, timeline
+from fpipe.passes.profile.profiling import split, whole
+from fpipe.passes.profile.recording import Event, Run, differences, gathered
 from fpipe.products.pictures import load
 
 

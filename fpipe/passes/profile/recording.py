@@ -22,10 +22,10 @@ import torch
 from ...actions.action import Action, plain
 from ...actions.action_kinds import OPS
 from ...collectives.group import Group, Pending
+from ...engine.execute import WATCH, Executable
 from ...errors import FpipeError
 from ...lowering.instructions import Instruction, Recv, Registers, Send, StepFn, Wait
 from ...tree import Spec
-from ..execute import WATCH, Executable
 
 _BESIDE = re.compile(f"with ([0-9]+)([{OPS}])([0-9]+)")
 _QUESTIONS = 12
