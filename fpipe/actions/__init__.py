@@ -11,7 +11,7 @@ from .action_kinds import KINDS, OPS, Kind, Op
 from .collector import uncollected
 from .costs import Beside, Costs, PerStage, as_costs
 from .placement import Placement
-from .progress import Track, progress
+from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
 from .timeline import Carried, Span, Timeline, Wait

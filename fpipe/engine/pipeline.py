@@ -523,5 +523,43 @@ class Pipeline(Generic[Y, R]):
         with self.config.claim:
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
+    def rehearse(
+        self,
+        ranks: Sequence[int],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        copies: int = 1,
+        zero: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> tuple[dict[int, Any], Any]:
+        """The plans that ranks of this local group would have if each were a process, beside
+        ``copies`` of the pipeline. Nothing runs.
+
+        Args:
+            ranks: those whose plans are wanted.
+            params, x, targets: as for a call; tensors on the device meta will do. ``x`` and
+                ``targets`` are those of one copy.
+            copies: how many copies of the pipeline there are.
+            zero: what they share, as in ``fpipe.pipeline``.
+            note: called with what is done next.
+
+        Returns:
+            By rank its ``plan``, the bytes of its ``parameters``, and of ``sent`` and ``received``
+            messages number and bytes; and the seconds of tracing and lowering.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
+        >>> by_rank, spent = pipe.rehearse([1], [torch.ones(1)] * 2, torch.ones(4))
+        >>> by_rank[1].received, by_rank[1].parameters
+        ((2, 16), 4)
+        """
+        return feature("rehearsal").rehearse(
+            self, ranks, params, x, *targets, copies=copies, zero=zero, note=note
+        )
+
 
 __all__ = ["Pipeline"]

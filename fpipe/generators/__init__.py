@@ -17,10 +17,12 @@ from .catalogue import (
     schedule_names,
     unregister_schedule,
 )
+from .memory_limit import in_bytes
 
 __all__ = [
     "Source",
     "about_schedule",
+    "in_bytes",
     "is_path",
     "make_schedule",
     "read_schedule",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..actions.progress import progress
+from ..actions import progress
 from ..collectives.codec import Node, dtype_name, from_bytes, from_node
 from ..errors import CheckpointError
 from ..tree import Tree

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import torch
 
-from ..actions.progress import progress
+from ..actions import progress
 from ..collectives.codec import from_bytes, to_bytes
 from ..errors import CheckpointError
 from ..tree import Tree

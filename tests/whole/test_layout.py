@@ -88,8 +88,8 @@ PACKAGES = {
     "products": Entry(
         "pictures, search, clusters, training, the command line",
         "interop",
-        "actions collectives devices engine errors generators lowering passes programs saving "
-        "schedule stage transforms tree",
+        "actions collectives devices engine errors generators saving schedule stage "
+        "transforms tree",
     ),
     "interop": Entry(
         "other people's models, trainers, files",
@@ -101,7 +101,15 @@ PACKAGES = {
 #: What is built on the library, and what no other part may import.
 PRODUCTS = {"products", "interop"}
 #: What imports public names alone.
-PUBLIC_ONLY = ("interop", "products.training")
+PUBLIC_ONLY = (
+    "interop",
+    "products.clusters",
+    "products.command",
+    "products.demo",
+    "products.training",
+)
+#: Except for these: what is in a checkpoint, and what a backend does, are no public values yet.
+NOT_YET_PUBLIC_ONLY = {"products.command.checkpoint", "products.command.doctor"}
 TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know == "torch"} | {
     "errors"
 }
@@ -226,7 +234,7 @@ def test_products_import_public_names():
     wrong = [
         f"{name} imports {found.target}: import what the package exports"
         for name, module in MODULES.items()
-        if name.startswith(PUBLIC_ONLY)
+        if name.startswith(PUBLIC_ONLY) and name not in NOT_YET_PUBLIC_ONLY
         for found in PACKAGE.inner_imports(module)
         if found.target.partition(".")[0] != module.entry and "." in found.target
     ]

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row
@@ -191,14 +190,13 @@ class Profile:
         lines = [
             self._headline,
             "",
-            table(
-                self.costs,
+            self.costs.table(
                 {
                     action.op
                     for row in self.timeline.rows
                     for action in row
                     if isinstance(action, Action)
-                },
+                }
             ),
             "",
             "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
@@ -391,25 +389,3 @@ def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
 
     rows = tuple(map(row, schedule))
     return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
-
-
-def table(price: Costs, ran: Collection[str] = "FBIW") -> str:
-    """Measured costs as text: a line per stage, and one for messages. Only kinds that ``ran`` were
-    measured.
-    """
-    kinds = [name for name in "FBIW" if name in ran]
-    columns = {name: value for name in kinds if isinstance(value := getattr(price, name), tuple)}
-    lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
-    for stage, row in enumerate(zip(*columns.values(), strict=True)):
-        lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
-    crossing = [price.boundary, price.comm, price.send, price.receive]
-    rows = zip(*(column for column in crossing if isinstance(column, tuple)), strict=True)
-    sized = [row for row in rows if len(row) == len(crossing) and row[0]]
-    if sized:
-        size, way, send, receive = map(median, zip(*sized, strict=True))
-        lines.append(
-            f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way "
-            f"{1e6 * way:.0f} us, "
-            f"receiving {1e6 * receive:.0f} us"
-        )
-    return "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import PlanError, ScheduleError
 from .hardware import GIB, USABLE
 from .layout import RECOMPUTE, Job, Layout, Recompute, divides
-from .prediction import Prediction, crowded, least, predict, usable
+from .prediction import Prediction, least, predict, usable
 
 #: The schedules that are tried, and the numbers of stages that a rank may have.
 SCHEDULES: dict[str, tuple[int, ...]] = {
@@ -177,11 +177,9 @@ def _order(bound: tuple[float, float, Layout]) -> tuple[float, int, int]:
 
 
 def _tried(job: Job, layout: Layout) -> Prediction | None:
-    """The prediction of a layout that has room; None where it has none, or no form for the
-    counts.
-    """
+    """The prediction of a layout; None where its schedule has no form for the counts."""
     try:
-        return None if crowded(job, layout) else predict(job, layout)
+        return predict(job, layout)
     except ScheduleError:
         return None
 

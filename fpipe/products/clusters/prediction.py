@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 from ...actions import Costs, Row, Timeline, plain
-from ...generators import make_schedule
 from ...schedule import Schedule
 from .hardware import LATENCY, LINK, MEMORY, NETWORK, USABLE
 from .layout import Job, Layout
 from .sizes import (
-    Bytes,
-    Times,
-    again_seconds,
+    Work,
     embedding_bytes,
-    head_costs,
-    layer_bytes,
-    layer_times,
+    head_work,
+    layer_work,
+    logits_bytes,
     operations,
     state_bytes,
+    total,
 )
 
 #: Schedules of more microbatches than this many times the ranks are simulated for fewer, and
@@ -134,12 +131,16 @@ def predict(job: Job, layout: Layout) -> Prediction:
     (True, True)
     """
     layout.check(job)
-    stages = _stages(job, layout)
-    total, peaks, bubble = _simulated(job, layout, stages)
-    parts = _parts(job, layout, stages, total)
-    memory = _memory(job, layout, peaks)
-    step = total + parts["copies"] + parts["optimizer"]
-    return Prediction(job, layout, memory, step, parts, bubble)
+    works = _works(job, layout)
+    seconds, busy, *nbytes = _simulated(job, layout, works)
+    activations, late = nbytes[: layout.pp], nbytes[layout.pp :]
+    memory = tuple(
+        _memory(job, layout, rank, *held)
+        for rank, held in enumerate(zip(activations, late, strict=True))
+    )
+    parts = _parts(job, layout, works, seconds)
+    step = seconds + parts["copies"] + parts["optimizer"]
+    return Prediction(job, layout, memory, step, parts, bubble=1 - busy / seconds)
 
 
 def least(job: Job, layout: Layout) -> tuple[float, float]:
@@ -150,169 +151,100 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     split, ends before their backwards. It holds its state, and the activations of a microbatch of
     its last stage, perhaps before it has gradients.
     """
-    stages, elements, p = _stages(job, layout), _elements(job, layout), layout.pp
-    turned = layout.schedule in TURNED
-    work, held = [0.0] * p, [0.0] * p
-    for stage, (_, times) in enumerate(stages):
+    works, elements, p = _works(job, layout), _elements(job, layout), layout.pp
+    turned, count = layout.schedule in TURNED, layout.microbatches(job)
+    busy, held = [0.0] * p, [0.0] * p
+    for stage, work in enumerate(works):
         rank = 2 * p - 1 - stage if turned and stage >= p else stage % p
-        work[rank] += times.all
+        busy[rank] += work.seconds
         held[rank] += elements[stage]
-    count, before, longest = layout.microbatches(job), 0.0, 0.0
-    for rank, busy in enumerate(work):
-        longest = max(longest, before + count * busy)
-        times = stages[rank][1]
-        before += times.F if layout.schedule in SPLIT else times.all
-    last = (p - 1 if not turned else 0), stages[-1][0].saved
-    without = last[1] - (
-        held[last[0]] * job.precision.gradients / layout.tp if _early(layout, count) else 0.0
-    )
-    least_held = max(
-        state_bytes(job, layout, each, layout.per_rank)
-        + (max(without, 0.0) if rank == last[0] else 0.0)
-        for rank, each in enumerate(held)
-    )
-    return longest + _copies(job, layout, stages) + _optimizer(job, layout), least_held
-
-
-def crowded(job: Job, layout: Layout) -> bool:
-    """Whether what a rank holds at least has no room, by the number of activations that the
-    schedule lets it hold.
-    """
-    stages, elements = _stages(job, layout), _elements(job, layout)
-    counts, held = _held(
-        layout.schedule, layout.pp, min(layout.microbatches(job), 4 * layout.pp), layout.stages
-    )
-    split, gradients = layout.schedule in SPLIT, _gradients(job, layout)
-    late = _early(layout, layout.microbatches(job))
-    for count, here in zip(counts, held, strict=True):
-        fewest = min(
-            min(b.saved, b.kept) if split else b.saved for b, _ in (stages[s] for s in here)
-        )
-        state = state_bytes(job, layout, sum(elements[s] for s in here), layout.per_rank)
-        without = sum(gradients[s] for s in here) if late else 0.0
-        if max(state, state - without + count * fewest) > usable(job):
-            return True
-    return False
-
-
-@lru_cache(maxsize=4096)
-def _held(
-    name: str, ranks: int, microbatches: int, stages: int
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The most activations that each rank holds at once, and the stages of each rank."""
-    schedule = make_schedule(name, ranks, microbatches, stages)
-    return schedule.simulate().peak, tuple(
-        tuple(schedule.placement.stages_of(rank)) for rank in range(ranks)
-    )
+    ways = [work.F if layout.schedule in SPLIT else work.seconds for work in works[:p]]
+    before = accumulate(ways, initial=0.0)
+    seconds = max(start + count * each for start, each in zip(before, busy, strict=False))
+    nbytes = [state_bytes(job, layout, each, layout.per_rank) for each in held]
+    last = 0 if turned else p - 1
+    late = held[last] * job.precision.gradients / layout.tp if _early(layout, count) else 0.0
+    nbytes[last] += max(works[-1].saved - late, 0.0)
+    return seconds + _copies(job, layout, works) + _optimizer(job, layout), max(nbytes)
 
 
 # ---- stages ----
-def _stages(job: Job, layout: Layout) -> list[tuple[Bytes, Times]]:
-    """Bytes and seconds of each stage for a microbatch; what is computed again is part of I.
+def _works(job: Job, layout: Layout) -> list[Work]:
+    """Seconds and bytes of each stage for a microbatch.
 
     What a stage sends is held until a later message shows that it has arrived.
     """
-    one, times, again = (
-        layer_bytes(job, layout),
-        layer_times(job, layout),
-        again_seconds(job, layout),
-    )
+    layer, head = layer_work(job, layout), head_work(job, layout)
     sent = (
-        job.sequence
-        * layout.microbatch
-        * job.model.hidden
-        * job.precision.parameters
-        / layout.split
-    )
-    counts = layout.counts(job.model)
-    found = [
-        (
-            Bytes(count * one.saved + sent, count * one.kept + sent),
-            Times(
-                count * times.F,
-                count * (times.I + again),
-                count * times.W,
-                count * times.products,
-                count * times.collectives,
-            ),
+        job.sequence * layout.microbatch * job.model.hidden * job.precision.parameters
+    ) / layout.split
+    message = Work(saved=sent, kept=sent)
+    works = [
+        total(
+            Work(*(count * each for each in layer)), head if stage == layout.stages - 1 else message
         )
-        for count in counts
+        for stage, count in enumerate(layout.counts(job.model))
     ]
-    (first, spent), (head, head_times, _) = found[0], head_costs(job, layout)
-    found[0] = Bytes(first.saved + embedding_bytes(job, layout), first.kept), spent
-    last, spent = found[-1]
-    found[-1] = (
-        Bytes(last.saved - sent + head.saved, last.kept - sent + head.kept),
-        Times(*(a + b for a, b in zip(spent, head_times, strict=True))),
-    )
-    return found
+    works[0] = total(works[0], Work(saved=embedding_bytes(job, layout)))
+    return works
 
 
 def _elements(job: Job, layout: Layout) -> list[int]:
     """Parameters of each stage, before tensor-parallel ranks split them."""
-    each = job.model.layer_parameters
-    found = [count * each for count in layout.counts(job.model)]
-    return [n + vocabulary for n, vocabulary in zip(found, _vocabulary(job, layout), strict=True)]
+    layers = (count * job.model.layer_parameters for count in layout.counts(job.model))
+    return [a + b for a, b in zip(layers, _vocabulary(job, layout), strict=True)]
 
 
 def _vocabulary(job: Job, layout: Layout) -> list[int]:
     """Parameters of each stage beside its layers."""
-    found = [0] * layout.stages
-    found[0] += job.model.embedding_parameters
+    elements = [0] * layout.stages
+    elements[0] += job.model.embedding_parameters
     if layout.stages > 1 or not job.model.tied:
-        found[-1] += job.model.head_parameters
-    return found
+        elements[-1] += job.model.head_parameters
+    return elements
 
 
 # ---- the schedule ----
-def _simulated(
-    job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]
-) -> tuple[float, list[float], float]:
-    """Seconds of the schedule, the most activations of each rank in bytes, then its late gradients,
-    and the bubble.
+def _simulated(job: Job, layout: Layout, works: Sequence[Work]) -> list[float]:
+    """Seconds of the schedule, those in which an average rank is busy, then by rank the most bytes
+    of activations, then by rank the gradients that come later.
+
+    With many microbatches, two schedules of fewer are simulated, and their difference repeated.
     """
-    h, size = job.model.hidden, job.precision.parameters
-    boundary = job.sequence * layout.microbatch * h * size / layout.tp
-    width = job.gpu.network * NETWORK if job.gpus > job.gpu.node else job.gpu.link * LINK
+    forward, inputs, weights, saved, kept, *_ = zip(*works, strict=True)
+    model, within = job.model, job.gpus <= job.gpu.node
+    size = job.precision.parameters
     costs = Costs(
-        F=[t.F for _, t in stages],
-        I=[t.I for _, t in stages],
-        W=[t.W for _, t in stages],
+        F=forward,
+        I=inputs,
+        W=weights,
         comm=LATENCY,
-        boundary=boundary,
-        bandwidth=width,
-        saved=[b.saved for b, _ in stages],
-        kept=[b.kept for b, _ in stages],
+        boundary=job.sequence * layout.microbatch * model.hidden * size / layout.tp,
+        bandwidth=job.gpu.link * LINK if within else job.gpu.network * NETWORK,
+        saved=saved,
+        kept=kept,
     )
+    each = job.precision.gradients / layout.tp
+    gradients = [elements * each for elements in _elements(job, layout)]
 
-    gradients = _gradients(job, layout)
-
-    def run(microbatches: int) -> tuple[float, list[float], float]:
+    def run(microbatches: int) -> list[float]:
         schedule = layout.schedule_for(microbatches)
         timeline = schedule.simulate(costs)
-        bytes_of_ranks = [*timeline.peak_bytes, *_late(timeline, schedule, costs, gradients)]
-        return timeline.total, bytes_of_ranks, sum(timeline.busy) / timeline.ranks
+        late = _late(timeline, schedule, costs, gradients)
+        busy = sum(timeline.busy) / timeline.ranks
+        return [timeline.total, busy, *timeline.peak_bytes, *late]
 
     count, p = layout.microbatches(job), layout.pp
     if count <= PERIODS * p:
-        total, peaks, busy = run(count)
-        return total, peaks, 1 - busy / total
+        return run(count)
     fewer = (PERIODS - 4) * p + count % p
-    (near, peaks, busy), (far, more, busier) = run(fewer), run(fewer + 2 * p)
     times = (count - fewer) / (2 * p)
-    total = near + (far - near) * times
-    peaks = [a + (b - a) * times for a, b in zip(peaks, more, strict=True)]
-    return total, peaks, 1 - (busy + (busier - busy) * times) / total
+    return [a + (b - a) * times for a, b in zip(run(fewer), run(fewer + 2 * p), strict=True)]
 
 
 def _early(layout: Layout, microbatches: int) -> bool:
     """Whether ranks may hold the most activations only before they have all gradients."""
     return layout.schedule in FORWARDS_FIRST or microbatches < 4 * layout.pp
-
-
-def _gradients(job: Job, layout: Layout) -> list[float]:
-    """Bytes of the sums of gradients of each stage."""
-    return [elements * job.precision.gradients / layout.tp for elements in _elements(job, layout)]
 
 
 def _late(
@@ -339,36 +271,30 @@ def _late(
             begun |= {stage} if first else set()
             yield memory[op][stage] + (gradients[stage] if first else 0.0)
 
-    both = [max(accumulate(changes(row), initial=0.0)) for row in schedule]
-    ends = [
-        sum(gradients[stage] for stage in schedule.placement.stages_of(rank))
-        for rank in range(schedule.ranks)
-    ]
-    parts = zip(timeline.peak_bytes, ends, both, strict=True)
-    return [max(activations + end - most, 0.0) for activations, end, most in parts]
+    late = []
+    for rank, (row, activations) in enumerate(zip(schedule, timeline.peak_bytes, strict=True)):
+        end = sum(gradients[stage] for stage in schedule.placement.stages_of(rank))
+        most = max(accumulate(changes(row), initial=0.0))
+        late.append(max(activations + end - most, 0.0))
+    return late
 
 
-def _parts(
-    job: Job, layout: Layout, stages: list[tuple[Bytes, Times]], total: float
-) -> dict[str, float]:
+def _parts(job: Job, layout: Layout, works: Sequence[Work], seconds: float) -> dict[str, float]:
     """Seconds of an average rank by what they are spent on."""
-    times = layout.microbatches(job) / layout.pp
-    again = again_seconds(job, layout) * job.model.layers * times
-    products = sum(t.products for _, t in stages) * times
-    collectives = sum(t.collectives for _, t in stages) * times
-    work = sum(t.all for _, t in stages) * times
+    times, all_stages = layout.microbatches(job) / layout.pp, total(*works)
+    bound = all_stages.products + all_stages.collectives + all_stages.again
     return {
-        "products": products,
-        "memory-bound operations": work - products - collectives - again,
-        "computing again": again,
-        "tensor-parallel collectives": collectives,
-        "bubble and messages": total - work,
-        "copies": _copies(job, layout, stages),
+        "products": all_stages.products * times,
+        "memory-bound operations": (all_stages.seconds - bound) * times,
+        "computing again": all_stages.again * times,
+        "tensor-parallel collectives": all_stages.collectives * times,
+        "bubble and messages": seconds - all_stages.seconds * times,
+        "copies": _copies(job, layout, works),
         "optimizer": _optimizer(job, layout),
     }
 
 
-def _copies(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> float:
+def _copies(job: Job, layout: Layout, works: Sequence[Work]) -> float:
     """The seconds of data-parallel collectives that nothing hides.
 
     Gradients are reduced as soon as those of a stage are complete, and parameters gathered while
@@ -385,57 +311,45 @@ def _copies(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> floa
     reduced = elements * job.precision.gradients / width + LATENCY
     if layout.zero < 3:
         return gathered + reduced
-    count = layout.microbatches(job)
-    rounds = 2 * layout.per_rank * max(count / layout.pp, 1)
-    work = sum(times.all for _, times in stages) * count / layout.pp
+    times = layout.microbatches(job) / layout.pp
+    rounds = 2 * layout.per_rank * max(times, 1)
+    work = sum(each.seconds for each in works) * times
     return gathered + reduced + max(rounds * gathered - work, 0.0)
 
 
 def _optimizer(job: Job, layout: Layout) -> float:
     """The seconds in which the optimizer reads and writes its state."""
-    elements = (
-        max(_elements(job, layout))
-        * layout.per_rank
-        / layout.tp
-        / (layout.dp if layout.zero else 1)
-    )
-    each = job.precision
-    return (
-        elements
-        * (2 * each.optimizer + each.gradients + each.parameters)
-        / (job.gpu.bandwidth * MEMORY)
-    )
+    elements = max(_elements(job, layout)) * layout.per_rank / layout.tp
+    parts, each = layout.dp if layout.zero else 1, job.precision
+    moved = elements / parts * (2 * each.optimizer + each.gradients + each.parameters)
+    return moved / (job.gpu.bandwidth * MEMORY)
 
 
 # ---- memory ----
-def _memory(job: Job, layout: Layout, peaks: list[float]) -> tuple[Memory, ...]:
-    placement = layout.schedule_for(min(layout.microbatches(job), 2 * layout.pp)).placement
+def _memory(job: Job, layout: Layout, rank: int, activations: float, late: float) -> Memory:
+    few = min(layout.microbatches(job), 2 * layout.pp)
+    held = layout.schedule_for(few).placement.stages_of(rank)
     counts, vocabulary = layout.counts(job.model), _vocabulary(job, layout)
-    elements, each = _elements(job, layout), job.model.layer_parameters
-    found = []
-    for rank, (peak, late) in enumerate(zip(peaks[: layout.pp], peaks[layout.pp :], strict=True)):
-        held = placement.stages_of(rank)
-
-        def state(elements):
-            return state_bytes(job, layout, elements, layout.per_rank)
-
-        moment = max(_moment(job, layout, stage, elements[stage]) for stage in held)
-        layers = sum(counts[s] for s in held) * each
-        found.append(
-            Memory(rank, state(layers), state(sum(vocabulary[s] for s in held)), peak, moment, late)
-        )
-    return tuple(found)
+    layers = sum(counts[stage] for stage in held) * job.model.layer_parameters
+    return Memory(
+        rank,
+        layers=state_bytes(job, layout, layers, layout.per_rank),
+        vocabulary=state_bytes(job, layout, sum(vocabulary[s] for s in held), layout.per_rank),
+        activations=activations,
+        moment=max(_moment(job, layout, stage) for stage in held),
+        late=late,
+    )
 
 
-def _moment(job: Job, layout: Layout, stage: int, elements: int) -> float:
+def _moment(job: Job, layout: Layout, stage: int) -> float:
     """What a backward of a stage has at most, beside what is held before it.
 
     It has what a layer keeps for W and, in the last stage, gradients of logits. A backward that is
     not split computes the gradients of all weights of its stage before it adds them.
     """
-    one, count = layer_bytes(job, layout), layout.counts(job.model)[stage]
-    found = one.kept if count else 0.0
+    layer, count = layer_work(job, layout), layout.counts(job.model)[stage]
+    nbytes = layer.kept if count else 0.0
     if layout.schedule not in SPLIT:
-        gradients = elements * job.precision.parameters / layout.tp
-        found += min(count * max(one.kept - one.saved, 0.0), gradients)
-    return found + (head_costs(job, layout)[2] if stage == layout.stages - 1 else 0.0)
+        gradients = _elements(job, layout)[stage] * job.precision.parameters / layout.tp
+        nbytes += min(count * max(layer.kept - layer.saved, 0.0), gradients)
+    return nbytes + (logits_bytes(job, layout) if stage == layout.stages - 1 else 0.0)

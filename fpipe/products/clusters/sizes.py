@@ -10,7 +10,6 @@ size. Times are operations over the share of a GPU's figures that large programs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,52 +17,81 @@ from .hardware import ATTENTION, KERNEL, LATENCY, LINK, MEMORY
 from .layout import Job, Layout
 
 
-class Times(NamedTuple):
-    """Seconds of a forward, of the gradient of the input, and of those of the weights.
+class Work(NamedTuple):
+    """What a microbatch takes of one rank: seconds of F, I and W, and bytes of activations.
 
-    ``products`` is the part that matrix products and attention take at the share of the GPU that
-    they reach, and ``collectives`` that of tensor-parallel collectives; both of all three together.
+    ``saved`` bytes are held from F on, and ``kept`` from I to W. Of all seconds, ``products`` are
+    spent in matrix products and attention, ``collectives`` in those of tensor-parallel ranks, and
+    ``again`` to compute again, within I, what was not saved.
     """
 
-    F: float
-    I: float  # noqa: E741
-    W: float
+    F: float = 0.0
+    I: float = 0.0  # noqa: E741
+    W: float = 0.0
+    saved: float = 0.0
+    kept: float = 0.0
     products: float = 0.0
     collectives: float = 0.0
+    again: float = 0.0
 
     @property
-    def all(self) -> float:
+    def seconds(self) -> float:
         """F, I and W together."""
         return self.F + self.I + self.W
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes of one layer for a microbatch: held from F on, kept from I to W, and computed again in
-    a backward.
-    """
+def total(*parts: Work) -> Work:
+    """Several parts together.
 
-    saved: float
-    kept: float
-    again: float = 0.0
+    >>> total(Work(F=1, saved=2), Work(F=3)).F
+    4
+    """
+    return Work(*map(sum, zip(*parts, strict=True)))
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(job: Job, layout: Layout) -> Bytes:
-    """The activations of a layer on one rank, for a microbatch."""
-    model, t, size = job.model, layout.tp, job.precision.parameters
-    tokens = job.sequence * layout.microbatch
+def layer_work(job: Job, layout: Layout) -> Work:
+    """A layer on one rank, for a microbatch."""
+    model, t, tokens = job.model, layout.tp, job.sequence * layout.microbatch
     h, q, k = model.hidden, model.queries, model.keys
-    mask = 1 if model.dropout else 0
-    whole = (
-        4 * size * h + 2 * mask * h
-    )  # inputs of both norms and what these return; masks of residuals
-    inner = (
-        size * model.inner * (4 if model.gated else 2)
-    )  # the inputs of the activation function, and what it returns
-    routed = _routed(job)
+    gate = (model.matrices - 1) * model.inner
+    shapes = ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
+    # matrices of experts that other tokens use are read as well
+    idle = model.layer_matrices - model.active_matrices
+    products = sum(_product(job, tokens, *shape) for shape in shapes)
+    products += _memory(job, idle * job.precision.parameters / t)
+    attended = _attention(job, tokens, t)
+    passed = _elementwise(job, layout, tokens)
+    moved = 2 * _all_reduce(job, t, tokens * h * job.precision.parameters)
+    forward = products + attended + passed + moved
+    cheap = (
+        attended + _scores(job, tokens, t)
+        if job.attention == "scores"
+        else _elementwise(job, layout, tokens) / 2
+    )
+    again = {"none": 0.0, "selective": cheap, "full": forward}[layout.recompute]
+    back = 2.5 if job.attention == "flash" else 2.0
+    return Work(
+        F=forward,
+        I=products + back * attended + 2 * passed + moved + again,
+        W=products,
+        saved=tokens * _saved(job, layout),
+        kept=tokens * _kept(job, layout),
+        products=3 * products + (1 + back) * attended,
+        collectives=2 * moved,
+        again=again,
+    )
+
+
+def _saved(job: Job, layout: Layout) -> float:
+    """Bytes of a token in a layer from F on."""
+    model, t, size = job.model, layout.tp, job.precision.parameters
+    h, q, k, flash = model.hidden, model.queries, model.keys, job.attention == "flash"
+    # inputs of both norms and what these return; masks of residuals
+    whole = (4 * size + (2 if model.dropout else 0)) * h
+    # the inputs of the activation function, and what it returns
+    inner = size * model.inner * (4 if model.gated else 2)
     attention = size * (2 * q + 2 * k)  # queries, keys, values, and what attention returns
-    flash = job.attention == "flash"
     if flash:
         scores = 4.0 * model.heads  # the logarithm of each row's sum
         norms = 1 if model.experts else 2  # what routers read is kept
@@ -71,27 +99,21 @@ def layer_bytes(job: Job, layout: Layout) -> Bytes:
     else:
         scores = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence)
         cheap = scores / t
-    gathered = (
-        size * h * (1 - 1 / layout.split) if model.experts else 0.0
-    )  # the whole sequence, for the router
-    everything = whole / layout.split + gathered + (attention + inner + scores) / t + routed
-    drawn = (
-        (size * q + scores) / t if flash else 0.0
-    )  # flash attention has draws, and is not computed again
+    # the whole sequence, for the router
+    gathered = size * h * (1 - 1 / layout.split) if model.experts else 0.0
+    everything = whole / layout.split + gathered + (attention + inner + scores) / t + _routed(job)
+    # flash attention has draws, and is not computed again
+    drawn = (size * q + scores) / t if flash else 0.0
     full = size * h / layout.split + drawn
-    saved = {"none": everything, "selective": everything - cheap, "full": full}[layout.recompute]
-    return Bytes(tokens * saved, tokens * _kept(job, layout), tokens * (everything - saved))
+    return {"none": everything, "selective": everything - cheap, "full": full}[layout.recompute]
 
 
 def _routed(job: Job) -> float:
     """Bytes of a token for each expert that it uses, before and after: every tensor-parallel rank
     has all.
     """
-    return (
-        2 * job.precision.parameters * job.model.active * job.model.hidden
-        if job.model.experts
-        else 0.0
-    )
+    model = job.model
+    return 2 * job.precision.parameters * model.active * model.hidden if model.experts else 0.0
 
 
 def _kept(job: Job, layout: Layout) -> float:
@@ -101,12 +123,8 @@ def _kept(job: Job, layout: Layout) -> float:
     that are computed again, and of routers. What an activation function returns is computed again
     in W from what it read.
     """
-    model, t, size, full = (
-        job.model,
-        layout.tp,
-        job.precision.parameters,
-        layout.recompute == "full",
-    )
+    model, t, size = job.model, layout.tp, job.precision.parameters
+    full = layout.recompute == "full"
     h, split = model.hidden, 1 if full else layout.split
     again = (full and not model.experts) or (
         layout.recompute == "selective" and job.attention == "flash"
@@ -119,68 +137,29 @@ def _kept(job: Job, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=4096)
-def layer_times(job: Job, layout: Layout) -> Times:
-    """The seconds of a layer on one rank, for a microbatch, nothing computed again."""
-    model, t, tokens = job.model, layout.tp, job.sequence * layout.microbatch
-    h, q, k = model.hidden, model.queries, model.keys
-    gate = (model.matrices - 1) * model.inner
-    products = sum(
-        _product(job, tokens, *size)
-        for size in ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
-    )
-    idle = (
-        model.layer_matrices - model.active_matrices
-    )  # matrices of experts that other tokens use are read as well
-    products += _memory(job, idle * job.precision.parameters / t)
-    scored = _attention(job, tokens, t)
-    passed = _elementwise(job, layout, tokens)
-    moved = 2 * _all_reduce(job, t, tokens * h * job.precision.parameters)
-    back = 2.5 if job.attention == "flash" else 2.0
-    return Times(
-        products + scored + passed + moved,
-        products + back * scored + 2 * passed + moved,
-        products,
-        3 * products + (1 + back) * scored,
-        2 * moved,
-    )
-
-
-def again_seconds(job: Job, layout: Layout) -> float:
-    """The seconds in which the backward of a layer computes again what was not kept."""
-    if layout.recompute == "none":
-        return 0.0
-    if layout.recompute == "full":
-        return layer_times(job, layout).F
+def head_work(job: Job, layout: Layout) -> Work:
+    """The last norm, the head and the loss."""
+    model, t, size = job.model, layout.tp, job.precision.parameters
     tokens = job.sequence * layout.microbatch
-    if job.attention == "scores":
-        return _attention(job, tokens, layout.tp) + _scores(job, tokens, layout.tp)
-    return _elementwise(job, layout, tokens) / 2
-
-
-@lru_cache(maxsize=4096)
-def head_costs(job: Job, layout: Layout) -> tuple[Bytes, Times, float]:
-    """The last norm, the head and the loss: bytes, seconds, and the bytes that its backward has for
-    a moment.
-    """
-    model, t, tokens, size = (
-        job.model,
-        layout.tp,
-        job.sequence * layout.microbatch,
-        job.precision.parameters,
-    )
     logits = tokens * model.vocabulary / t
     inputs = tokens * 2 * size * model.hidden / layout.split
     product = _product(job, tokens, model.hidden, model.vocabulary / t)
     moved = _all_reduce(job, t, tokens * model.hidden * size) / 2
-    saved = Bytes(inputs + 4 * logits, inputs / 2 + size * logits)
-    times = Times(
-        product + _memory(job, 14 * logits) + moved,
-        product + _memory(job, 8 * logits) + moved,
-        product,
-        3 * product,
-        2 * moved,
+    return Work(
+        F=product + _memory(job, 14 * logits) + moved,
+        I=product + _memory(job, 8 * logits) + moved,
+        W=product,
+        saved=inputs + 4 * logits,
+        kept=inputs / 2 + size * logits,
+        products=3 * product,
+        collectives=2 * moved,
     )
-    return saved, times, (4 + size) * logits
+
+
+def logits_bytes(job: Job, layout: Layout) -> float:
+    """What the backward of the head has for a moment: gradients of logits, in two precisions."""
+    logits = job.sequence * layout.microbatch * job.model.vocabulary / layout.tp
+    return (4 + job.precision.parameters) * logits
 
 
 def embedding_bytes(job: Job, layout: Layout) -> float:

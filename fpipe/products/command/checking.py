@@ -13,8 +13,7 @@ import click
 
 from ...actions import Costs, progress, write_bytes
 from ...errors import ScheduleError
-from ...generators import about_schedule
-from ...generators.memory_limit import in_bytes
+from ...generators import about_schedule, in_bytes
 from .. import pictures
 from ..search import comparison, frontier
 from ..search.comparison import Entry

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ...actions import progress, write_bytes
 from ...errors import ScheduleError
-from ...generators.memory_limit import in_bytes
+from ...generators import in_bytes
 from ..clusters.hardware import TABLE, find_gpu
 from ..clusters.layout import RECOMPUTE, Job, Precision
 from ..clusters.layouts import SCHEDULES, Choices, Found, search

@@ -9,19 +9,12 @@ pictures.
 from __future__ import annotations
 
 import json
-import runpy
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import click
 
-from ...actions import Costs, Timeline, progress, write_bytes
-from ...errors import StageError
+from ...actions import progress, write_bytes
 from ...generators import is_path
-from ...schedule import Schedule
 from .. import pictures
 from .options import (
     Count,
@@ -139,28 +132,24 @@ def profile(
         raise click.BadParameter(
             f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model"
         )
-    from ...passes.profile.profiling import table
-    from ..training.launch import launch
+    from ... import launch  # which loads torch
+    from .profile_ranks import measure
 
-    make: Any = (model, width, tokens, blocks)
     with progress(f"measuring in {schedule.ranks} processes"):
         price, real, simulated, wall = launch(
-            _on_rank, schedule, make, steps, ranks=schedule.ranks
+            measure, schedule, model, (width, tokens, blocks), steps, ranks=schedule.ranks
         )[0]
     write_bytes(out, (price.to_json() + "\n").encode())
     for path in picture:
         pictures.save([simulated, real], path)
     if as_json:
         seconds = {"step": wall, "measured": real.total, "simulated": simulated.total}
-        figures = {
-            "schedule": source,
-            "ranks": schedule.ranks,
-            "microbatches": schedule.microbatches,
-            "steps": steps,
-        }
         print_json(
             {
-                **figures,
+                "schedule": source,
+                "ranks": schedule.ranks,
+                "microbatches": schedule.microbatches,
+                "steps": steps,
                 "seconds": seconds,
                 "costs": json.loads(price.to_json()),
                 "files": [str(out), *picture],
@@ -168,90 +157,8 @@ def profile(
         )
         return
     click.echo(
-        f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n"
-    )
-    predicted = f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
-    click.echo(
+        f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{price.table()}\n\n"
         f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, "
-        f"{predicted}"
+        f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})\n"
+        f"wrote {', '.join(map(str, (out, *picture)))}; try: fpipe draw {source} --costs {out}"
     )
-    click.echo(
-        "wrote "
-        + ", ".join(map(str, (out, *picture)))
-        + f"; try: fpipe draw {source} --costs {out}"
-    )
-
-
-def _on_rank(
-    schedule: Schedule, make: tuple[str | None, int, int, int], steps: int
-) -> tuple[Costs, Timeline, Timeline, float]:
-    """In each process: the costs, the measured step of median length, its simulation, and the
-    median time of a step.
-    """
-    import torch
-
-    from ...collectives.setup import init
-    from ...engine.gradients import value_and_grad
-    from ...passes.profile import profiling
-
-    torch.set_num_threads(1)
-    group = init()
-    model, *size = make
-    pipe, params, *batch = (
-        _blocks(group, schedule, *size) if model is None else _model_of(model)(group, schedule)
-    )
-    price = profiling.measure_costs(pipe, params, *batch, steps=steps)
-    step = value_and_grad(pipe)
-    step(params, *batch)
-    walls, profiles = [], []
-    for _ in range(steps):
-        group.barrier()
-        start = time.perf_counter()
-        step(params, *batch)
-        walls.append(time.perf_counter() - start)
-        profiles.append(profiling.profile(step, name=schedule.name))
-        profiles[-1](params, *batch)
-    middle = sorted(profiles, key=lambda each: each.timeline.total)[len(profiles) // 2]
-    return price, middle.timeline, middle.simulate(price), median(walls)
-
-
-def _blocks(
-    group: Any, schedule: Schedule, width: int, tokens: int, blocks: int
-) -> tuple[Any, ...]:
-    """A pipeline of blocks of LayerNorm, Linear, GELU, Linear and a residual."""
-    import torch
-    from torch import nn
-    from torch.func import functional_call
-
-    from ...engine.building import pipeline
-
-    def block() -> nn.Module:
-        return nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    pure = block()
-
-    def stage(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
-        for p in params:
-            x = x + functional_call(pure, p, x)
-        return x
-
-    torch.manual_seed(0)
-    params = [[block().state_dict() for _ in range(blocks)] for _ in range(schedule.stages)]
-    x = torch.randn(schedule.microbatches, tokens, width)
-    pipe = pipeline(
-        [stage] * schedule.stages, schedule, loss=lambda y, t: (y - t).square().mean(), group=group
-    )
-    return pipe, pipe.place(params), x, x
-
-
-def _model_of(where: str) -> Callable[..., Any]:
-    """The function named by --model."""
-    file, _, name = where.rpartition(":")
-    if not file.endswith(".py"):
-        raise StageError(f"--model {where}: {file} is not a Python file; give FILE.py:FUNCTION")
-    function = runpy.run_path(file, run_name="fpipe_profiled").get(name)
-    if not callable(function):
-        raise StageError(f"--model {where}: {file} has no function {name!r}; give FILE.py:FUNCTION")
-    return function

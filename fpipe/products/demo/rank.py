@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import tree
+from ... import init, pipeline, profile, tree, value_and_grad
 from ...actions import Timeline
-from ...collectives.setup import init
-from ...engine.building import pipeline
-from ...engine.gradients import value_and_grad
-from ...passes.profile.profiling import profile
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
 from .gpt import Sizes, cross_entropy, gpt

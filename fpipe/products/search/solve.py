@@ -12,9 +12,9 @@ from math import inf
 from numbers import Real
 from typing import Literal, TypeAlias
 
+from ...actions import progress as progress_line
 from ...actions.costs import Costs, as_costs
 from ...actions.placement import Placement
-from ...actions.progress import progress as progress_line
 from ...actions.timeline import Timeline
 from ...errors import ScheduleError
 from ...generators.bounds import Bound, lower_bound

@@ -13,7 +13,7 @@ from fpipe.products.clusters.hardware import GIB, TABLE, find_gpu
 from fpipe.products.clusters.layout import Job, Layout, even_layers
 from fpipe.products.clusters.layouts import Choices, candidates, search
 from fpipe.products.clusters.model import Model
-from fpipe.products.clusters.prediction import crowded, least, predict
+from fpipe.products.clusters.prediction import least, predict
 
 MODEL = Model(
     "small",
@@ -44,7 +44,6 @@ def test_the_best_is_that_of_all_layouts():
         assert seconds <= found.step * (1 + 1e-9) and nbytes <= found.fullest.total * (1 + 1e-9), (
             layout
         )
-        assert not (found.fits and crowded(job(), layout)), layout
         steps += [found.step] if found.fits else []
     best = search(job(), FEW)
     assert best.best[0].step == min(steps) and best.predicted < len(steps)

@@ -12,7 +12,7 @@ from fpipe.products.clusters.hardware import GIB, find_gpu
 from fpipe.products.clusters.layout import Job, Layout, Precision
 from fpipe.products.clusters.model import Model, model_of
 from fpipe.products.clusters.prediction import predict
-from fpipe.products.clusters.sizes import layer_bytes
+from fpipe.products.clusters.sizes import layer_work
 
 
 class Run(NamedTuple):
@@ -82,7 +82,7 @@ def test_activations_of_the_first_rank(name: str, options: dict[str, object]):
     schedule = layout.schedule_for(layout.microbatches(job))
     held = (
         schedule.simulate().peak[0]
-        * layer_bytes(job, layout).saved
+        * layer_work(job, layout).saved
         * job.model.layers
         / layout.stages
     )
@@ -100,8 +100,8 @@ def test_shares_of_activations(name: str, shares: tuple[float, ...]):
     neither.
     """
     options = ({}, {**NONE, **BEST}, BEST, {**NONE, "recompute": "full"})
-    base = layer_bytes(*published(name, **NONE)).saved
-    found = [100 * layer_bytes(*published(name, **each)).saved / base for each in options]
+    base = layer_work(*published(name, **NONE)).saved
+    found = [100 * layer_work(*published(name, **each)).saved / base for each in options]
     assert found == pytest.approx(shares, abs=0.1)
 
 

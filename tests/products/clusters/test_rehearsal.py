@@ -19,8 +19,7 @@ from fpipe.products.clusters.layout import RECOMPUTE, Job, Layout, Recompute
 from fpipe.products.clusters.model import Model
 from fpipe.products.clusters.plan_file import write_plan
 from fpipe.products.clusters.prediction import predict
-from fpipe.products.clusters.rehearsal import rehearse
-from fpipe.products.clusters.sizes import layer_bytes
+from fpipe.products.clusters.sizes import layer_work
 from fpipe.products.command import cli
 
 LLAMA = Model("small", "llama", 2048, 8, 16, 32000, 5632, kv_heads=4)
@@ -61,7 +60,7 @@ def test_bytes_of_a_layer_are_those_of_its_programs(
     functions, params = decoder(case, layout)
     x = torch.empty(1, 1024 // tp, model.hidden, dtype=torch.bfloat16, device="meta")
     programs = fpipe.trace(functions[1], {"layers": params[1]["layers"][:1]}, x)
-    expected = layer_bytes(case, layout)
+    expected = layer_work(case, layout)
     if (attention, recompute) != (
         "scores",
         "full",
@@ -129,7 +128,7 @@ def test_a_plan_is_that_of_a_rank_among_others(schedule: str):
     alone = fpipe.pipeline(
         [layer] * count, schedule, group=fpipe.local(devices=["meta"] * 2), **options
     )
-    found, spent = rehearse(alone, [0, 1], [p.to("meta") for p in params], x.to("meta"))
+    found, spent = alone.rehearse([0, 1], [p.to("meta") for p in params], x.to("meta"))
 
     def planned(group: Any) -> tuple[str, int]:
         pipe = fpipe.pipeline([layer] * count, schedule, group=group, **options)

@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 import click
 import pytest
 
+from fpipe.actions import Track
 from fpipe.actions.costs import Costs
-from fpipe.actions.progress import Track
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
 from fpipe.products.command import cli, options
@@ -618,7 +618,7 @@ def test_compare_shows_progress_on_a_terminal(
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("fpipe.products.progress.AFTER", 0.0)
+    monkeypatch.setattr("fpipe.actions.progress_line.AFTER", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     real = comparison.make_schedule
 
@@ -643,7 +643,7 @@ def test_a_long_file_shows_progress_on_a_terminal(
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("fpipe.products.progress.AFTER", 0.0)
+    monkeypatch.setattr("fpipe.actions.progress_line.AFTER", 0.0)
     monkeypatch.setenv("TERM", "xterm")
 
     def slow(path: Path, track: Track) -> Schedule:
