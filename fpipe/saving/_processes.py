@@ -9,38 +9,18 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..collectives.group import Group
 from ..collectives.setup import MeshGroup
-from ..engine.copies import Copies
 from ..errors import CheckpointError, FpipeError
 
+if TYPE_CHECKING:
+    from ..engine.pipeline import Pipeline
+
 T = TypeVar("T")
-
-
-class Pipe(Protocol):
-    """The part of a pipeline that this package uses."""
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def cache(self) -> Any: ...
-    @property
-    def group(self) -> Group: ...
-    @property
-    def copies(self) -> Copies | None: ...
-    @property
-    def here(self) -> tuple[int, ...]: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def tied(self) -> tuple[tuple[str, ...], ...]: ...
-    @property
-    def placement(self) -> Any: ...
-    @property
-    def parts(self) -> Group | None: ...
-    def shard(self, params: Sequence[Any]) -> list[Any]: ...
+#: A pipeline of any results.
+Pipe: TypeAlias = "Pipeline[Any, Any]"
 
 
 # ---- groups of processes ----

@@ -24,7 +24,7 @@ from ..collectives.codec import Node, dtype_name, to_bytes, to_node
 from ..errors import CheckpointError
 from ._processes import Pipe, is_first
 from .files import Entry, plain
-from .leaf_names import Names, StageNames, StageTree, Structures, describe_stage
+from .leaf_names import Names, StageLeaf, StageNames, StageTree, Structures, describe_stage
 from .manifest import Span
 
 #: Names of trees that would be taken for arguments of ``load``.
@@ -82,11 +82,9 @@ def stage_trees(names: Names, params: Sequence[tree.Tree]) -> tuple[dict[int, St
     for stage in names.pipe.here:
         of = names.stages[stage]
         trees[stage] = names.tree(stage, params[stage])
-        for path, key in zip(trees[stage].paths, trees[stage].keys, strict=True):
-            facts["owners"].setdefault(key, {})[f"{path!r} of stage {stage}"] = (
-                stage,
-                path,
-            ) in names.ties
+        for leaf in trees[stage].leaves:
+            owners = facts["owners"].setdefault(leaf.key, {})
+            owners[f"{leaf.path!r} of stage {stage}"] = (stage, leaf.path) in names.ties
         if of.stage.weights is not None:
             continue
         node, stages, layers, rest = describe_stage(names, stage, params[stage])
@@ -170,13 +168,14 @@ def _like_params(
         return None
     by_stage: dict[int, StageTree] = {}
     for stage, here in trees.items():
-        leaves: list[Any] = [None] * len(here.leaves)
+        values: list[Any] = [None] * len(here.leaves)
         if value[stage] is not None:
             try:
-                leaves = here.spec.flatten_up_to(value[stage])
+                values = here.spec.flatten_up_to(value[stage])
             except ValueError:
                 return None
-        by_stage[stage] = here._replace(leaves=leaves)
+        pairs = zip(here.leaves, values, strict=True)
+        by_stage[stage] = here._replace(leaves=[leaf._replace(value=v) for leaf, v in pairs])
     return by_stage
 
 
@@ -205,35 +204,35 @@ def _by_parameter(
     """Describe what a list by stage has for each parameter."""
     nodes = holding.facts["slots"].setdefault(slot, {})
     for here in by_stage.values():
-        for index, (key, value) in enumerate(zip(here.keys, here.leaves, strict=True)):
+        for leaf in here.leaves:
 
-            def special(part: object, path: str, here=here, index=index) -> Any:
+            def special(part: object, path: str, here=here, leaf=leaf) -> Any:
                 if not tree.is_tensor(part):
                     return NotImplemented
-                return _part(names, here, index, holding, plain(part, path), path)
+                return _part(names, here, leaf, holding, plain(part, path), path)
 
-            _merge(nodes, {key: to_node(value, f"{slot}/{key}", special)}, f"{slot}: ")
+            node = to_node(leaf.value, f"{slot}/{leaf.key}", special)
+            _merge(nodes, {leaf.key: node}, f"{slot}: ")
 
 
 def _part(
-    names: Names, here: StageTree, index: int, holding: Holding, tensor: Tensor, path: str
+    names: Names, here: StageTree, leaf: StageLeaf, holding: Holding, tensor: Tensor, path: str
 ) -> Node:
     """A tensor of one stage."""
     pipe, stage = names.pipe, here.stage
-    key, shape, first, last = path, tuple(tensor.shape), 0, tensor.numel()
-    span = here.span(index)
-    cut = span is not None and shape == (span[1] - span[0],)
-    if cut and span is not None:
-        shape, (first, last) = here.shape(index), span
-    if here.own[index] and pipe.copies is not None:
-        key = own_key(path, pipe)
+    shape, first, last = tuple(tensor.shape), 0, tensor.numel()
+    low, high = leaf.span or (0, -1)
+    cut = shape == (high - low,)
+    if cut:
+        shape, first, last = leaf.shape, low, high
+    key = own_key(path, pipe) if leaf.own else path
     kind = _kind(tensor, shape)
     known = holding.facts["leaves"].setdefault(key, [*kind, None])
     if known[:2] != kind[:2]:
         raise CheckpointError(
             f"the tied leaves {path!r} differ: {known[:2]} and {kind[:2]}; tie equal leaves"
         )
-    member, home = (stage, here.paths[index]), pipe.config.rank_here(stage)
+    member, home = (stage, leaf.path), pipe.config.rank_here(stage)
     ranks = pipe.placement.ranks_of(stage)
     if here.state:  # replicas update states of their own, and the first one counts
         repeated, write = False, home == ranks[0]
@@ -241,7 +240,7 @@ def _part(
         replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
         repeated = member in names.ties or replicas
         write = home == ranks[0] and names.first(*member) == stage
-    if (write or repeated) and (first < last if cut else _is_ours(pipe, here, index, path)):
+    if (write or repeated) and (first < last if cut else _is_ours(pipe, here, leaf, path)):
         where = f"stage {stage} on rank {home}"
         holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))
     return ["leaf", path]
@@ -253,9 +252,9 @@ def own_key(key: str, pipe: Pipe) -> str:
     return f"{key}@{pipe.copies.part}of{pipe.copies.group.size}"
 
 
-def _is_ours(pipe: Pipe, here: StageTree, index: int, path: str) -> bool:
+def _is_ours(pipe: Pipe, here: StageTree, leaf: StageLeaf, path: str) -> bool:
     """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
-    if pipe.copies is None or here.own[index]:
+    if pipe.copies is None or leaf.own:
         return True
     if here.state:  # copies have seen other data: that of the first one
         return pipe.copies.part == 0

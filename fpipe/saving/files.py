@@ -81,22 +81,23 @@ class Entry(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Written(NamedTuple):
-    """A file that was written: its bytes and those of its header, the hash of the header, and of
-    each tensor first byte, end and hash.
-    """
+class File(NamedTuple):
+    """A file of tensors: its bytes, those before the data, and the hash of these."""
 
     size: int
     header: int
     sha256: str
-    tensors: tuple[tuple[int, int, str], ...]
 
 
 # ---- writing ----
 def write(
     path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Write a new file and flush it to the disk; the data of one tensor are in memory at a time."""
+) -> tuple[File, list[tuple[int, int, str]]]:
+    """Write a new file and flush it to the disk; the data of one tensor are in memory at a time.
+
+    Returns:
+        The file, and first byte, end and hash of each tensor.
+    """
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -122,7 +123,7 @@ def write(
             begin += len(raw)
         file.flush()
         os.fsync(file.fileno())
-    return Written(begin, len(head), hashlib.sha256(head).hexdigest(), tuple(tensors))
+    return File(begin, len(head), hashlib.sha256(head).hexdigest()), tensors
 
 
 # ---- reading ----

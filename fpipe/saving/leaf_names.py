@@ -9,7 +9,7 @@ either is called by its number. Tied leaves have one name. This module must not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,33 +103,32 @@ class StageNames:
         return joined(self.prefix, path)
 
 
-class StageTree(NamedTuple):
-    """Parameters of a stage here: structure, leaves, paths and names, in the order of the leaves.
+class StageLeaf(NamedTuple):
+    """A leaf of a stage here: its path in the stage, its name in the model, and its value."""
 
-    Or the state that a stage carries.
-    """
+    path: str
+    key: str
+    value: Any
+    shape: tuple[int, ...] = ()  # of the whole leaf
+    span: tuple[int, int] | None = None  # which of its elements are here; None: all
+    own: bool = False  # whether each copy of the pipeline has its own
+
+
+class StageTree(NamedTuple):
+    """The parameters of a stage, or the state that it carries, as they are on this process."""
 
     stage: int
     spec: tree.Structure
-    leaves: list[Any]
-    paths: list[str]
-    keys: list[str]
-    own: list[bool]  # whether each copy of the pipeline has its own
+    leaves: list[StageLeaf]
     layout: Layout | None = None  # of parts
     state: bool = False
 
-    def span(self, index: int, copy: int | None = None) -> tuple[int, int] | None:
-        """Which elements of a leaf this process, or another copy, has; None: all."""
-        if self.layout is None or self.layout.shapes[index] is None:
-            return None
-        layout = self.layout if copy is None else replace(self.layout, part=copy)
-        rows = (row for bucket in layout.buckets for row in layout.pieces(bucket))
-        return next((first, last) for leaf, first, last, _ in rows if leaf == index)
 
-    def shape(self, index: int) -> tuple[int, ...]:
-        """Of a whole leaf."""
-        shape = None if self.layout is None else self.layout.shapes[index]
-        return tuple(self.leaves[index].shape) if shape is None else shape
+def spans(layout: Layout | None) -> dict[int, tuple[int, int]]:
+    """Which elements of leaves are here, by the number of the leaf; all of those that lack."""
+    buckets = () if layout is None else layout.buckets
+    rows = (row for bucket in buckets for row in layout.pieces(bucket))  # type: ignore[union-attr]
+    return {leaf: (first, last) for leaf, first, last, _ in rows}
 
 
 @dataclass(frozen=True)
@@ -183,19 +182,21 @@ class Names:
     def tree(self, stage: int, params: tree.Tree, *, whole: bool = False) -> StageTree:
         """The parameters of a stage as they are on this process, ``whole`` or in parts."""
         pipe = self.pipe
-        leaves, spec = tree.flatten(params)
-        paths = tree.names(params)
+        values, spec = tree.flatten(params)
         own = () if pipe.copies is None else pipe.copies.own
-        parts = pipe.parts is not None and leaves and not whole
-        return StageTree(
-            stage,
-            spec,
-            leaves,
-            paths,
-            [self.of(stage, path) for path in paths],
-            [tree.matches(f"{stage}.{path}", own) for path in paths],
-            pipe.cache.shares.check(stage, leaves) if parts else None,
-        )
+        layout: Layout | None = None
+        if pipe.parts is not None and values and not whole:
+            layout = pipe.cache.shares.check(stage, values)
+        here = spans(layout)
+        leaves: list[StageLeaf] = []
+        for index, (path, value) in enumerate(zip(tree.names(params), values, strict=True)):
+            shape = None if layout is None else layout.shapes[index]
+            if shape is None:
+                shape = tuple(value.shape) if tree.is_tensor(value) else ()
+            is_own = tree.matches(f"{stage}.{path}", own)
+            key = self.of(stage, path)
+            leaves.append(StageLeaf(path, key, value, shape, here.get(index), is_own))
+        return StageTree(stage, spec, leaves, layout)
 
     def state_tree(self, stage: int, value: tree.Tree) -> StageTree | None:
         """The state that a stage carries, by names of a module's buffers, or as those of leaves.
@@ -203,13 +204,15 @@ class Names:
         None if the value does not have the structure of the stage's initial state.
         """
         of = self.stages[stage]
-        leaves, spec = tree.flatten(value)
+        values, spec = tree.flatten(value)
         if not of.stage.state or spec != tree.flatten(of.stage.initial_state)[1]:
             return None
-        paths = tree.names(value)
-        module = of.stage.weights is not None
-        keys = paths if module else [joined(of.prefix, path) for path in paths]
-        return StageTree(stage, spec, leaves, paths, keys, [False] * len(leaves), state=True)
+        prefix = of.prefix if of.stage.weights is None else ""
+        leaves = [
+            StageLeaf(path, (joined(prefix, path) if prefix else path), leaf, tuple(leaf.shape))
+            for path, leaf in zip(tree.names(value), values, strict=True)
+        ]
+        return StageTree(stage, spec, leaves, state=True)
 
     def expected(self, stage: int, like: Sequence[tree.Tree] | None) -> tree.Tree:
         """Parameters with the expected form: of ``like``, of a module, or None."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ import torch
 from .. import __version__
 from ..collectives.codec import DTYPES, Node, dtype_name
 from ..errors import CheckpointError
-from .files import Entry, exactly, grouped, hashed, opened, size_of, write
+from .files import Entry, File, exactly, grouped, hashed, opened, size_of, write
 
 NAME = "manifest.json"
 #: The number of this layout of manifests and files.
@@ -33,7 +34,7 @@ FORMAT = 1
 #: Bytes of a manifest at most.
 MOST = 1 << 30
 _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
-_HEX = frozenset("0123456789abcdef")
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 T = TypeVar("T")
@@ -51,14 +52,6 @@ class Piece(NamedTuple):
     file: str
     begin: int
     end: int
-    sha256: str
-
-
-class File(NamedTuple):
-    """A file of tensors: its bytes, those before the data, and the hash of these."""
-
-    size: int
-    header: int
     sha256: str
 
 
@@ -190,9 +183,8 @@ class Manifest:
                 or (piece.last - piece.first) * itemsize != piece.end - piece.begin
             ):
                 raise ValueError(f"{key!r} has a gap at element {at}")
-            if not file.header <= piece.begin <= piece.end <= file.size or not is_hash(
-                piece.sha256
-            ):
+            inside = file.header <= piece.begin <= piece.end <= file.size
+            if not inside or not _HASH.fullmatch(piece.sha256):
                 raise ValueError(f"{key!r} has data outside of {piece.file!r}")
             at = piece.last
         if at != prod(leaf.shape):
@@ -244,9 +236,8 @@ def write_spans(
     groups = list(grouped(spans, lambda span: span.entry.bytes, most))
     for number, group in enumerate(track(groups)):
         name = f"{process:05}-{number:05}.safetensors"
-        done = write(folder / name, [span.entry for span in group])
-        files[name] = File(done.size, done.header, done.sha256)
-        for (key, first, last, _), place in zip(group, done.tensors, strict=True):
+        files[name], places = write(folder / name, [span.entry for span in group])
+        for (key, first, last, _), place in zip(group, places, strict=True):
             pieces.setdefault(key, []).append(Piece(first, last, name, *place))
     return files, pieces
 
@@ -272,11 +263,6 @@ def from_entries(
     manifest = Manifest({"params": ["stages", "params"]}, leaves, slots=slots, files=files)
     manifest.write(folder)
     return manifest
-
-
-def is_hash(text: object) -> bool:
-    """Whether a value is a hash as text."""
-    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -30,7 +30,7 @@ from ..tree import Tree
 from ._processes import Pipe, agree, check_unused, everyone, folder_of, wait_for_writers
 from .collect import own_key
 from .files import hashed, opened
-from .leaf_names import Names, StageTree, Structures
+from .leaf_names import Names, StageLeaf, StageTree, Structures
 from .manifest import Leaf, Manifest, damaged
 
 
@@ -83,7 +83,7 @@ def load(
     check_unused(
         pipe,
         manifest.slots.get("params", {}),
-        {key for here in reader.templates.values() for key in here.keys},
+        {leaf.key for here in reader.templates.values() for leaf in here.leaves},
         lambda unused: f"{folder} has a parameter {unused} that no stage takes",
         strict,
     )
@@ -188,11 +188,11 @@ class Reader:
         """What is wrong with parameters here, and what the pipeline has instead, by name."""
         faults: dict[str, tuple[str, Tensor]] = {}
         for stage, here in self.templates.items():
-            for index, (key, like) in enumerate(zip(here.keys, here.leaves, strict=True)):
+            for _, key, like, shape, *_ in here.leaves:
                 if not tree.is_tensor(like):
                     continue
                 leaf = self.leaf(f"params/{key}")
-                want = f"{dtype_name(like.dtype)}{list(here.shape(index))}"
+                want = f"{dtype_name(like.dtype)}{list(shape)}"
                 if leaf is None:
                     faults[key] = f"it has no leaf {key!r}, {want}, of stage {stage}", like
                 elif str(leaf) != want:
@@ -218,8 +218,8 @@ class Reader:
             return NotImplemented
         out: list[Any] = [None] * self.names.pipe.stages
         for stage, here in (self.templates if node[0] == "stages" else self._states()).items():
-            parts = (self._part(node[1], here, index) for index in range(len(here.keys)))
-            out[stage] = tree.unflatten(here.spec, parts)
+            values = [self._part(node[1], here, leaf) for leaf in here.leaves]
+            out[stage] = tree.unflatten(here.spec, values)
         return out
 
     def _states(self) -> dict[int, StageTree]:
@@ -228,9 +228,9 @@ class Reader:
         states = {s: names.state_tree(s, stages[s].initial_state) for s in names.pipe.here}
         return {stage: state for stage, state in states.items() if state is not None}
 
-    def _part(self, slot: str, here: StageTree, index: int) -> Any:
+    def _part(self, slot: str, here: StageTree, wanted: StageLeaf) -> Any:
         """What a list by stage has for one parameter."""
-        key, pipe = here.keys[index], self.names.pipe
+        key, pipe = wanted.key, self.names.pipe
         if slot == "params" and key in self.kept:
             return self.kept[key]
         node = self.manifest.slots[slot].get(key)
@@ -249,8 +249,8 @@ class Reader:
                 return NotImplemented
             leaf, span = self.leaf(node[1]), None
             number = leaf is not None and not leaf.shape
-            if leaf is not None and leaf.shape == here.shape(index):
-                span = None if number and node[1] != f"{slot}/{key}" else here.span(index)
+            if leaf is not None and leaf.shape == wanted.shape:
+                span = None if number and node[1] != f"{slot}/{key}" else wanted.span
             tensor = self._tensor(node[1], span)
             return tensor if leaf is not None and number and leaf.host else tensor.to(device)
 

@@ -111,7 +111,7 @@ def _templates(names: Names, like: Sequence[Tree] | None) -> dict[int, StageTree
 
 def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str], bool]:
     """Whether a tensor belongs to a stage here, by its name."""
-    keys = {key for here in templates.values() for key in here.keys}
+    keys = {leaf.key for here in templates.values() for leaf in here.leaves}
     keys |= {key for (stage, _), (key, _) in names.ties.items() if stage in names.pipe.here}
     unknown = [names.stages[stage] for stage in names.pipe.here if stage not in templates]
     heads = [head for stage in unknown for head in stage.heads.values()]
@@ -131,9 +131,8 @@ def _built(
     for stage in names.pipe.here:
         if stage in templates:
             here = templates[stage]
-            pairs = zip(here.keys, here.leaves, strict=True)
-            leaves = (_checked(stage, key, leaf, taken) for key, leaf in pairs)
-            params[stage] = tree.unflatten(here.spec, leaves)
+            values = [_checked(stage, leaf.key, leaf.value, taken) for leaf in here.leaves]
+            params[stage] = tree.unflatten(here.spec, values)
         else:
             params[stage] = _nested(names, stage, taken)
     return params

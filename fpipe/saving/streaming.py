@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from ..tree import Spec, Tree, is_tensor
 from ._processes import Pipe, agree, everyone
 from .collect import merged, stage_trees
 from .files import grouped
-from .leaf_names import Names, StageTree
+from .leaf_names import Names, StageTree, spans
 
 #: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may
 #: hold one more, and the allocator of a host may keep three times as much, because tensors of other
@@ -116,15 +117,15 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
     rows = []
     for stage, here in trees.items():
         rank = pipe.placement.ranks_of(stage)[0]
-        for index, (leaf, path) in enumerate(zip(here.leaves, here.paths, strict=True)):
-            if here.own[index]:
+        for index, leaf in enumerate(here.leaves):
+            if leaf.own:
                 raise CheckpointError(
-                    f"{here.keys[index]!r} is in own=: each copy has another one, and none is whole"
+                    f"{leaf.key!r} is in own=: each copy has another one, and none is whole"
                 )
-            if is_tensor(leaf) and rank in pipe.group.here and names.first(stage, path) == stage:
-                kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-                name, shape = here.keys[index], here.shape(index)
-                rows.append(Row(stage, index, rank, name, shape, dtype_name(kind)))
+            value, writes = leaf.value, names.first(stage, leaf.path) == stage
+            if is_tensor(value) and rank in pipe.group.here and writes:
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                rows.append(Row(stage, index, rank, leaf.key, leaf.shape, dtype_name(kind)))
     return rows
 
 
@@ -162,14 +163,14 @@ def _runs(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
 
 def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     """A whole parameter of this process; with parts, those of all copies."""
-    leaf: Tensor = here.leaves[row.leaf].detach()
-    if here.layout is None or here.span(row.leaf) is None or pipe.copies is None:
+    leaf: Tensor = here.leaves[row.leaf].value.detach()
+    if here.layout is None or here.leaves[row.leaf].span is None or pipe.copies is None:
         return leaf.to(row.torch_dtype)
     group = pipe.copies.group
     total = torch.empty(row.shape, dtype=leaf.dtype, device=leaf.device)
     flat = total.view(-1)
     for copy in range(group.size):
-        first, last = here.span(row.leaf, copy) or (0, 0)
+        first, last = spans(replace(here.layout, part=copy))[row.leaf]
         if first < last:
             mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
             spec = Spec((last - first,), (1,), leaf.dtype)

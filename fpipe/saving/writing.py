@@ -20,7 +20,7 @@ from concurrent.futures import wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -30,8 +30,9 @@ from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
+from .files import File
 from .leaf_names import Names
-from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete, write_spans
+from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete, write_spans
 
 T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
@@ -128,13 +129,14 @@ def _start(
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
     rows = everyone(pipe, json.dumps(holding.facts))
     facts = agree(pipe, lambda: merged(rows))
-    number = _number(pipe)
-    rows = everyone(pipe, json.dumps([number, secrets.token_hex(8)]))
-    processes = dict(sorted(json.loads(row) for row in rows))
-    token = processes[0]
+    me = _Process(_number(pipe), str(folder.absolute()), secrets.token_hex(8))
+    rows = everyone(pipe, json.dumps(me))
+    processes = sorted(_Process(*json.loads(row)) for row in rows)
+    token = processes[0].token
     agree(pipe, lambda: _prepare(folder, token) if is_first(pipe) else None)
-    _check_shared(folder, pipe, token)
-    job = _Job(folder, token, number, tuple(processes), pipe.group.timeout, shown=wait)
+    _check_shared(folder, pipe, me, processes[0])
+    numbers = [process.number for process in processes]
+    job = _Job(folder, token, me.number, numbers, pipe.group.timeout, shown=wait)
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
@@ -157,6 +159,19 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
 
     threading.Thread(target=run, name=writer_of(folder)).start()
     return future
+
+
+class _Process(NamedTuple):
+    """A process: its number, where it sees the folder, and a token, of which the first one's marks
+    the files of this checkpoint.
+    """
+
+    number: int
+    folder: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.number} {self.folder}"
 
 
 def _number(pipe: Pipe) -> int:
@@ -188,19 +203,19 @@ def _mark(folder: Path, token: str) -> Path:
     return folder / f".{token}.part"
 
 
-def _check_shared(folder: Path, pipe: Pipe, token: str) -> None:
+def _check_shared(folder: Path, pipe: Pipe, me: _Process, first: _Process) -> None:
     """Raise on every process where one does not see the folder of the first."""
-    end = time.monotonic() + _SEEN
-    while not (sees := _mark(folder, token).exists()) and time.monotonic() < end:
+    mark, end = _mark(folder, first.token), time.monotonic() + _SEEN
+    while not (sees := mark.exists()) and time.monotonic() < end:
         time.sleep(_POLL)
-    where = f"process {_number(pipe)} {folder.absolute()}"
-    rows = everyone(pipe, "" if sees and not is_first(pipe) else f"{'0' if sees else '1'} {where}")
-    first, *others = sorted(row for row in rows if row)  # the first process's begins with 0
-    if is_first(pipe):
-        _mark(folder, token).unlink(missing_ok=True)
+    others = sorted(filter(None, everyone(pipe, "" if sees else str(me))))
+    if me == first:
+        mark.unlink(missing_ok=True)
     if others:
-        what = f"{first[2:]} and {others[0][2:]} are two folders"
-        raise CheckpointError(f"{what}; give one path, on a file system that all processes share")
+        raise CheckpointError(
+            f"{first} and {others[0]} are two folders; give one path, on a file system that all "
+            "processes share"
+        )
 
 
 # ---- threads ----
@@ -211,7 +226,7 @@ class _Job:
     folder: Path
     token: str
     number: int
-    numbers: tuple[int, ...]
+    numbers: Sequence[int]
     timeout: float
     shown: bool
 
