@@ -234,12 +234,11 @@ def _part(
         )
     member, home = (stage, leaf.path), pipe.config.rank_here(stage)
     ranks = pipe.placement.ranks_of(stage)
-    if here.state:  # replicas update states of their own, and the first one counts
-        repeated, write = False, home == ranks[0]
-    else:
+    repeated, write = False, home == ranks[0]
+    if not here.state:  # replicas update states of their own, and the first one counts
         replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
         repeated = member in names.ties or replicas
-        write = home == ranks[0] and names.first(*member) == stage
+        write = write and names.first(*member) == stage
     if (write or repeated) and (first < last if cut else _is_ours(pipe, here, leaf, path)):
         where = f"stage {stage} on rank {home}"
         holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))

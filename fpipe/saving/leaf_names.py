@@ -126,8 +126,9 @@ class StageTree(NamedTuple):
 
 def spans(layout: Layout | None) -> dict[int, tuple[int, int]]:
     """Which elements of leaves are here, by the number of the leaf; all of those that lack."""
-    buckets = () if layout is None else layout.buckets
-    rows = (row for bucket in buckets for row in layout.pieces(bucket))  # type: ignore[union-attr]
+    if layout is None:
+        return {}
+    rows = (row for bucket in layout.buckets for row in layout.pieces(bucket))
     return {leaf: (first, last) for leaf, first, last, _ in rows}
 
 
