@@ -8,10 +8,11 @@ This module must not know models or trainers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 
 class Scores(NamedTuple):
@@ -35,7 +36,8 @@ def scores(
 ) -> Scores:
     """Scores of rows of logits, in float32 at least; differentiable but for the squares.
 
-    Forward saves the logits and one number a row. Backward allocates their gradient, and a chunk.
+    Forward saves the logits. Backward allocates their gradient, and computes a chunk again at a
+    time.
 
     Args:
         logits: of any shape, with the vocabulary as last axis.
@@ -49,17 +51,18 @@ def scores(
     >>> found.log_probs, found.entropy
     (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
-    flat, shape = logits.flatten(0, -2), labels.shape
     divisor = None if temperature is None else temperature.reshape(-1)
-    found = _Scores.apply(flat, labels.reshape(-1), divisor, max(chunk, 1), entropy, squares)
-    rows: list[Tensor] = [column.view(shape) for column in found]
-    return Scores(rows.pop(0), rows.pop(0) if entropy else None, rows.pop(0) if squares else None)
+    columns = _ScoresInChunks.apply(
+        logits.flatten(0, -2), labels.reshape(-1), divisor, max(chunk, 1), entropy, squares
+    )
+    rows = iter([column.view(labels.shape) for column in columns])
+    return Scores(next(rows), next(rows) if entropy else None, next(rows) if squares else None)
 
 
-class _Scores(torch.autograd.Function):
+class _ScoresInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         logits: Tensor,
         labels: Tensor,
         temperature: Tensor | None,
@@ -67,55 +70,48 @@ class _Scores(torch.autograd.Function):
         entropy: bool,
         squares: bool,
     ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        columns = [logits.new_empty(len(logits), dtype=wide) for _ in range(2 + entropy + squares)]
-        for part, z in _chunks(logits, temperature, chunk):
-            total = z.logsumexp(-1)
-            columns[0][part] = total
-            columns[1][part] = z.gather(-1, labels[part, None]).squeeze(-1) - total
-            if entropy or squares:
-                p = (z - total[:, None]).exp_()
-                if entropy:
-                    columns[2][part] = total - (p * z).sum(-1)
-                if squares:
-                    columns[-1][part] = p.square_().sum(-1)
-        totals, *found = columns
-        ctx.save_for_backward(logits, labels, temperature, totals, found[1] if entropy else None)
-        ctx.chunk = chunk
+        ctx.save_for_backward(logits, labels, temperature)
+        ctx.chunk, ctx.entropy = chunk, entropy
+        parts = [
+            _of_chunk(*part, entropy, squares)
+            for _, *part in _chunks(logits, labels, temperature, chunk)
+        ]
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         if squares:
-            ctx.mark_non_differentiable(found[-1])
-        return tuple(found)
+            ctx.mark_non_differentiable(columns[-1])
+        return columns
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, temperature, totals, entropies = ctx.saved_tensors
-        of_labels = cotangents[0]
+    def backward(ctx: FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, temperature = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for part, z in _chunks(logits, temperature, ctx.chunk):
-            logs = z - totals[part, None]
-            p = logs.exp()
-            if entropies is None:
-                d = p.mul_(-of_labels[part, None])
-            else:
-                d = (
-                    logs.add_(entropies[part, None])
-                    .mul_(cotangents[1][part, None])
-                    .add_(of_labels[part, None])
-                )
-                d = d.mul_(p).neg_()
-            d.scatter_add_(-1, labels[part, None], of_labels[part, None])
-            if temperature is not None:
-                d /= temperature[part, None]
-            gradient[part] = d
+        for rows, part, *more in _chunks(logits.detach(), labels, temperature, ctx.chunk):
+            with torch.enable_grad():
+                outputs = _of_chunk(part.requires_grad_(), *more, ctx.entropy, False)
+            here = [column[rows] for column in cotangents[: len(outputs)]]
+            (gradient[rows],) = torch.autograd.grad(outputs, part, here)
         return gradient, None, None, None, None, None
 
 
 def _chunks(
-    logits: Tensor, temperature: Tensor | None, chunk: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the logits in a wide dtype, divided by the temperature."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    for first in range(0, len(logits), chunk):
-        part = slice(first, first + chunk)
-        z = logits[part].to(wide)
-        yield part, z if temperature is None else z / temperature[part, None].to(wide)
+    logits: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    for first in range(0, max(len(logits), 1), chunk):
+        rows = slice(first, first + chunk)
+        yield rows, logits[rows], labels[rows], None if temperature is None else temperature[rows]
+
+
+def _of_chunk(
+    logits: Tensor, labels: Tensor, temperature: Tensor | None, entropy: bool, squares: bool
+) -> list[Tensor]:
+    """The scores of some rows."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature is not None:
+        wide = wide / temperature[:, None].to(wide.dtype)
+    logs = wide.log_softmax(-1)
+    columns = [logs.gather(-1, labels[:, None]).squeeze(-1)]
+    if entropy:
+        columns.append(-(logs.exp() * logs).sum(-1))
+    if squares:
+        columns.append(logs.exp().square().sum(-1))
+    return columns

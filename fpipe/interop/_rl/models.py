@@ -103,7 +103,7 @@ def load(
     if not empty:
         model = kind.from_pretrained(path, config=config, **options)
         return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
-    accelerate: Any = import_module("accelerate")
+    accelerate = import_module("accelerate")
     with accelerate.init_empty_weights(include_buffers=False):
         model = kind.from_config(config, **options)
     model.tie_weights()
@@ -136,7 +136,7 @@ def with_adapters(model: nn.Module, options: Options, path: str | None = None) -
     """The model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in a
     folder.
     """
-    peft: Any = import_module("peft")
+    peft = import_module("peft")
     if path is not None:
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     found = peft.get_peft_model(

@@ -86,11 +86,9 @@ class Weights:
 
     def for_call(self) -> ByStage:
         """The parameters for a call of the pipeline."""
-
-        def narrow(leaf):
-            return leaf.to(self.compute) if self.compute and leaf.is_floating_point() else leaf
-
-        return self._mapped(lambda leaf: narrow(leaf.detach()))
+        return self._mapped(
+            lambda leaf: leaf.detach().to(dtype=self.compute if leaf.is_floating_point() else None)
+        )
 
     def _mapped(self, fn: Callable[[nn.Parameter], Any]) -> ByStage:
         return [
@@ -118,8 +116,7 @@ class Weights:
         """Multiply the gradients here."""
         grads = [leaf.grad for leaf in self.trained() if leaf.grad is not None]
         if grads:
-            foreach: Any = torch
-            foreach._foreach_mul_(grads, factor.to(grads[0].device))
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
 
     # ---- devices ----
     def move(
@@ -127,14 +124,10 @@ class Weights:
     ) -> None:
         """Move parameters, gradients, and states of the optimizer."""
         for _, _, leaf in self if model else ():
-            held = leaf.grad
-            leaf.grad = None  # a gradient must be where its parameter is
+            grad_value, leaf.grad = leaf.grad, None  # a gradient must be where its parameter is
             leaf.data = leaf.data.to(device, non_blocking=True)
-            leaf.grad = (
-                held
-                if held is None
-                else held.to(device if grad else leaf.device, non_blocking=True)
-            )
+            if grad_value is not None:
+                leaf.grad = grad_value.to(device if grad else leaf.device, non_blocking=True)
         for state in () if optimizer is None else optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():

@@ -13,8 +13,8 @@ import torch
 
 from ...errors import StageError
 
-configs: Any = import_module("verl.workers.config")
-base: Any = import_module("verl.base_config")
+configs = import_module("verl.workers.config")
+base = import_module("verl.base_config")
 
 DTYPES = {
     "float32": torch.float32,

@@ -26,11 +26,11 @@ from .config import DTYPES
 from .learning_rates import numbers_of, scheduler_of
 from .losses import Batch, Loss, asked, check, like
 
-base: Any = import_module("verl.workers.engine.base")
-engines: Any = import_module("verl.workers.engine.utils")
-tensordicts: Any = import_module("verl.utils.tensordict_utils")
-devices: Any = import_module("verl.utils.device")
-optimizers: Any = import_module("verl.workers.config.optimizer")
+base = import_module("verl.workers.engine.base")
+engines = import_module("verl.workers.engine.utils")
+tensordicts = import_module("verl.utils.tensordict_utils")
+devices = import_module("verl.utils.device")
+optimizers = import_module("verl.workers.config.optimizer")
 
 #: The types of devices for which the engine is registered.
 DEVICES = ["cpu", "cuda", "npu", "xpu"]

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-functional: Any = import_module("verl.utils.torch_functional")
+functional = import_module("verl.utils.torch_functional")
 
 
 def numbers_of(state: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ...errors import UnsupportedError
 from .._rl.heads import scores
 from .._rl.sequences import Tokens
 
-tensordicts: Any = import_module("verl.utils.tensordict_utils")
+tensordicts = import_module("verl.utils.tensordict_utils")
 
 
 @dataclass(frozen=True)
