@@ -70,14 +70,26 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
         section.pipeline_parallel_first_stage_less_layers,
         section.pipeline_parallel_last_stage_less_layers,
     )
-    stages = (
-        len(parts)
-        if parts
-        else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
-    )
+    per_stage = section.pipeline_parallel_layers_per_stage
+    stages = len(parts) if parts else None  # by default those of the schedule
+    if not parts and per_stage is not None:
+        stages = -(-(layers + sum(less)) // per_stage)
+        if stages % ranks:
+            raise StageError(
+                f"{layers} layers (and {sum(less)} for the embedding and the head) at "
+                f"pipeline_parallel_layers_per_stage={per_stage} make {stages} stages, which "
+                f"{ranks} ranks do not divide; change the layers per stage"
+            )
     if csv:
         schedule = Schedule.from_csv(csv)
-        _check_csv(schedule, ranks, microbatches, stages)
+        wanted = {"pipeline_parallel_degree": ranks, "microbatches": microbatches, "stages": stages}
+        has = schedule.ranks, schedule.microbatches, schedule.stages
+        for (name, configured), actual in zip(wanted.items(), has, strict=True):
+            if configured not in (None, actual):
+                raise StageError(
+                    f"the schedule file is for {name} {actual}, the configuration says "
+                    f"{configured}; make both agree"
+                )
     else:
         schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages)
     parts = parts or names_per_part(schedule.stages, layers, *less)
@@ -239,34 +251,6 @@ def names_per_part(
 
 
 # ---- inside ----
-def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int | None:
-    if per_stage is None:
-        return None  # the default of the schedule: one per rank, or two
-    stages = -(-(layers + extra) // per_stage)
-    if stages % ranks:
-        raise StageError(
-            f"{layers} layers (and {extra} for the embedding and the head) at "
-            "pipeline_parallel_layers_per_stage="
-            f"{per_stage} make {stages} stages, which {ranks} ranks do not divide; change the "
-            "layers per stage"
-        )
-    return stages
-
-
-def _check_csv(schedule: Schedule, ranks: int, microbatches: int, stages: int | None) -> None:
-    wanted = {
-        "pipeline_parallel_degree": (ranks, schedule.ranks),
-        "microbatches": (microbatches, schedule.microbatches),
-        "stages": (schedule.stages if stages is None else stages, schedule.stages),
-    }
-    for name, (configured, actual) in wanted.items():
-        if configured != actual:
-            raise StageError(
-                f"the schedule file is for {name} {actual}, the configuration says {configured}; "
-                "make both agree"
-            )
-
-
 def _cut(
     model: nn.Module, parts: Sequence[Sequence[str]]
 ) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
@@ -296,11 +280,10 @@ def _cut(
                     "calls them"
                 )
     return [
-        _with_engine(stage, model, part) for stage, part in zip(stages, parts, strict=True)
+        replace(stage, engine="eager") if _has_experts(model, part) else stage
+        for stage, part in zip(stages, parts, strict=True)
     ], params
 
 
-def _with_engine(stage: Stage, model: nn.Module, part: Sequence[str]) -> Stage:
-    """A stage that autograd runs, if it contains experts."""
-    inside = (module for name in part for module in model.get_submodule(name).modules())
-    return replace(stage, engine="eager") if any(map(is_experts, inside)) else stage
+def _has_experts(model: nn.Module, part: Sequence[str]) -> bool:
+    return any(is_experts(m) for name in part for m in model.get_submodule(name).modules())

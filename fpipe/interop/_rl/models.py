@@ -43,19 +43,11 @@ class Cut:
 
     @property
     def moded(self) -> bool:
-        """Whether the model computes something else in training: whether it has dropout that is not
-        0.
-        """
-        config = vars(self.model.config)
-        rates = [
-            rate
-            for name, rate in config.items()
-            if "drop" in name and isinstance(rate, (int, float))
-        ]
-        return any(
-            rate > 0
-            for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))]
-        )
+        """Whether the model computes something else in training: it has dropout that is not 0."""
+        config = vars(self.model.config).items()
+        rates = [value for name, value in config if "drop" in name]
+        rates += [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
+        return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 def load(
@@ -81,30 +73,18 @@ def load(
     """
     import transformers
 
-    kind = (
-        transformers.AutoModelForTokenClassification
-        if values
-        else transformers.AutoModelForCausalLM
-    )
     if values:
-        changes = {
-            "num_labels": 1,
-            "classifier_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "summary_dropout_prob": 0.0,
-        }
-        for name, value in changes.items():
+        kind = transformers.AutoModelForTokenClassification
+        rates = ("classifier_dropout", "hidden_dropout", "summary_dropout_prob")
+        for name, value in {"num_labels": 1, **dict.fromkeys(rates, 0.0)}.items():
             setattr(config, name, value)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": attention,
-        "trust_remote_code": trust,
-    }
+    else:
+        kind = transformers.AutoModelForCausalLM
+    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust}
     if not empty:
         model = kind.from_pretrained(path, config=config, **options)
         return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
-    accelerate = import_module("accelerate")
-    with accelerate.init_empty_weights(include_buffers=False):
+    with import_module("accelerate").init_empty_weights(include_buffers=False):
         model = kind.from_config(config, **options)
     model.tie_weights()
     return nn.Module.train(model)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
+from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, tree, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
 from ...stage import Stage
 from .._rl import checkpoints, exports, models
@@ -24,7 +24,7 @@ from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
 from .learning_rates import numbers_of, scheduler_of
-from .losses import Batch, Loss, asked, check, like
+from .losses import Batch, Loss, asked, like
 
 base = import_module("verl.workers.engine.base")
 engines = import_module("verl.workers.engine.utils")
@@ -58,7 +58,11 @@ class FpipeEngine(base.BaseEngine):
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         config, world = engine_config, dist.get_world_size()
-        _refuse(model_config)
+        if model_config.get("use_liger", False):
+            raise UnsupportedError(
+                "model.use_liger is not supported by engine=fpipe; fpipe fuses what torch.compile "
+                "fuses: engine.compile=inductor"
+            )
         pp = world if config.pipeline_parallel_size == -1 else config.pipeline_parallel_size
         if pp < 1 or world % pp:
             raise StageError(
@@ -88,51 +92,39 @@ class FpipeEngine(base.BaseEngine):
     # ---- the model ----
     def initialize(self) -> None:
         """Load the model, cut it, and build pipeline, optimizer and learning rate scheduler."""
-        config = self.engine_config
+        config, compute = self.engine_config, DTYPES[self.engine_config.dtype]
         if config.full_determinism:
             engines.enable_full_determinism(seed=config.seed)
-        self.cut, files = self._cut()
+        own = DTYPES[config.model_dtype]
+        self.cut, from_files = self._cut()
         self.loss = Loss(
             self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device
         )
         self.pipe = self._pipeline(self.cut.stages)
-        own, compute = DTYPES[config.model_dtype], DTYPES[config.dtype]
-        if files is not None:
-            parts = models.read(files, self.pipe, own)
+        if from_files:
+            parts = models.read(self.model_config.local_path, self.pipe, own)
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
         self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
-        self.shapes = [
-            {n: torch.empty_like(p, device="meta") for n, p in row.items()}
-            for row in self.cut.params
-        ]
+        self.shapes = tree.tree_map(lambda p: torch.empty_like(p, device="meta"), self.cut.params)
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps, self.adapted = 0, True
         self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: Any = None
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
-            self.optimizer, self.scheduler = (
-                optimizer,
-                scheduler_of(optimizer, self.optimizer_config),
-            )
+            self.optimizer = optimizer
+            self.scheduler = scheduler_of(optimizer, self.optimizer_config)
         self._offload()
 
     def _offload(self) -> None:
         """Move to the host what the configuration keeps there between phases."""
-        config = self.engine_config
-        self.to(
-            "cpu",
-            model=config.param_offload,
-            optimizer=config.optimizer_offload,
-            grad=config.param_offload,
-        )
+        model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
-    def _cut(self) -> tuple[models.Cut, str | None]:
-        """The model as stages, and the folder whose files have the parameters of those without
-        values.
-        """
+    def _cut(self) -> tuple[models.Cut, bool]:
+        """The model as stages, and whether its parameters are still to be read from its files."""
         config, model = self.engine_config, self.model_config
         load = partial(
             models.load,
@@ -144,15 +136,10 @@ class FpipeEngine(base.BaseEngine):
             trust=model.trust_remote_code,
         )
         module = load(empty=True) if config.load_by_stage and model.lora_rank <= 0 else None
-        files = (
-            model.local_path
-            if module is not None and models.has_files(model.local_path, module)
-            else None
-        )
-        if module is None or files is None:
-            torch.manual_seed(
-                config.seed
-            )  # what the files do not have must be alike on all processes
+        from_files = module is not None and models.has_files(model.local_path, module)
+        if not from_files:
+            # what the files do not have must be alike on all processes
+            torch.manual_seed(config.seed)
             module = load()
         wrapper = None
         if model.lora_rank > 0:
@@ -169,15 +156,11 @@ class FpipeEngine(base.BaseEngine):
             peft=wrapper,
             checkpointing=model.enable_gradient_checkpointing,
         )
-        return cut, files
+        return cut, from_files
 
     def _pipeline(self, stages: Sequence[Stage]) -> Pipeline:
         config = self.engine_config
-        options: dict[str, Any] = {
-            "reduction": "sum",
-            "overlap": config.overlap,
-            "compile": config.compile,
-        }
+        options = {"overlap": config.overlap, "compile": config.compile}
         if config.dtype != config.model_dtype:
             options["accumulate"] = torch.float32
         if self.copies is not None:
@@ -191,9 +174,8 @@ class FpipeEngine(base.BaseEngine):
                 reduction="mean",
             )
         loss = Stage(self.loss, engine="eager", like=like, name="loss")
-        return pipeline(
-            list(stages), config.schedule, loss=loss, group=self.group, **options, **config.override
-        )
+        options |= {"loss": loss, "reduction": "sum", "group": self.group}
+        return pipeline(list(stages), config.schedule, **options, **config.override)
 
     @cached_property
     def _reference(self) -> Pipeline:
@@ -226,16 +208,16 @@ class FpipeEngine(base.BaseEngine):
         """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only``
         gradients.
         """
-        check(data)
-        group = self.get_data_parallel_group()
+        if asked(data, "distillation_use_topk"):
+            raise UnsupportedError(
+                "distillation from the top of a teacher's logits is not supported by engine=fpipe"
+            )
+        group, size = self.get_data_parallel_group(), self.get_data_parallel_size()
         tokens = data["loss_mask"].sum().to(self.device)
         dist.all_reduce(tokens, group=group)
-        shared = {
-            "sp_size": 1,
-            "batch_num_tokens": tokens.item(),
-            "dp_size": self.get_data_parallel_size(),
-        }
-        tensordicts.assign_non_tensor(data, **shared)
+        tensordicts.assign_non_tensor(
+            data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=size
+        )
         batches, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
         )
@@ -244,11 +226,8 @@ class FpipeEngine(base.BaseEngine):
         with batch.current():
             rows = self._run(batch.tokens, forward_only)
         if rows is None:
-            rows = (
-                self.loss.zeros(batch)
-                if self.engine_config.outputs == "zeros" and keep_outputs
-                else []
-            )
+            zeros = self.engine_config.outputs == "zeros" and keep_outputs
+            rows = self.loss.zeros(batch) if zeros else []
         return engines.postprocess_batch_func(output_lst=rows, indices=indices, data=data)
 
     @cached_property
@@ -266,11 +245,8 @@ class FpipeEngine(base.BaseEngine):
         config = self.engine_config
         packed = asked(batches[0], "use_remove_padding", True)
         lengths = [longest(batch["input_ids"], packed) for batch in batches]
-        padded = padded_lengths(
-            lengths,
-            config.pad_to_length_bucket if config.pad_to_length else 1,
-            uniform=config.pad_uniform,
-        )
+        multiple = config.pad_to_length_bucket if config.pad_to_length else 1
+        padded = padded_lengths(lengths, multiple, uniform=config.pad_uniform)
         return [
             tokens_of(
                 batch["input_ids"].to(self.device),
@@ -288,7 +264,7 @@ class FpipeEngine(base.BaseEngine):
         if self.cut.moded:
             pipe = pipe.train(not forward_only and self.mode != "eval")
         x = Microbatches([one.input_ids for one in tokens])
-        side: dict[str, Any] = {"position_ids": Microbatches([one.position_ids for one in tokens])}
+        side = {"position_ids": Microbatches([one.position_ids for one in tokens])}
         if tokens[0].attention_mask is not None:
             side["attention_mask"] = Microbatches([one.attention_mask for one in tokens])
         numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
@@ -314,19 +290,20 @@ class FpipeEngine(base.BaseEngine):
             self.optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        """Clip the gradients and update the parameters, unless the norm is not finite; the norm
-        before clipping.
+        """Clip the gradients and update the parameters, unless the norm is not finite.
+
+        Returns:
+            The norm before clipping.
         """
-        norm = self.weights.norm()
-        if not torch.isfinite(norm):
+        norm, clip = self.weights.norm(), self.optimizer_config.clip_grad
+        assert self.optimizer is not None, "forward_only engines have no optimizer"
+        if torch.isfinite(norm):
+            if clip is not None and clip > 0:
+                self.weights.scale_grads((clip / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step()
+        else:
             print(f"WARN: grad_norm is not finite: {norm}")
             self.optimizer_zero_grad()
-            return norm.item()
-        clip = self.optimizer_config.clip_grad
-        if clip is not None and clip > 0:
-            self.weights.scale_grads((clip / (norm + 1e-6)).clamp(max=1.0))
-        assert self.optimizer is not None, "forward_only engines have no optimizer"
-        self.optimizer.step()
         return norm.item()
 
     def lr_scheduler_step(self) -> float:
@@ -411,26 +388,18 @@ class FpipeEngine(base.BaseEngine):
             local_path, self.weights, self.optimizer if "optimizer" in contents else None, more
         )
         if first:
-            self._write_configuration(
-                Path(local_path, "huggingface"), local_path if "hf_model" in contents else None
-            )
-            self._forget(local_path, max_ckpt_to_keep)
+            folder = Path(local_path, "huggingface")
+            if "hf_model" in contents:
+                checkpoints.write_model(local_path, folder)
+            model = self.model_config
+            for part in (model.hf_config, model.get_processor(), model.generation_config):
+                if part is not None:
+                    part.save_pretrained(folder)
+            # this run removes checkpoints that it wrote before the last ones
+            self.saved = [*(path for path in self.saved if path != local_path), local_path]
+            while 0 < (max_ckpt_to_keep or 0) < len(self.saved):
+                shutil.rmtree(self.saved.pop(0), ignore_errors=True)
         dist.barrier()
-
-    def _write_configuration(self, folder: Path, weights_of: str | None) -> None:
-        """The model's configuration and tokenizer, and its weights if wanted."""
-        if weights_of is not None:
-            checkpoints.write_model(weights_of, folder)
-        processor = self.model_config.get_processor()
-        for each in (self.model_config.hf_config, processor, self.model_config.generation_config):
-            if each is not None:
-                each.save_pretrained(folder)
-
-    def _forget(self, path: str, most: int | None) -> None:
-        """Remove checkpoints that this run wrote before the last ones."""
-        self.saved = [*(each for each in self.saved if each != path), path]
-        while most is not None and most > 0 and len(self.saved) > most:
-            shutil.rmtree(self.saved.pop(0), ignore_errors=True)
 
     def load_checkpoint(
         self,
@@ -467,12 +436,3 @@ def register() -> None:
     """Tell verl of the engine."""
     for kind, engine in (("language_model", FpipeEngine), ("value_model", FpipeValueEngine)):
         base.EngineRegistry.register(model_type=kind, backend="fpipe", device=DEVICES)(engine)
-
-
-def _refuse(model_config: Any) -> None:
-    """Options of verl's model configuration that other engines have, and this one does not."""
-    for name, remedy in {
-        "use_liger": "fpipe fuses what torch.compile fuses: engine.compile=inductor"
-    }.items():
-        if model_config.get(name, False):
-            raise UnsupportedError(f"model.{name} is not supported by engine=fpipe; {remedy}")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
 from .._rl.heads import scores
 from .._rl.sequences import Tokens
 
@@ -125,14 +124,6 @@ class Loss:
 def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:
     """What a loss returns: a number in float32 at least, and anything."""
     return logits.sum().to(_wide(logits)), None
-
-
-def check(data: Any) -> None:
-    """Raise UnsupportedError for what a batch asks and this engine does not compute."""
-    if asked(data, "distillation_use_topk"):
-        raise UnsupportedError(
-            "distillation from the top of a teacher's logits is not supported by engine=fpipe"
-        )
 
 
 def asked(batch: Any, name: str, default: Any = False) -> Any:
