@@ -62,12 +62,12 @@ def load(
     if optimizer is not None and "optimizer" in contents:
         names.append("optimizer")
     values = load_trees(Path(folder, FOLDER), weights.pipe, *names)
-    found = dict(zip(names, values if len(names) > 1 else [values], strict=True))
-    if "params" in found:
-        weights.load(found["params"])
-    if optimizer is not None and "optimizer" in found:
-        weights.load_state(optimizer, found["optimizer"])
-    return found["more"]
+    trees = dict(zip(names, values if len(names) > 1 else [values], strict=True))
+    if "params" in trees:
+        weights.load(trees["params"])
+    if optimizer is not None and "optimizer" in trees:
+        weights.load_state(optimizer, trees["optimizer"])
+    return trees["more"]
 
 
 def remove(folder: str | Path) -> None:
@@ -76,7 +76,7 @@ def remove(folder: str | Path) -> None:
 
 
 def write_model(folder: str | Path, into: str | Path) -> None:
-    """The parameters of a checkpoint as the files of a model; one process calls it.
+    """Write the parameters of a checkpoint as the files of a model; one process calls it.
 
     Args:
         folder: of the checkpoint.

@@ -95,10 +95,10 @@ def has_files(path: str, model: nn.Module) -> bool:
     one of its names.
     """
     try:
-        found = model_files(path)
+        names = model_files(path).keys()
     except CheckpointError:
         return False
-    return {name for name, _ in model.named_parameters()} <= found.keys()
+    return names >= {name for name, _ in model.named_parameters()}
 
 
 def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
@@ -119,14 +119,13 @@ def with_adapters(model: nn.Module, options: Options, path: str | None = None) -
     peft = import_module("peft")
     if path is not None:
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
-    found = peft.get_peft_model(
-        model, peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options)
-    )
-    dtype = next(p.dtype for p in found.parameters() if not p.requires_grad)
-    for p in found.parameters():
+    config = peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options)
+    adapted = peft.get_peft_model(model, config)
+    dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
+    for p in adapted.parameters():
         if p.requires_grad:
             p.data = p.data.to(dtype)
-    return found
+    return adapted
 
 
 def cut(

@@ -71,8 +71,8 @@ def padded_lengths(lengths: Sequence[int], multiple: int = 1, uniform: bool = Fa
     """
     if multiple < 1:
         raise BatchError(f"lengths cannot be padded to multiples of {multiple}; give 1 or more")
-    found = [-(-length // multiple) * multiple for length in lengths]
-    return [max(found)] * len(found) if uniform else found
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    return [max(padded)] * len(padded) if uniform else padded
 
 
 def tokens_of(
@@ -115,18 +115,34 @@ def tokens_of(
     offsets = offsets_of(input_ids)
     lengths, ids = offsets.diff(), input_ids.values()
     scale = _temperatures(temperature, lengths, ids.device)
-    columns = [ids, position_ids.values(), ids.roll(-1), *([] if scale is None else [scale])]
     if packed:
-        fills: list[float | None] = [pad_token, None, pad_token, 1.0]
-        rows = [_row(column, length, fill) for column, fill in zip(columns, fills, strict=False)]
-        mask = None
+        mask, more = None, length - len(ids)
+        if more < 0:
+            raise BatchError(
+                f"a row of {length} does not hold {len(ids)} tokens; say a length of {len(ids)} "
+                "or more"
+            )
+        again = torch.arange(more, device=ids.device)
+        positions = torch.cat([position_ids.values(), again])[None]
     else:
         kept = torch.arange(length, device=ids.device) < lengths[:, None]
-        fills = [pad_token, 0, pad_token, 1.0]
-        rows = [_rows(column, kept, fill) for column, fill in zip(columns, fills, strict=False)]
         mask = kept.to(torch.long)
-    ids, positions, labels = rows[:3]
-    return Tokens(ids, positions, mask, labels, None if scale is None else rows[3], offsets)
+        positions = _placed(position_ids.values(), mask, length, 0)
+    return Tokens(
+        _placed(ids, mask, length, pad_token),
+        positions,
+        mask,
+        _placed(ids.roll(-1), mask, length, pad_token),
+        None if scale is None else _placed(scale, mask, length, 1.0),
+        offsets,
+    )
+
+
+def _placed(line: Tensor, mask: Tensor | None, length: int, fill: float) -> Tensor:
+    """A line of tokens as one row, or as rows where the mask is 1."""
+    if mask is None:
+        return pad(line, (0, length - len(line)), value=fill)[None]
+    return line.new_full(mask.shape, fill).masked_scatter(mask.bool(), line)
 
 
 def _temperatures(
@@ -140,24 +156,3 @@ def _temperatures(
     return (
         temperature.to(device, torch.float32).clamp(min=1e-8).repeat_interleave(lengths.to(device))
     )
-
-
-def _row(column: Tensor, length: int, fill: float | None) -> Tensor:
-    """A line as one row, padded with a number, or with positions that begin again."""
-    more = length - len(column)
-    if more < 0:
-        raise BatchError(
-            f"a row of {length} does not hold {len(column)} tokens; say a length of {len(column)} "
-            "or more"
-        )
-    if fill is None:
-        return torch.cat([column, torch.arange(more, dtype=column.dtype, device=column.device)])[
-            None
-        ]
-    return pad(column, (0, more), value=fill)[None]
-
-
-def _rows(column: Tensor, kept: Tensor, fill: float | None) -> Tensor:
-    """A line as rows, where ``kept`` says so."""
-    rows = column.new_full(kept.shape, fill or 0)
-    return rows.masked_scatter(kept, column)

@@ -8,16 +8,17 @@ This module must not know models or trainers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ... import Pipeline, global_norm, tree
 from ...errors import CheckpointError
+from ...tree import Tree
 
 #: By stage, tensors by name; None for a stage of another process.
-ByStage: TypeAlias = list[dict[str, Any] | None]
+ByStage: TypeAlias = list[dict[str, Tree] | None]
 
 
 class Weights:
@@ -51,7 +52,7 @@ class Weights:
         cut: bool = False,
     ):
         self.pipe, self.compute = pipe, compute
-        shared: dict[str, nn.Parameter] = {}
+        shared = dict[str, nn.Parameter]()
         self.leaves = [
             None if row is None else self._leaves(stage, row, shared)
             for stage, row in enumerate(params if cut else pipe.shard(list(params)))
@@ -60,20 +61,19 @@ class Weights:
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
     ) -> dict[str, nn.Parameter]:
-        """The leaves of a stage. Tied parameters of stages here are one leaf, but with ``zero=``,
-        as parts differ.
-        """
-        ties = {} if self.pipe.parts else dict(self.pipe.config.functions[stage].ties)
-        found: dict[str, nn.Parameter] = {}
-        trained = dict(zip(tree.names(row), self.pipe.config.trained(stage, row), strict=True))
+        """The leaves of a stage; one for tied parameters of stages here, unless these are parts."""
+        config = self.pipe.config
+        ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
+        trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
+        leaves = dict[str, nn.Parameter]()
         for name, part in row.items():
             leaf = nn.Parameter(part, requires_grad=trained[name] and part.is_floating_point())
-            found[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
-        return found
+            leaves[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
+        return leaves
 
     def __iter__(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         for stage, row in enumerate(self.leaves):
-            for name, leaf in () if row is None else row.items():
+            for name, leaf in (row or {}).items():
                 yield stage, name, leaf
 
     def trained(self) -> list[nn.Parameter]:
@@ -90,19 +90,15 @@ class Weights:
             lambda leaf: leaf.detach().to(dtype=self.compute if leaf.is_floating_point() else None)
         )
 
-    def _mapped(self, fn: Callable[[nn.Parameter], Any]) -> ByStage:
-        return [
-            None if row is None else {name: fn(leaf) for name, leaf in row.items()}
-            for row in self.leaves
-        ]
+    def _mapped(self, fn: Callable[[nn.Parameter], Tree]) -> ByStage:
+        return [row and {name: fn(leaf) for name, leaf in row.items()} for row in self.leaves]
 
     # ---- gradients ----
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the leaves."""
         added = set[nn.Parameter]()  # a tied parameter has the sum over all of its stages in each
         for stage, name, leaf in self:
-            row = grads[stage]
-            grad = None if row is None else row[name]
+            grad = (grads[stage] or {}).get(name)
             if grad is not None and leaf.requires_grad and leaf not in added:
                 added.add(leaf)
                 grad = grad.to(leaf.dtype)
@@ -136,48 +132,44 @@ class Weights:
             torch.accelerator.synchronize()
 
     # ---- checkpoints ----
-    def load(self, values: Sequence[Mapping[str, Tensor] | None]) -> None:
+    def load(self, values: ByStage) -> None:
         """Copy values into the leaves."""
         with torch.no_grad():
             for stage, name, leaf in self:
-                row = values[stage]
-                assert row is not None
-                leaf.copy_(row[name])
+                leaf.copy_((values[stage] or {})[name])
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
         """What an optimizer holds, by stage and leaf: a dict each, for ``fpipe.save``.
 
+        Tensors of one number become numbers, which are the same in all processes.
+
         Raises:
             CheckpointError: if it holds tensors of other shapes than the parameters.
         """
+        rows = [dict[str, Tree]() for _ in self.leaves]
         for stage, name, leaf in self:
+            state = dict[str, Tree]()
             for key, value in optimizer.state.get(leaf, {}).items():
+                is_number = isinstance(value, Tensor) and not value.dim()
+                state[key] = float(value) if is_number else value
                 if isinstance(value, Tensor) and value.dim() and value.shape != leaf.shape:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} "
-                        f"for {name!r} of stage "
-                        f"{stage}, which has {list(leaf.shape)}; only states of the parameters' "
-                        "shapes can be saved"
+                        f"for {name!r} of stage {stage}, which has {list(leaf.shape)}; only states "
+                        "of the parameters' shapes can be saved"
                     )
-        return self._mapped(
-            lambda leaf: {k: _plain(v) for k, v in optimizer.state.get(leaf, {}).items()}
-        )
+            rows[stage][name] = state
+        return [
+            row if leaves is not None else None
+            for row, leaves in zip(rows, self.leaves, strict=True)
+        ]
 
     def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
-        """The inverse of ``state_of``; numbers become tensors again where torch's optimizers have
-        such.
-        """
+        """The inverse of ``state_of``; numbers become tensors, as torch's optimizers have them."""
         for stage, name, leaf in self:
-            row = states[stage]
-            if row is not None and row[name] and leaf.requires_grad:
+            state = (states[stage] or {}).get(name)
+            if state and leaf.requires_grad:
                 optimizer.state[leaf] = {
                     key: torch.tensor(value) if isinstance(value, float) else value
-                    for key, value in row[name].items()
+                    for key, value in state.items()
                 }
-
-
-def _plain(value: Any) -> Any:
-    """A tensor of one number as the number: the same in all processes, and of no shape of a
-    parameter.
-    """
-    return float(value) if isinstance(value, Tensor) and not value.dim() else value

@@ -14,7 +14,7 @@ from ...stage import Stage
 from ..experts import configs_of, is_experts
 from ..module_function import Claim, claims
 from .crossing import Flow, parts_of
-from .model_part import ModelPart, Split, part_module
+from .model_part import ModelPart, part_module
 from .router import router_of
 from .trial import compare, try_forward
 from .units import units_of
@@ -65,16 +65,12 @@ def stages(
     if aux_loss is None:
         aux_loss = bool(getattr(model.config, "output_router_logits", False))
     router = router_of(model) if aux_loss else None
-    trial = try_forward(model, units, configs, example, router)
-    flow, one, other = trial.flow, *trial.recordings
+    split, recordings, runs_without_values = try_forward(model, units, configs, example, router)
+    flow = split.flow
     layers = [number for number, visit in enumerate(flow.visits) if visit.unit in units.layers]
     edges = [0, *_first_layers(model, flow, layers, n, cuts), len(layers)]
-    inputs, always = tuple(one.inputs), tuple(name for name in one.side if name in other.side)
-    collector = ".".join(flow.visits[layers[0]].unit.split(".")[:-2])
-    split = Split(flow, inputs, trial.sides, always, trial.keywords, router, collector)
-
     bounds = [layers[first - 1] + 1 for first in edges[1:-1]]
-    parts = parts_of(model, flow, len(inputs), bounds, always)
+    parts = parts_of(model, flow, len(split.inputs), bounds, split.always)
     modules = [part_module(model, units, split, part, configs) for part in parts]
     owned = _claims(model, [names for _, names in modules])
     functions, cut = list[ModelPart](), list[Stage]()
@@ -90,12 +86,12 @@ def stages(
                 claim.frozen,
                 claim.ties,
                 claim.weights,
-                engine="eager" if mixture and not (traced and trial.traces) else None,
+                engine="eager" if mixture and not (traced and runs_without_values) else None,
                 aux_loss=router is not None and fn.last,
             )
         )
     params = [claim.params for claim in owned]
-    compare(model, functions, params, trial.recordings)
+    compare(model, functions, params, recordings)
     return cut, params
 
 

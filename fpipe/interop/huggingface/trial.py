@@ -12,7 +12,6 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from ...errors import StageError
 from ...programs import fake_tensors
 from ...tree import Tree
 from ..module_function import tensors_of
-from .crossing import Flow, flow_of
-from .model_part import ModelPart, result_of, with_configs
+from .crossing import flow_of
+from .model_part import ModelPart, Split, result_of, with_configs
 from .recording import Recording, record
 from .router import Router
 from .units import Units
@@ -36,22 +35,12 @@ _SIDES = (
     "decoder_input_ids",
     "decoder_attention_mask",
 )
-#: Rows and tokens of both forwards, and tokens for a decoder behind an encoder.
-_SIZES = ((1, 4, 3), (2, 6, 5))
-_PADDED = 2
+#: Rows and tokens of the larger forward, and tokens for a decoder behind an encoder. The smaller
+#: one has one row, and two tokens less.
+_ROWS, _TOKENS, _DECODED, _PADDED = 2, 6, 5, 2
 #: The largest relative difference by dtype. Stages run the operations of the model, so they differ
 #: in rounding at most.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
-
-
-class Trial(NamedTuple):
-    """What the forwards of a model showed."""
-
-    flow: Flow
-    recordings: tuple[Recording, Recording]
-    sides: tuple[str, ...]
-    keywords: Mapping[str, object]
-    traces: bool  #: whether it runs without values
 
 
 def try_forward(
@@ -60,8 +49,12 @@ def try_forward(
     configs: Mapping[int, object],
     example: Mapping[str, Tensor] | None,
     router: Router | None,
-) -> Trial:
+) -> tuple[Split, tuple[Recording, Recording], bool]:
     """Run a model a few times.
+
+    Returns:
+        What its stages have in common, the recordings of two forwards, and whether it runs without
+        values.
 
     Raises:
         StageError: if the model fails, or runs other modules the second time.
@@ -73,35 +66,45 @@ def try_forward(
     keywords = {"use_cache": False, "return_dict": True}
     keywords = {n: value for n, value in keywords.items() if any_name or n in parameters}
 
-    def run(inputs: dict[str, Tensor], side: dict[str, Tensor], real: bool = True) -> Recording:
-        return _recorded(model, units, configs, router, inputs, side, keywords, real)
+    def run(arguments: Mapping[str, Tensor], real: bool = True) -> Recording:
+        return _recorded(model, units, configs, router, arguments, keywords, real)
 
-    (inputs, side), (more, more_side) = _arguments(model, example, "decoder_input_ids" in sides)
-    first = run(inputs, side)
+    large = _example(model, "decoder_input_ids" in sides) if example is None else example
+    large = {name: value.to(_device(model)) for name, value in large.items()}
+    if any(len(value) < 2 for value in large.values()):
+        raise StageError("example= needs two rows of each argument")
+    small = {
+        name: value[:1, :-2] if value.dim() == 2 and not value.is_floating_point() else value[:1]
+        for name, value in large.items()
+    }
+    first = run(small)
     try:
-        without_values = run(inputs, side, real=False)
+        without_values = run(small, real=False)
     except StageError:
         without_values = None
     training = [without_values] if model.training and without_values is not None else []
-    ids = next(iter(more.values()))
+    attempts = [{name: value[:_ROWS] for name, value in large.items()}]
+    ids = next(value for name, value in attempts[0].items() if name not in _SIDES)
     maskable = ids.dim() == 2 and not ids.is_floating_point()
-    if maskable and "attention_mask" in sides and "attention_mask" not in more_side:
+    if maskable and "attention_mask" in sides and "attention_mask" not in large:
         mask = torch.ones_like(ids)
         mask[1, :_PADDED] = 0
-        attempts = [{**more_side, "attention_mask": mask}, more_side]
-    else:
-        attempts = [more_side]
-    for attempt in attempts:
+        attempts.insert(0, {**attempts[0], "attention_mask": mask})
+    for arguments in attempts:
         try:
-            second = run(more, attempt)
+            second = run(arguments)
             flow = flow_of(model, [first, second, *training])
             break
         except StageError:
-            if attempt is more_side:
+            if arguments is attempts[-1]:
                 raise
             sides.remove("attention_mask")
+    always = tuple(name for name in first.side if name in second.side)
     names = (*sides, "position_embeddings")
-    return Trial(flow, (first, second), names, keywords, without_values is not None)
+    collector = next(visit.unit for visit in flow.visits if visit.unit in units.layers)
+    collector = ".".join(collector.split(".")[:-2])
+    split = Split(flow, tuple(first.inputs), names, always, keywords, router, collector)
+    return split, (first, second), without_values is not None
 
 
 def _recorded(
@@ -109,8 +112,7 @@ def _recorded(
     units: Units,
     configs: Mapping[int, object],
     router: Router | None,
-    inputs: dict[str, Tensor],
-    side: dict[str, Tensor],
+    arguments: Mapping[str, Tensor],
     keywords: Mapping[str, object],
     real: bool,
 ) -> Recording:
@@ -130,16 +132,17 @@ def _recorded(
         return result_of(out), *loss
 
     tensors = tensors_of(model)
-    device = next(model.parameters()).device
     try:
-        with fake_tensors() if without else _same_draws_afterwards(device):
+        with fake_tensors() if without else _same_draws_afterwards(model):
             if without:
-                tensors, inputs, side = _empty(tensors), _empty(inputs), _empty(side)
+                tensors, arguments = _empty(tensors), _empty(arguments)
+            inputs = {name: value for name, value in arguments.items() if name not in _SIDES}
+            side = {name: value for name, value in arguments.items() if name in _SIDES}
             return record(whole, tensors, named, inputs, side, keywords, finish)
     except Exception as error:
         what = "without values it does not run" if without else "its own forward fails"
         raise StageError(
-            f"fpipe cannot split {type(model).__name__}: {what} on {_brief_inputs(inputs)} "
+            f"fpipe cannot split {type(model).__name__}: {what} on {_brief_inputs(arguments)} "
             f"({_brief(error)}), so the stages cannot be compared with it; write its stages as "
             "functions"
         ) from error
@@ -151,49 +154,27 @@ def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: empty[id(t)] for name, t in tensors.items()}
 
 
-def _arguments(
-    model: nn.Module, example: Mapping[str, Tensor] | None, has_decoder: bool
-) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Inputs and side inputs of both forwards."""
-    device = next(model.parameters()).device
-    if example is not None:
-        if any(len(value) < 2 for value in example.values()):
-            raise StageError("example= needs two rows of each argument")
-        both = [_shortened(example, rows, shorter) for rows, shorter in ((1, 2), (2, 0))]
-    else:
-        name = getattr(model, "main_input_name", "input_ids")
-        if name != "input_ids":
-            raise StageError(
-                f"{type(model).__name__} takes {name!r} in place of token ids; give an example of "
-                "it"
-            )
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()
-        vocabulary = getattr(embedding, "num_embeddings", None)
-        vocabulary = vocabulary or getattr(model.config, "vocab_size", None) or _SIZES[0][1]
-
-        def ids(rows: int, length: int) -> Tensor:
-            return (torch.arange(1, rows * length + 1) % vocabulary).view(rows, length)
-
-        both = [{"input_ids": ids(rows, length)} for rows, length, _ in _SIZES]
-        if has_decoder and getattr(model.config, "is_encoder_decoder", False):
-            for arguments, (rows, _, length) in zip(both, _SIZES, strict=True):
-                arguments["decoder_input_ids"] = ids(rows, length)
-    return [
-        (
-            {name: value.to(device) for name, value in row.items() if name not in _SIDES},
-            {name: value.to(device) for name, value in row.items() if name in _SIDES},
+def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:
+    """Token ids for a model."""
+    name = getattr(model, "main_input_name", "input_ids")
+    if name != "input_ids":
+        raise StageError(
+            f"{type(model).__name__} takes {name!r} in place of token ids; give an example of it"
         )
-        for row in both
-    ]
-
-
-def _shortened(example: Mapping[str, Tensor], rows: int, shorter: int) -> dict[str, Tensor]:
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embedding, "num_embeddings", None)
+    vocabulary = vocabulary or getattr(model.config, "vocab_size", None) or _TOKENS
+    lengths = {"input_ids": _TOKENS}
+    if has_decoder and getattr(model.config, "is_encoder_decoder", False):
+        lengths["decoder_input_ids"] = _DECODED
     return {
-        name: value[:rows, : value.shape[1] - shorter]
-        if value.dim() == 2 and not value.is_floating_point()
-        else value[:rows]
-        for name, value in example.items()
+        name: (torch.arange(1, _ROWS * length + 1) % vocabulary).view(_ROWS, length)
+        for name, length in lengths.items()
     }
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 # ---- the comparison ----
@@ -213,15 +194,14 @@ def compare(
             stacklevel=3,
         )
         return
-    device = next(model.parameters()).device
     for want in recordings:
         x = want.inputs if len(want.inputs) > 1 else next(iter(want.inputs.values()))
         for index, (part, own) in enumerate(zip(parts, params, strict=True)):
             label = f"stage {index} ({part.name})"
-            here = next((p.device for p in own.values()), device)
+            here = next((p.device for p in own.values()), _device(model))
             x = tree.tree_map(lambda t, here=here: t.to(here) if isinstance(t, Tensor) else t, x)
             try:
-                with torch.no_grad(), _same_draws_afterwards(device), _in_eval(part.module):
+                with torch.no_grad(), _same_draws_afterwards(model), _in_eval(part.module):
                     x = part(own, x, **want.side)
             except Exception as error:
                 raise StageError(
@@ -271,7 +251,8 @@ def _in_eval(module: nn.Module) -> Iterator[None]:
             vars(child).update(held)
 
 
-def _same_draws_afterwards(device: torch.device) -> AbstractContextManager[object]:
+def _same_draws_afterwards(model: nn.Module) -> AbstractContextManager[object]:
+    device = _device(model)
     if device.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])
     if not hasattr(torch.get_device_module(device), "get_rng_state"):

@@ -47,42 +47,33 @@ class _PipelineSchedule:
     ):
         if not stages:
             raise ValueError("a schedule needs the stages of this process, one at least")
+        first = stages[0]
         self._stages, self._n_microbatches, self._loss_fn = list(stages), n_microbatches, loss_fn
-        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
+        self._chunk_specs = args_chunk_spec, kwargs_chunk_spec
         self._output_merge_spec, self.scale_grads = output_merge_spec, scale_grads
-        self._num_stages, self._has_backward = stages[0].num_stages, loss_fn is not None
-        self.pp_group_size, self.rank = stages[0].group_size, stages[0].group_rank
+        self._num_stages, self._has_backward = first.num_stages, loss_fn is not None
+        self.pp_group_size, self.rank = first.group_size, first.group_rank
         self._custom: dict[ComputationType, CustomFunction] = {}
         self._runner: StepRunner | None = None
         self._schedule: Schedule | None = None
         self.pipeline_order: Order = {}
         if self.name:
-            self._take(
-                make_schedule(self.name, self.pp_group_size, n_microbatches, self._num_stages)
-            )
-
-    def _use(self, kind: ComputationType, function: CustomFunction) -> None:
-        """Run the actions of a type through a function."""
-        self._custom[kind], self._runner = function, None
+            sizes = self.pp_group_size, n_microbatches, self._num_stages
+            self._take(make_schedule(self.name, *sizes))
 
     # ---- the order ----
     def _take(self, schedule: Schedule) -> None:
         """Use a schedule, and tell the stages which ranks have them."""
-        if (schedule.ranks, schedule.stages, schedule.microbatches) != (
-            self.pp_group_size,
-            self._num_stages,
-            self._n_microbatches,
-        ):
+        has = schedule.ranks, schedule.stages, schedule.microbatches
+        wanted = self.pp_group_size, self._num_stages, self._n_microbatches
+        if has != wanted:
             raise ScheduleError(
-                f"the schedule is for {schedule.ranks} ranks, {schedule.stages} stages and "
-                f"{schedule.microbatches} "
-                f"microbatches; there are {self.pp_group_size}, {self._num_stages} and "
-                f"{self._n_microbatches}"
+                "the schedule is for {} ranks, {} stages and {} microbatches; there are {}, {} and "
+                "{}".format(*has, *wanted)
             )
         self._schedule, self.pipeline_order = schedule, orders.order_of(schedule)
-        self.stage_index_to_group_rank = {
-            s: schedule.placement.rank_of(s) for s in range(schedule.stages)
-        }
+        rank_of = schedule.placement.rank_of
+        self.stage_index_to_group_rank = {s: rank_of(s) for s in range(schedule.stages)}
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
@@ -96,12 +87,13 @@ class _PipelineSchedule:
             self._take(orders.schedule_of(self.pipeline_order))
         schedule = self._schedule
         assert schedule is not None
-        placed = schedule.placement
-        here = [s for s in range(self._num_stages) if self.rank in placed.ranks_of(s)]
-        given = sorted(stage.stage_index for stage in self._stages)
-        if here != given:
+        placement = schedule.placement
+        placed = [s for s in range(self._num_stages) if self.rank in placement.ranks_of(s)]
+        passed = sorted(stage.stage_index for stage in self._stages)
+        if placed != passed:
             raise ScheduleError(
-                f"rank {self.rank} has stages {here} in this schedule ({placed}), and got {given}"
+                f"rank {self.rank} has stages {placed} in this schedule ({placement}), and got "
+                f"{passed}"
             )
         return schedule
 
@@ -188,8 +180,7 @@ class _PipelineSchedule:
         with self._runner.reporting(schedule):
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
-            specs = self._args_chunk_spec, self._kwargs_chunk_spec
-            batch = batch_of(whole, parts, self._n_microbatches, specs)
+            batch = batch_of(whole, parts, self._n_microbatches, self._chunk_specs)
             wanted = self._loss_fn is not None and (last or batch.target is not None)
             targets = batch.targets(loss_kwargs or {}) if wanted else None
         for stage in self._stages:
@@ -273,12 +264,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         Raises:
             UnsupportedError: for actions that fpipe plans itself, such as UNSHARD.
         """
-        known = [ComputationType(letter) for letter in ("F", "B", "I", "W", "OVERLAP_F_B")]
-        if computation_type not in known:
+        if computation_type.value not in ("F", "B", "I", "W", "OVERLAP_F_B"):
             raise UnsupportedError(
                 f"{computation_type} has no custom function here: fpipe plans it itself"
             )
-        self._use(computation_type, custom_function)
+        self._custom[computation_type], self._runner = custom_function, None
 
     def _prepare_schedule_with_comms(
         self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"
@@ -359,23 +349,28 @@ def of_schedule(
     """The class that runs any schedule of fpipe; gradients are those of the sum of the losses of
     all microbatches.
     """
-    made = _PipelineScheduleRuntime(
+    runtime = _PipelineScheduleRuntime(
         stages, schedule.microbatches, loss_fn, scale_grads=False, **options
     )
-    made._take(schedule)
-    return made
+    runtime._take(schedule)
+    return runtime
 
 
 _CLASSES: dict[str, type[_PipelineSchedule]] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "GPipe": ScheduleGPipe,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "PipelineScheduleSingle": PipelineScheduleSingle,
     "PipelineScheduleMulti": PipelineScheduleMulti,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
+    **{
+        cls.name: cls
+        for cls in (
+            ScheduleGPipe,
+            Schedule1F1B,
+            ScheduleLoopedBFS,
+            ScheduleInterleaved1F1B,
+            ScheduleInterleavedZeroBubble,
+            ScheduleZBVZeroBubble,
+            ScheduleDualPipeV,
+        )
+    },
 }
 
 
@@ -391,16 +386,17 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     >>> get_schedule_class("zbvzerobubble").__name__, get_schedule_class("ZBH2").__name__
     ('ScheduleZBVZeroBubble', 'ScheduleZBH2')
     """
-    known = {name.lower(): cls for name, cls in _CLASSES.items()}
-    if schedule_name.lower() in known:
-        return known[schedule_name.lower()]
+    name = schedule_name.lower()
+    classes = {name.lower(): cls for name, cls in _CLASSES.items()}
     catalogue = {name.lower(): name for name in (*schedule_names(), "ZBV")}
-    if schedule_name.lower() not in catalogue:
+    if name in classes:
+        return classes[name]
+    if name not in catalogue:
         raise ValueError(
             f"Unknown schedule name '{schedule_name}'. The valid options are "
             f"{[*_CLASSES, *catalogue.values()]}"
         )
-    name = catalogue[schedule_name.lower()]
+    name = catalogue[name]
     return type(
         f"Schedule{name}",
         (_PipelineScheduleRuntime,),
