@@ -215,9 +215,7 @@ class FpipeEngine(base.BaseEngine):
         group, size = self.get_data_parallel_group(), self.get_data_parallel_size()
         tokens = data["loss_mask"].sum().to(self.device)
         dist.all_reduce(tokens, group=group)
-        tensordicts.assign_non_tensor(
-            data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=size
-        )
+        tensordicts.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=size)
         batches, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
         )
