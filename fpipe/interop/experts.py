@@ -6,7 +6,6 @@ be traced.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +20,22 @@ def is_experts(module: nn.Module) -> bool:
     return type(module).__name__.lower().endswith("experts")
 
 
-def configs_of(model: nn.Module, experts: str | None) -> tuple[dict[int, Any], bool]:
-    """The configs that stages use in place of the model's, and whether experts, if any, can be
-    traced under them.
+def configs_of(model: nn.Module, experts: str | None) -> tuple[dict[int, object], bool]:
+    """The configs that stages use in place of the model's, by their identity.
+
+    They name an implementation of experts that can be traced, or the one that is asked for.
+
+    Returns:
+        The configs, and whether experts, if there are any, can be traced.
     """
     weights = [p for m in model.modules() if is_experts(m) for p in m.parameters(recurse=False)]
     if not weights or not hasattr(model, "set_experts_implementation"):
         return {}, not weights
-    grouped = all(
-        p.dtype == torch.bfloat16 for p in weights
-    )  # grouped products of other types cannot be traced
+    # grouped products of other types cannot be traced
+    grouped = all(p.dtype == torch.bfloat16 for p in weights)
     chosen = experts or ("grouped_mm" if grouped else "batched_mm")
-    configs: dict[int, Any] = {}
-    for config in {
-        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
-    }.values():
-        configs[id(config)] = other = copy.copy(config)
-        other._experts_implementation = chosen
+    used = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): copy.copy(config) for config in used if config is not None}
+    for config in configs.values():
+        config._experts_implementation = chosen
     return configs, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of torch's inside modules is replaced while a module runs as a stage: checkpoints and
-compiled code.
+"""Replaces what of torch's is in a module while it runs as a stage: checkpoints, compiled code.
 
 A checkpoint runs its function again in the backward, when a module no longer has the parameters
 that a stage function was called with. ``remat`` marks the function for fpipe, which plans the
@@ -14,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..stage import RECORDING, remat
+from ..tree import Tree
 
 _CHECKPOINT = torch_checkpoint.checkpoint
 #: Arguments of torch's function that are not its function's.
@@ -36,64 +36,59 @@ _COMPILED = "_compiled_call_impl"
 
 
 class Replacement(NamedTuple):
-    """A name in the namespace of a Python module, or of the instance of a torch module, and what it
-    stands for.
-    """
+    """A name in the namespace of a Python module or of a torch module, and what it stands for."""
 
-    names: Any
+    namespace: dict[str, object]
     name: str
-    value: Any
+    value: object
 
 
 def replacements(module: nn.Module) -> list[Replacement]:
-    """What is replaced in a module: names for torch's ``checkpoint``, wrappers of modules, and
-    compiled modules.
+    """What is replaced in a module: torch's ``checkpoint``, its wrapper, and compiled modules.
 
-    >>> [found.name for found in replacements(nn.Linear(1, 1))]
+    >>> [replacement.name for replacement in replacements(nn.Linear(1, 1))]
     ['checkpoint']
     """
     homes = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    spaces = [
-        vars(torch_checkpoint),
-        *(vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules),
-    ]
-    out = [
+    spaces = [vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules]
+    result = [
         Replacement(names, name, _recomputed)
-        for names in spaces
+        for names in (vars(torch_checkpoint), *spaces)
         for name, value in names.items()
         if value is _CHECKPOINT
     ]
     for part in module.modules():
         if type(part).__name__ == "CheckpointWrapper":
-            out.append(Replacement(vars(part), "checkpoint_fn", _recomputed))
+            result.append(Replacement(vars(part), "checkpoint_fn", _recomputed))
         if type(part).__name__ == "OptimizedModule":
-            out.append(Replacement(vars(part), "forward", next(part.children())))
+            result.append(Replacement(vars(part), "forward", next(part.children())))
         if vars(part).get(_COMPILED) is not None:
-            out.append(Replacement(vars(part), _COMPILED, None))
-    return out
+            result.append(Replacement(vars(part), _COMPILED, None))
+    return result
 
 
-def has_compiled(found: Sequence[Replacement]) -> bool:
+def has_compiled(replacements: Sequence[Replacement]) -> bool:
     """Whether a compiled module is among them."""
-    return any(name in ("forward", _COMPILED) for _, name, _ in found)
+    return any(name in ("forward", _COMPILED) for _, name, _ in replacements)
 
 
 @contextmanager
-def replaced(found: Sequence[Replacement]) -> Iterator[None]:
-    """Inside, the names stand for their replacements."""
-    before = [names[name] for names, name, _ in found]
-    for names, name, value in found:
-        names[name] = value
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """A context in which the names stand for their replacements."""
+    before = [namespace[name] for namespace, name, _ in replacements]
+    for namespace, name, value in replacements:
+        namespace[name] = value
     try:
         yield
     finally:
-        for (names, name, _), value in zip(found, before, strict=True):
-            names[name] = value
+        for (namespace, name, _), value in zip(replacements, before, strict=True):
+            namespace[name] = value
 
 
-def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch's ``checkpoint`` returns; on autograd without recomputation, which would use other
-    parameters.
+def _recomputed(function: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
+    """Run what torch's ``checkpoint`` is given.
+
+    On autograd nothing is recomputed: it would be with other parameters.
     """
     keywords = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     run = partial(function, **keywords)

@@ -12,19 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import StageError
 
 
 class Totals(NamedTuple):
-    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the
-    layers so far.
-    """
+    """Sums over the layers so far: tokens sent to each expert, its probabilities, and rows."""
 
-    tokens: torch.Tensor
-    probabilities: torch.Tensor
-    rows: torch.Tensor  # a number would make every length another trace
+    tokens: Tensor
+    probabilities: Tensor
+    rows: Tensor  #: a number would make every length another trace
 
 
 class Router(NamedTuple):
@@ -39,31 +37,23 @@ class Router(NamedTuple):
         zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
         return Totals(zeros, zeros, torch.zeros((), dtype=torch.float32, device=device))
 
-    def add(
-        self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
-    ) -> Totals:
-        """Totals with more layers; rows that the mask (batch, length) leaves out are not
-        counted.
-        """
-        tokens, probabilities, rows = totals
+    def add(self, totals: Totals, logits: Sequence[Tensor], mask: Tensor | None) -> Totals:
+        """Totals with more layers; rows that the mask (batch, length) leaves out do not count."""
         for layer in logits:
             shares = nn.functional.softmax(layer, dim=-1)
-            _, chosen = torch.topk(shares, self.top_k, dim=-1)
-            hits = (
-                (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device))
-                .sum(1)
-                .float()
+            chosen = torch.topk(shares, self.top_k, dim=-1).indices
+            numbers = torch.arange(self.experts, device=layer.device)
+            hits = (chosen.unsqueeze(-1) == numbers).sum(1).float()
+            counted = torch.ones_like(layer[:, :1]) if mask is None else mask.reshape(-1, 1)
+            counted = counted.to(torch.float32)
+            totals = Totals(
+                totals.tokens + (hits * counted).sum(0),
+                totals.probabilities + (shares.float() * counted).sum(0),
+                totals.rows + counted.sum(),
             )
-            shares = shares.float()
-            if mask is not None:
-                keep = mask.reshape(-1, 1).to(torch.float32)
-                hits, shares = hits * keep, shares * keep
-            tokens = tokens + hits.sum(0)
-            probabilities = probabilities + shares.sum(0)
-            rows = rows + (layer.shape[0] if mask is None else mask.sum().to(torch.float32))
-        return Totals(tokens, probabilities, rows)
+        return totals
 
-    def loss(self, totals: Totals) -> torch.Tensor:
+    def loss(self, totals: Totals) -> Tensor:
         """The loss with its coefficient.
 
         >>> router = Router(experts=2, top_k=1, coefficient=0.5)
