@@ -29,7 +29,7 @@ from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
 from .normalizations import PlainNormalizations
-from .variants import Chosen, Function, wrapped
+from .variants import Chosen, Function, first, refuse, wrapped
 
 _DUALS: WeakKeyDictionary[Pipeline, Pipeline] = WeakKeyDictionary()
 
@@ -123,10 +123,11 @@ def hvp(
     twin = dual(pipe)
     call = twin.call("grad", both, pairs, targets, side, seed=seed, has_aux=True)
     _, (grads,) = calls.value_and_grad(call, twin.cache, value=False)
-    out: list[Any] = [
-        None if grad is None else _unfrozen(pipe, stage, grad[0])
-        for stage, grad in enumerate(grads)
-    ]
+    out: list[Any] = [None] * len(grads)
+    for stage, grad in enumerate(grads):
+        if grad is not None:
+            trained = Chosen(grad[0], pipe.config.trained(stage, grad[0]))
+            out[stage] = trained.around(trained.leaves, None)
     return cast(Any, tuple(out)) if isinstance(params, tuple) else out
 
 
@@ -139,20 +140,7 @@ def dual(pipe: Pipeline) -> Pipeline:
     twin = _DUALS.get(pipe)
     if twin is None:
         config = pipe.config
-        if config.stateful:
-            raise StageError(
-                "forward mode of a pipeline with state is not defined; pass the state as a side "
-                "input"
-            )
-        if config.carries:
-            raise StageError(
-                "forward mode of a pipeline with carries is not defined; use one on whole sequences"
-            )
-        if config.copies is not None:
-            raise StageError(
-                "forward mode of a pipeline with dp= is not defined; use one without, on the "
-                "whole batch"
-            )
+        refuse(config, "forward mode", "state", "carries", "dp=")
         twin = _DUALS[pipe] = Pipeline(
             replace(
                 config,
@@ -227,13 +215,9 @@ def _dual_stage(stage: Stage) -> Stage:
 
 def _dual_loss(loss: Stage) -> Stage:
     def both(fn: Function) -> Function:
-        def value(y: Tree, *targets: Tree, **side: Tree) -> torch.Tensor:
-            result = fn(y, *targets, **side)
-            return result[0] if isinstance(result, tuple) else result
-
         def call(triple: Tree, *targets: Tree, **side: Tree) -> tuple[torch.Tensor, torch.Tensor]:
             y, dy, more = triple
-            total, change = push(lambda y: value(y, *targets, **side), (y,), (dy,))
+            total, change = push(lambda y: first(fn(y, *targets, **side)), (y,), (dy,))
             return (change, total) if more is None else (change + more[1], total + more[0])
 
         return call
@@ -257,8 +241,8 @@ def _paired(
     if not tuples or len(primals) not in (1, 2) or len(primals) + len(rest) < 2:
         raise StageError(
             "forward mode takes tuples (params,) or (params, x) with as many tangents, and what "
-            "follows in the call: "
-            "jvp(pipe, (params,), (v,), x, *targets) or jvp(pipe, (params, x), (v, dx), *targets)"
+            "follows in the call: jvp(pipe, (params,), (v,), x, *targets) or "
+            "jvp(pipe, (params, x), (v, dx), *targets)"
         )
     params, x, *targets = *primals, *rest
     v, dx = tangents if len(tangents) == 2 else (tangents[0], None)
@@ -268,24 +252,22 @@ def _paired(
     pipe.config.check_params(v)
     pairs: list[Tree] = [None] * pipe.stages
     for stage in pipe.here:
-        pairs[stage] = (
-            params[stage],
-            _tangent(params[stage], v[stage], f"the tangent of stage {stage}'s parameters"),
-        )
+        what = f"the tangent of stage {stage}'s parameters"
+        pairs[stage] = params[stage], _tangent(params[stage], v[stage], what)
     if not isinstance(x, Microbatches):
-        return pairs, (x, _tangent(x, dx, "the tangent of x"), None), tuple(targets)
-    along = list(dx) if isinstance(dx, Microbatches) else [dx] * len(x)
-    if len(along) != len(x) or (dx is not None and not isinstance(dx, Microbatches)):
+        return pairs, _input(x, dx), tuple(targets)
+    along = dx if isinstance(dx, Microbatches) else [dx] * len(x)
+    if len(along) != len(x) or (dx is not None and along is not dx):
         raise StageError(
             f"x is Microbatches of {len(x)} parts, and its tangent is not; give Microbatches of "
             "as many"
         )
-    parts = zip(x, along, strict=True)
-    return (
-        pairs,
-        Microbatches((m, _tangent(m, d, "the tangent of x"), None) for m, d in parts),
-        tuple(targets),
-    )
+    return pairs, Microbatches(map(_input, x, along)), tuple(targets)
+
+
+def _input(x: Tree, dx: Tree) -> Tree:
+    """The input of the first dual stage."""
+    return x, _tangent(x, dx, "the tangent of x"), None
 
 
 def _tangent(value: Tree, along: Tree, what: str) -> Tree:
@@ -297,25 +279,19 @@ def _tangent(value: Tree, along: Tree, what: str) -> Tree:
         raise StageError(
             f"{what} does not have its form: {str(error)[:200]}; give a tree of the same form"
         ) from error
-    out: list[torch.Tensor | None] = []
-    for leaf, d in zip(leaves, tangents, strict=True):
+
+    def one(leaf: Any, d: Any) -> torch.Tensor | None:
         if not tree.is_floating(leaf):
-            out.append(None)
-            continue
+            return None
         d = torch.zeros_like(leaf) if d is None else d
         if not isinstance(d, torch.Tensor) or d.shape != leaf.shape or d.dtype != leaf.dtype:
             raise StageError(
                 f"{what} has the leaf {tree.describe([d])} for {tree.describe([leaf])}; make them "
                 "alike"
             )
-        out.append(d)
-    return tree.unflatten(spec, out)
+        return d
 
-
-def _unfrozen(pipe: Pipeline, stage: int, grad: Tree) -> Tree:
-    """The gradient of a stage with None for frozen leaves."""
-    trained = Chosen(grad, pipe.config.trained(stage, grad))
-    return trained.around(trained.leaves, None)
+    return tree.unflatten(spec, map(one, leaves, tangents))
 
 
 def _parted(outputs: Tree) -> tuple[Tree, Tree]:

@@ -37,9 +37,8 @@ def forward(call: Call) -> Tree:
     if call.config.tied:
         raise StageError(
             "tied= is not defined where a pipeline is differentiated as a function, by a "
-            "torch.func transform or by a "
-            "stage around it: pass one tensor in all places and leave tied= out, or use "
-            "fpipe.value_and_grad there"
+            "torch.func transform or by a stage around it: pass one tensor in all places and leave "
+            "tied= out, or use fpipe.value_and_grad there"
         )
     return _value(call, _wide(call), call.x)
 
@@ -60,20 +59,21 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((wide, parts), live)
 
+    more = call.has_aux or call.each is not None
+    aux: Tree = None
+
     def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+        nonlocal aux
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
         slices = call.config.slices
         out = _value(call, params, Parts(batch, call.number // slices, "x", slices=slices))
         loss, aux = out if more else (out, None)
-        plain.append(Chosen(aux, tree.is_tensor))
-        return loss, plain[-1].leaves
+        return loss, Chosen(aux, tree.is_tensor).leaves  # torch.func takes tensors alone
 
-    more = call.has_aux or call.each is not None
-    plain: list[Chosen] = []  # the auxiliary values: torch.func takes tensors alone
-    where = tuple(range(len(chosen.leaves)))
-    grads, (loss, tensors) = torch.func.grad_and_value(value, where, has_aux=True)(*chosen.leaves)
-    out = (loss, plain[-1].around(tensors)) if more else loss
+    every = tuple(range(len(chosen.leaves)))
+    grads, (loss, tensors) = torch.func.grad_and_value(value, every, has_aux=True)(*chosen.leaves)
+    out = (loss, Chosen(aux, tree.is_tensor).around(tensors)) if more else loss
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
@@ -218,10 +218,8 @@ def _wide(call: Call) -> Sequence[Tree]:
 
 def _like(wide: Tree, params: Tree) -> Tree:
     """Parameters in their own dtypes again, for one microbatch."""
-    leaves, spec = tree.flatten(params)
-    pairs = zip(tree.leaves(wide), leaves, strict=True)
-    return tree.unflatten(
-        spec, [w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w for w, leaf in pairs]
+    return tree.tree_map(
+        lambda w, leaf: w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w, wide, params
     )
 
 

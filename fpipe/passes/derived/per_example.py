@@ -26,7 +26,7 @@ from ...engine.signatures import P
 from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
-from .variants import Chosen, Function, wrapped
+from .variants import Chosen, Function, first, refuse, wrapped
 
 Factors: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -35,12 +35,15 @@ class PerExample:
     """The result of :func:`per_example`: call it with (params, x, *targets)."""
 
     def __init__(self, pipe: Pipeline, scale: float | Factors | None):
-        _check(pipe.config)
+        kinds = "tied parameters", "state", "dp=", "slices", "carries", "a weighted reduction"
+        refuse(pipe.config, "a norm per example", *kinds)
+        if pipe.config.loss is None:
+            raise StageError(
+                "norms per example need a loss, one for each example; say pipeline(..., loss=)"
+            )
         self.factors = _factors(scale)
         self._mean = pipe.config.reduction == "mean"
-        self._probing, self._weighted = (
-            _variant(pipe.config, probing) for probing in (True, False)
-        )
+        self._probing, self._weighted = (_variant(pipe.config, flag) for flag in (True, False))
 
     def norms(
         self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
@@ -116,26 +119,6 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
     return PerExample(pipe, scale)
 
 
-def _check(config: Config) -> None:
-    refused = {
-        "tied parameters": config.tied,
-        "state": config.stateful,
-        "dp=": config.copies is not None,
-        "slices": config.slices > 1,
-        "carries": config.carries,
-        "a weighted reduction": config.reduction not in ("mean", "sum"),
-    }
-    for what, present in refused.items():
-        if present:
-            raise StageError(
-                f"norms per example of a pipeline with {what} are not defined; build one without"
-            )
-    if config.loss is None:
-        raise StageError(
-            "norms per example need a loss, one for each example; say pipeline(..., loss=)"
-        )
-
-
 def _factors(scale: float | Factors | None) -> Factors:
     if scale is None:
         return torch.ones_like
@@ -167,7 +150,7 @@ def _with_numbers(
     tensors = [next(filter(tree.is_tensor, tree.leaves(part)), None) for part in parts]
     if any(tensor is None for tensor in tensors):
         raise StageError("x holds no tensor, and so no rows to tell examples apart")
-    sizes = [len(tensor) for tensor in tensors if tensor is not None]
+    sizes = list(map(len, filter(tree.is_tensor, tensors)))
     numbers = torch.zeros(sum(sizes)) if numbers is None else numbers.detach()
     rows = zip(parts, numbers.cpu().split(sizes), strict=True)
     return Microbatches((part, row, None) for part, row in rows), sizes
@@ -229,8 +212,7 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
     def by_row(fn: Function) -> Function:
         def one(_: Sequence[Tensor], row: Tree) -> Tensor:
-            result = fn(row[0], *row[1], **row[2])
-            return result[0] if isinstance(result, tuple) else result
+            return first(fn(row[0], *row[1], **row[2]))
 
         def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
             y, numbers, more = triple

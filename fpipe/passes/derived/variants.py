@@ -13,10 +13,34 @@ from dataclasses import replace
 from typing import Any
 
 from ... import tree
+from ...engine.config import Config
+from ...errors import StageError
 from ...stage import Stage, keyword_only
 from ...tree import Tree
 
 Function = Callable[..., Any]
+
+
+def refuse(config: Config, what: str, *kinds: str) -> None:
+    """Raise StageError if a pipeline has one of the properties for which ``what`` is not
+    defined.
+    """
+    present = {
+        "tied parameters": config.tied,
+        "state": config.stateful,
+        "carries": config.carries,
+        "slices": config.slices > 1,
+        "dp=": config.copies is not None,
+        "a weighted reduction": config.reduction not in ("mean", "sum"),
+    }
+    for kind in kinds:
+        if present[kind]:
+            raise StageError(f"{what} of a pipeline with {kind} is not defined; build one without")
+
+
+def first(result: Tree) -> Tree:
+    """What a loss returned, without the auxiliary values beside it."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def wrapped(stage: Stage, wrap: Callable[[Function], Function], *, like: bool = True) -> Stage:
@@ -24,21 +48,20 @@ def wrapped(stage: Stage, wrap: Callable[[Function], Function], *, like: bool = 
     its results too.
     """
 
-    def both(fn):
-        return _with_sides_of(wrap(fn), fn)
+    def both(fn: Function) -> Function:
+        call: Any = wrap(fn)
+        # the signature has the side inputs of the function
+        sides = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keyword_only(fn)
+        ]
+        positional = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
+        call.__signature__ = inspect.Signature([positional, *sides])
+        return call
 
     predicts = both(stage.like) if like and stage.like is not None else None
     return replace(
         stage, fn=both(stage.fn), like=predicts, aux_loss=False, ties=(), name=stage.label
     )
-
-
-def _with_sides_of(call: Function, fn: Function) -> Function:
-    """``call`` with a signature that has the side inputs of ``fn``."""
-    sides = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keyword_only(fn)]
-    positional = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
-    call.__signature__ = inspect.Signature([positional, *sides])  # type: ignore[attr-defined]
-    return call
 
 
 class Chosen:
@@ -53,9 +76,7 @@ class Chosen:
     def __init__(self, value: Tree, chosen: Callable[[Any], bool] | Sequence[bool]):
         self._all, self._spec = tree.flatten(value)
         flags = map(chosen, self._all) if callable(chosen) else chosen
-        self._indices = [
-            i for i, (_, flag) in enumerate(zip(self._all, flags, strict=True)) if flag
-        ]
+        self._indices = [i for i, flag in enumerate(flags) if flag]
         self.leaves: list[Any] = [self._all[i] for i in self._indices]
 
     def around(self, leaves: Sequence[Any], rest: Any = ...) -> Tree:

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -104,35 +104,33 @@ class Log(NamedTuple):
     def run(self) -> Run:
         """What was recorded."""
         plan = self.bound.plan
-        numbers = list(_numbers(plan.instructions))
-        events = []
         marks = (self.starts[: len(self.ends)], self.ends)  # an error leaves a start without end
         times = zip(*map(self.clock.seconds, marks), strict=True)
-        for index, (start, end) in enumerate(times, self.first):
-            ins = plan.instructions[index]
-            op, nbytes = ins.op, 0
-            if isinstance(op, Send):
-                nbytes = sum(spec.bytes for spec in op.specs)
-            peer = op.peer if isinstance(op, (Send, Recv)) else -1
+        messages = list(_messages(plan.instructions))[self.first :]
+        events = []
+        for ins, message, when in zip(
+            plan.instructions[self.first :], messages, times, strict=False
+        ):
             label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
             beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
-            events.append(
-                Event(ins.kind, ins.action, start, end, peer, numbers[index], nbytes, beside)
-            )
+            events.append(Event(ins.kind, ins.action, *when, *message, beside))
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
 
 
-def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
-    """For messages of actions, the count of those before it to or from the same rank; -1 for
-    everything else.
+def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:
+    """Of each instruction the other rank, the count of earlier messages of actions between the two,
+    and the bytes that it sends.
     """
     sent: dict[int, Iterator[int]] = defaultdict(count)
     for ins in instructions:
         op = ins.op
-        if isinstance(op, Send) and ins.action is not None:
-            yield next(sent[op.peer])
+        if isinstance(op, Send):
+            number = -1 if ins.action is None else next(sent[op.peer])
+            yield op.peer, number, sum(spec.bytes for spec in op.specs)
+        elif isinstance(op, Recv):
+            yield op.peer, op.number if isinstance(op, Wait) else -1, 0
         else:
-            yield op.number if isinstance(op, Wait) else -1
+            yield -1, -1, 0
 
 
 @contextmanager
@@ -231,25 +229,20 @@ def differences(group: Group) -> list[float]:
         return ahead
     group.barrier()
     for rank in range(1, group.size):
-        if mine == 0:
-            ahead[rank] = _ask(group, rank)
-        elif mine == rank:
-            for _ in range(_QUESTIONS):
+        answers: list[tuple[float, float]] = []
+        for _ in range(_QUESTIONS if mine in (0, rank) else 0):
+            if mine == rank:
                 _receive(group, 0, rank)
                 _send(group, rank, 0)
+                continue
+            before = _send(group, 0, rank)
+            theirs = _receive(group, rank, 0)
+            after = time.perf_counter()
+            answers.append((after - before, theirs - (before + after) / 2))
+        width, difference = min(answers, default=(0.0, 0.0))
+        ahead[rank] = 0.0 if abs(difference) <= width / 2 else difference
     group.flush()
     return ahead
-
-
-def _ask(group: Group, rank: int) -> float:
-    answers = []
-    for _ in range(_QUESTIONS):
-        before = _send(group, 0, rank)
-        theirs = _receive(group, rank, 0)
-        after = time.perf_counter()
-        answers.append((after - before, theirs - (before + after) / 2))
-    width, difference = min(answers)
-    return 0.0 if abs(difference) <= width / 2 else difference
 
 
 def _send(group: Group, src: int, dst: int) -> float:
