@@ -106,11 +106,9 @@ class Log(NamedTuple):
         plan = self.bound.plan
         marks = (self.starts[: len(self.ends)], self.ends)  # an error leaves a start without end
         times = zip(*map(self.clock.seconds, marks), strict=True)
-        messages = list(_messages(plan.instructions))[self.first :]
         events = []
-        for ins, message, when in zip(
-            plan.instructions[self.first :], messages, times, strict=False
-        ):
+        rows = zip(plan.instructions, _messages(plan.instructions), strict=True)
+        for (ins, message), when in zip(islice(rows, self.first, None), times, strict=False):
             label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
             beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
             events.append(Event(ins.kind, ins.action, *when, *message, beside))
