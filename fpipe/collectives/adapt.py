@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for right results on every backend: pure functions from capabilities to a method.
 
-mean            sum, then divide, except on an allow-list           integers: refused
+mean            sum, then divide                                    integers: refused
 max, min        native, else on the CPU's backend, else gather and reduce locally
 bool            as uint8: sum and max are "any", min is "all"
 16-bit and unsigned integers, fp8    in a wider dtype, then converted back
@@ -19,8 +19,6 @@ from ..errors import UnsupportedError
 from .capabilities import DTYPES, Capabilities
 from .group import OPS
 
-#: Backends whose average was tested to be right at every size and world size.
-AVG_ALLOWED = frozenset({("cpu", "gloo")})
 _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -34,7 +32,7 @@ class Reduction(NamedTuple):
     """The method of a reduction ``op``: the call to the backend, its dtype, on the CPU or not, and
     a division after.
 
-    ``ask`` is "sum", "avg", "max", "min" or "gather" (gather, then reduce locally with ``op``).
+    ``ask`` is "sum", "max", "min" or "gather" (gather, then reduce locally with ``op``).
     """
 
     op: str
@@ -63,18 +61,13 @@ def reduction(
         dtype in _WIDER and not can.can("sum" if op == "mean" else op, dtype)
     ):
         carry = _WIDER[dtype]
-    for where in (can,) if cpu is None else (can, cpu):
-        staged = where is not can
-        if asked == "mean":
-            trusted = (where.device, where.backend) in AVG_ALLOWED
-            if trusted and where.can("avg", carry):
-                return Reduction(op, "avg", carry, staged)
-            if where.can("sum", carry):
-                return Reduction(op, "sum", carry, staged, divide=True)
-        elif where.can(asked, carry):
-            return Reduction(asked, asked, carry, staged)
+    ask = "sum" if asked == "mean" else asked
+    divide = op == "mean"
+    for where in (can, cpu):
+        if where is not None and where.can(ask, carry):
+            return Reduction(asked, ask, carry, where is not can, divide)
     if can.can("gather", carry) or can.can("gather", torch.uint8):
-        return Reduction(asked, "gather", carry, divide=op == "mean")
+        return Reduction(asked, "gather", carry, divide=divide)
     raise UnsupportedError(
         f"{can.backend} on {can.device} is not known to do {op} of {carry}, nor to gather it, and "
         f"{_no_cpu(can)}"

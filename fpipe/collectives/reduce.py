@@ -18,7 +18,6 @@ from .group import part_of
 
 _ASK = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }

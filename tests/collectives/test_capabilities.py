@@ -92,7 +92,7 @@ def test_every_dtype_has_a_class():
 @pytest.mark.parametrize(
     ("can", "op", "dtype", "way"),
     [
-        (GLOO, "mean", F32, Reduction("mean", "avg", F32)),  # on the allow-list
+        (GLOO, "mean", F32, Reduction("mean", "sum", F32, divide=True)),
         (XCCL, "mean", F32, Reduction("mean", "sum", F32, divide=True)),  # divides twice
         (NCCL, "mean", BF16, Reduction("mean", "sum", BF16, divide=True)),
         (NOBODY, "mean", F32, Reduction("mean", "sum", F32, divide=True)),
@@ -102,7 +102,7 @@ def test_every_dtype_has_a_class():
         (GLOO, "min", BOOL, Reduction("min", "min", U8)),
         (XCCL, "sum", BOOL, Reduction("max", "gather", U8)),
         (GLOO, "sum", I16, Reduction("sum", "sum", torch.int32)),
-        (GLOO, "mean", torch.float8_e4m3fn, Reduction("mean", "avg", F32)),
+        (GLOO, "mean", torch.float8_e4m3fn, Reduction("mean", "sum", F32, divide=True)),
         (Capabilities.of("cpu", "mpi"), "mean", BF16, Reduction("mean", "sum", F32, divide=True)),
     ],
 )
