@@ -10,7 +10,7 @@ the same error. This module must not know plans, nor what the facts mean.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -153,9 +153,8 @@ class Agreement:
 
     def _announce(self, word: int) -> int:
         number = self._number = self._number + 1
-        self._word = word = (
-            word + number + self._base
-        ) & _WORD  # other than in earlier calls of the same plan
+        # other than in earlier calls of the same plan
+        self._word = word = (word + number + self._base) & _WORD
         self.head[0] = (word & _HEADER) << 32
         if self.exchange is not None:
             self._agreed = False
@@ -199,14 +198,10 @@ class Agreement:
         Returns once the other ranks know it, or after a short time.
         """
         self.refusal, end = error, time.monotonic() + _LINGER
-        number = self._announce(_REFUSED)
-        self._agreed, key = True, f"call/{number}"
-        self._store.set(f"{key}/{self._monitor.rank}", encode(refusing(error)))
-        self._store.set(f"{key}/{self._monitor.rank}/read", "")
-        all(
-            self._store.appears(f"{key}/{rank}/read", end, _POLL)
-            for rank in range(self._monitor.size)
-        )
+        self._announce(_REFUSED)
+        self._agreed = True
+        self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
+        self._wait_for_readers(range(self._monitor.size), end)
 
     def _announced(self) -> bool:
         """Whether every rank has announced this call, or refused it. Never blocks."""
@@ -240,36 +235,39 @@ class Agreement:
         if refused is not None:
             self.refusal = refused
             return refused
-        found = Difference.of(by_rank)
-        if found is not None:
-            text = found.text(self._names)
-        else:
-            known = ", ".join(str(self._names[rank]) for rank in by_rank)
-            text = (
-                f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
-            )
+        difference = Difference.of(by_rank)
+        known = ", ".join(str(self._names[rank]) for rank in by_rank)
+        text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+        if difference is not None:
+            text = difference.text(self._names)
         error = MismatchError(f"{text}. This group cannot be used again")
         self._monitor.end(error)
         return error
 
     def _facts_of_all(self) -> dict[int, Facts]:
         """The facts of every rank that publishes them in time."""
-        monitor, number = self._monitor, self._number
+        me, end = self._monitor.rank, time.monotonic() + _PATIENCE
         facts, values = self._facts
         mine, by_rank = dict(facts(*values)), dict[int, Facts]()
-        ranks, end = range(monitor.size), time.monotonic() + _PATIENCE
-        key = f"call/{number}"
         try:
-            self._store.set(f"{key}/{monitor.rank}", encode(mine))
-            for rank in ranks:
-                if self._store.appears(f"{key}/{rank}", end, _POLL):
-                    by_rank[rank] = decode(self._store.get(f"{key}/{rank}"))
-            self._store.set(f"{key}/{monitor.rank}/read", "")
-            if monitor.rank == 0:  # its process may host the store, and may exit right after
-                all(self._store.appears(f"{key}/{rank}/read", end, _POLL) for rank in by_rank)
+            self._store.set(self._key(me), encode(mine))
+            for rank in range(self._monitor.size):
+                if self._store.appears(self._key(rank), end, _POLL):
+                    by_rank[rank] = decode(self._store.get(self._key(rank)))
+            # the process of rank 0 may host the store, and may exit right after
+            self._wait_for_readers(by_rank if me == 0 else (), end)
         except RuntimeError:  # the process that hosted the store is gone
-            by_rank.setdefault(monitor.rank, mine)
+            by_rank.setdefault(me, mine)
         return by_rank
+
+    def _key(self, rank: int) -> str:
+        """The key of the facts of a rank in this call."""
+        return f"call/{self._number}/{rank}"
+
+    def _wait_for_readers(self, ranks: Iterable[int], end: float) -> None:
+        """Say that this rank has read all facts, and wait until these ranks have, or the end."""
+        self._store.set(f"{self._key(self._monitor.rank)}/read", "")
+        all(self._store.appears(f"{self._key(rank)}/read", end, _POLL) for rank in ranks)
 
 
 def refusing(error: BaseException) -> Facts:

@@ -30,6 +30,7 @@ BEAT = 1.0
 _PATIENCE, _PAUSE = 2.0, 3.0  #: seconds for the store to answer, and until the next try
 _FIRST = "first"  #: the key of the first conclusion
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Entry(NamedTuple):
@@ -83,11 +84,8 @@ class Journal:
         #: and why.
         self.concluded: Conclusion | None = None
         self._rank, self._where = rank, f"process {os.getpid()} on {socket.gethostname()}"
-        self._entry, self._written, self._looked = (
-            Entry(time.time(), "", where=self._where),
-            0.0,
-            0.0,
-        )
+        self._entry = Entry(time.time(), "", where=self._where)
+        self._written = self._looked = 0.0  # when the entry was written, and others' were read
         self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
         self._gone = False
         self._watched: tuple[float, Callable[[], object]] | None = None
@@ -125,10 +123,7 @@ class Journal:
         self.write()
         if self.concluded is None and time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
-            found = self._use(
-                lambda store: decode(store.get(_FIRST)) if store.check([_FIRST]) else None
-            )
-            self.concluded = found if isinstance(found, Conclusion) else None
+            self.concluded = self._read(_FIRST, Conclusion)
         watched = self._watched
         if watched is not None and time.monotonic() > watched[0]:
             watched[1]()
@@ -141,11 +136,9 @@ class Journal:
                 last = Entry(now, text, peers, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:
                 return
-            self._written, self._entry = (
-                now,
-                last._replace(beat=last.beat + 1, busy=seconds_of_processor()),
-            )
-            self._set("last", self._entry)
+            self._written = now
+            self._entry = last._replace(beat=last.beat + 1, busy=seconds_of_processor())
+            self._publish("last", self._entry)
 
     def hurry(self, seconds: float = float("inf")) -> float:
         """Use the store for some seconds from now on; returns their end."""
@@ -156,7 +149,7 @@ class Journal:
         """Publish this rank's failure now, with the peers that it waited for and whether a
         connection broke.
         """
-        self._set("failed", Entry(time.time(), self.text, peers, text, lost, where=self._where))
+        self._publish("failed", Entry(time.time(), self.text, peers, text, lost, where=self._where))
 
     def conclude(self, suspect: int | None, text: str) -> None:
         """Publish which rank to examine, and why, unless another rank did."""
@@ -166,11 +159,11 @@ class Journal:
 
     def last(self, rank: int) -> Entry | None:
         """The newest entry of a rank."""
-        return self._get(f"last/{rank}")
+        return self._read(f"last/{rank}", Entry)
 
     def failure(self, rank: int) -> Entry | None:
         """The failure of a rank."""
-        return self._get(f"failed/{rank}")
+        return self._read(f"failed/{rank}", Entry)
 
     @property
     def lost(self) -> bool:
@@ -181,25 +174,22 @@ class Journal:
         """End the thread."""
         _stop(self._thread, self._end)
 
-    def _set(self, kind: str, entry: Entry) -> None:
+    def _publish(self, kind: str, entry: Entry) -> None:
         self._use(lambda store: store.set(f"{kind}/{self._rank}", encode(entry)))
 
-    def _get(self, key: str) -> Entry | None:
-        entry = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
-        return entry if isinstance(entry, Entry) else None
+    def _read(self, key: str, kind: type[T]) -> T | None:
+        value = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
+        return value if isinstance(value, kind) else None
 
-    def _use(self, call: Callable[[BoundedStore], T]) -> T | None:
+    def _use(self, call: Callable[[BoundedStore], U]) -> U | None:
         with self._lock:
-            try:
-                return None if self._gone or time.monotonic() > self._until else call(self._store)
-            except (
-                StoreLostError,
-                GroupError,
-            ):  # the process of the store is stopped, or another one writes
+            if self._gone or time.monotonic() > self._until:
                 return None
-            except (
-                RuntimeError
-            ):  # the process of the store is gone: a further call would only print a warning
+            try:
+                return call(self._store)
+            except (StoreLostError, GroupError):  # the store is stopped, or another process writes
+                return None
+            except RuntimeError:  # its process is gone: a further call would only print a warning
                 self._gone = True
                 return None
 

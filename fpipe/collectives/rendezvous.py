@@ -95,9 +95,7 @@ class Rendezvous:
         """
         monitor, seconds, before = self._monitor, self._monitor.timeout, None
         start = checked = now = time.monotonic()
-        look = start + max(
-            0.0, seconds - _ALIVE
-        )  # when to read the entry of the rank, last ``before``
+        look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank
         while not self._store.appears(
             key, max(look, start + seconds), _POLL, min(look, now + _SLICE)
         ):
@@ -109,7 +107,8 @@ class Rendezvous:
                     raise RuntimeError(f"rank {rank} failed before it called it")
             if now >= look:
                 entry = monitor.last(rank)
-                if now - start >= (_TRACING_LIMIT * seconds if _traces(before, entry) else seconds):
+                limit = _TRACING_LIMIT * seconds if _traces(before, entry) else seconds
+                if now - start >= limit:
                     return False
                 before, look = entry, now + _ALIVE if _traces(None, entry) else start + seconds
                 monitor.journal.prolong(look - now)
@@ -124,9 +123,8 @@ class Rendezvous:
                 for other in range(1, size):
                     self._store.appears(f"left/{number}/{other}", end, _POLL)
                 return
-            store.set(
-                f"left/{number}/{rank}", ""
-            )  # without an answer: a store that is lost delays no rank
+            # without an answer: a store that is lost delays no rank
+            store.set(f"left/{number}/{rank}", "")
         except RuntimeError:  # all objects were read: the next message reports a rank that is gone
             return
 

@@ -44,10 +44,8 @@ class MeshGroup(C10dGroup):
         super().__init__(mesh.get_group("pp"), device, timeout, journal=journal)
         for axis in mesh.mesh_dim_names or ():
             pg = mesh.get_group(axis)
-            if (
-                pg is not dist.group.WORLD
-            ):  # some calls of backends ignore the time-out of their wait
-                set_timeout(pg, timeout)
+            if pg is not dist.group.WORLD:
+                set_timeout(pg, timeout)  # some calls of backends ignore that of their wait
 
     def close(self) -> None:
         """End the threads of all axes."""
