@@ -159,7 +159,7 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     if fate.at("handshake"):
         fate.before(plan_cache, "agree")
     loss = None if cell.when in ("pullback", "each") else square
-    more = {"dp": group.dp, "zero": 2 if cell.when == "ZeRO" else 0} if dp > 1 else {}
+    more = {"dp": fpipe.copies(group.dp, zero=2 if cell.when == "ZeRO" else 0)} if dp > 1 else {}
     if cell.when == "weighted":
         more["reduction"] = fpipe.weighted(count)
     pipe = fpipe.pipeline([stage] * pp, "1F1B", loss=loss, microbatches=4, group=group, **more)

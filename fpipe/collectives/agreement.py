@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether all ranks run the same call, and the error that says how they differ.
 
-Before each call a rank announces a word: a number that is equal on all ranks if they run the same
-plan with the same options. An :class:`Exchange` compares the words while the call runs. Only where
-they differ do the ranks exchange their facts, as text through the store, so that every rank raises
+Before each call a rank announces a digest: a number that is equal on all ranks if they run the same
+plan with the same options. An :class:`Exchange` compares the digests while the call runs. Where
+they differ, the ranks exchange their facts, as text through the store, so that every rank raises
 the same error. This module must not know plans, nor what the facts mean.
 """
 
@@ -23,16 +23,16 @@ from .codec import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
 
-_WORD = 2**62 - 1
+_MASK = 2**62 - 1
 _HEADER = 2**31 - 1
-_STEP = 0x9E3779B1  #: between the words of two groups of the same ranks
+_STEP = 0x9E3779B1  #: between the digests of two groups of the same ranks
 _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
 _POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
 #: seconds for the other ranks to read that this one refuses a call: its process may end then
 _LINGER = 1.0
-_REFUSED = 2  #: the word of a refused call
+_REFUSED = 2  #: the digest of a refused call
 _REFUSAL = "refusal"  #: the fact that says why
 _PART = "; "  #: between the parts of a fact, of which an error names the first that differs
 
@@ -62,14 +62,15 @@ class Difference(NamedTuple):
         Difference(fact='seed', ranks=(0, 2), values=('1', '2'))
         """
         for fact in dict.fromkeys(fact for facts in by_rank.values() for fact in facts):
-            known = [
-                (rank, text)
+            values = {
+                rank: value
                 for rank, facts in by_rank.items()
-                if (text := facts.get(fact)) is not None
-            ]
-            odd = next(((rank, text) for rank, text in known if text != known[0][1]), None)
-            if odd is not None:
-                return cls(fact, (known[0][0], odd[0]), _parted(known[0][1], odd[1]))
+                if (value := facts.get(fact)) is not None
+            }
+            one = next(iter(values), 0)
+            other = next((rank for rank in values if values[rank] != values[one]), None)
+            if other is not None:
+                return cls(fact, (one, other), _parted(values[one], values[other]))
         return None
 
     def text(self, names: Sequence[int], where: str = "") -> str:
@@ -94,26 +95,26 @@ def _parted(one: str, other: str) -> tuple[str, str]:
 
 
 class Exchange(Protocol):
-    """How ranks compare the words of their calls."""
+    """How ranks compare the digests of their calls."""
 
-    def start(self, number: int, word: int) -> None:
-        """Announce this rank's word for a call."""
+    def start(self, number: int, digest: int) -> None:
+        """Announce this rank's digest for a call."""
         ...
 
-    def equal(self, number: int, word: int) -> bool | None:
-        """Whether the words of all ranks are equal; None while one is missing. Never blocks."""
+    def equal(self, number: int, digest: int) -> bool | None:
+        """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
         ...
 
     def missing(self, number: int) -> int | None:
-        """A rank whose word is missing, if the exchange knows which."""
+        """A rank whose digest is missing, if the exchange knows which."""
         ...
 
     def pause(self) -> None:
-        """Wait a short time for the words that are missing."""
+        """Wait a short time for the digests that are missing."""
         ...
 
     def gone(self, number: int) -> str:
-        """Why the words that are missing will not come, if that is known."""
+        """Why the digests that are missing will not come, if that is known."""
         ...
 
 
@@ -142,23 +143,23 @@ class Agreement:
         """The header as a tag of torch.distributed."""
         return self.head[0] >> 32
 
-    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks
         differ.
         """
         if self._monitor.broken is not None:
             self._monitor.check()
         self._facts = facts, values
-        return self._announce(word)
+        return self._announce(digest)
 
-    def _announce(self, word: int) -> int:
+    def _announce(self, digest: int) -> int:
         number = self._number = self._number + 1
         # other than in earlier calls of the same plan
-        self._word = word = (word + number + self._base) & _WORD
-        self.head[0] = (word & _HEADER) << 32
+        self._word = digest = (digest + number + self._base) & _MASK
+        self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
             self._agreed = False
-            self.exchange.start(number, word)
+            self.exchange.start(number, digest)
         return number
 
     def check(self) -> bool:
@@ -288,7 +289,7 @@ def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | N
 
 
 class Reduced:
-    """An exchange of words over a backend: one reduction per call, which runs beside it."""
+    """An exchange of digests over a backend: one reduction per call, which runs beside it."""
 
     def __init__(self, pg: dist.ProcessGroup):
         self._pg = pg
@@ -297,21 +298,21 @@ class Reduced:
         self._both = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
-    def start(self, number: int, word: int) -> None:
+    def start(self, number: int, digest: int) -> None:
         """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the
         time.
         """
-        self._both = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
+        self._both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         self._work = self._pg.allreduce([self._both], self._options)
 
-    def equal(self, number: int, word: int) -> bool | None:
-        """Whether the largest and the smallest word are this one."""
+    def equal(self, number: int, digest: int) -> bool | None:
+        """Whether the largest and the smallest digest are this one."""
         assert self._work is not None
         if not self._work.is_completed():
             return None
         # it is complete: this returns at once, or raises the error of the backend
         self._work.wait()
-        return self._both.tolist() == [word, -word]
+        return self._both.tolist() == [digest, -digest]
 
     def missing(self, number: int) -> None:
         """It is not known."""

@@ -114,7 +114,7 @@ class C10dGroup(Group):
             self._monitor, self._agreement, self._rendezvous.gather
         )
         if self._transport is not None and self.at_once:
-            self._agreement.exchange = self._transport.words
+            self._agreement.exchange = self._transport.exchange
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
@@ -284,18 +284,16 @@ class C10dGroup(Group):
             )
 
     # ---- calls ----
-    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call, through the transport of all ranks or by a reduction over
         gloo.
         """
         if self._agreement.refusal is not None:
             self._leave()
-        return self._agreement.enter(word, facts, values)
+        return self._agreement.enter(digest, facts, values)
 
     def refuse(self, error: BaseException) -> None:
-        """Announce that this rank refuses a call; without an exchange of words, ranks do not learn
-        it.
-        """
+        """Announce that this rank refuses a call; without an exchange, ranks do not learn it."""
         if self._agreement.exchange is not None:
             self._check()
             self._agreement.refuse(error)
@@ -360,10 +358,12 @@ class C10dGroup(Group):
         """Start all_reduce."""
         self._check()
         can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
-        way = reduction(can, op, memory.dtype, self.cpu)
-        native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
+        method = reduction(can, op, memory.dtype, self.cpu)
+        native = (self.cpu if method.staged and self.cpu is not None else can).can(
+            "parts", method.carry
+        )
         return self._started(
-            lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} with"
+            lambda: start_reduce(memory, method, self.pg, scatter, native), f"for the {op} with"
         )
 
     def start_gather(self, memory: Tensor) -> Work:

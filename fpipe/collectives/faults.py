@@ -226,9 +226,9 @@ class FaultMonitor:
         may be cut. If the store was lost during the search, its host may have ended with an error:
         the rank that was found remains.
         """
-        known = self.journal.concluded
-        if known is not None:
-            return Trail(known.text, known.suspect)
+        concluded = self.journal.concluded
+        if concluded is not None:
+            return Trail(concluded.text, concluded.suspect)
         name, rank = host()
         lost = f"the store of the job does not answer ({name} hosts it)"
         trail = trail._replace(text="; ".join(filter(None, [trail.text, lost])))

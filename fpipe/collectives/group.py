@@ -173,11 +173,11 @@ class Group(Protocol):
         """
 
     # ---- calls ----
-    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call of a pipeline, before its first message; returns its number, from
         0.
 
-        ``word`` is equal on all ranks that run the same plan with the same options. Where words
+        ``digest`` is equal on all ranks that run the same plan with the same options. Where digests
         differ, every rank raises the same MismatchError, on a wait for another rank or in
         ``confirm``; it compares what ``facts(*values)`` returns. Messages of different calls never
         meet. Groups of one process have nothing to compare.

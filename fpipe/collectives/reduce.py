@@ -31,7 +31,7 @@ Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
 
 
 def start_reduce(
-    memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool
+    memory: Tensor, method: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool
 ) -> Started:
     """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can
     scatter the result.
@@ -41,26 +41,28 @@ def start_reduce(
     """
     rank, size = group.rank(), group.size()
     part_of(memory, 0, size if scatter else 1)
-    carried = memory.detach().to("cpu" if way.staged else memory.device, way.carry).contiguous()
+    carried = (
+        memory.detach().to("cpu" if method.staged else memory.device, method.carry).contiguous()
+    )
     if not memory.numel():
         return None, lambda: memory
-    if way.ask == "gather":
+    if method.ask == "gather":
         pieces = [torch.empty_like(carried) for _ in range(size)]
         work = dist.all_gather(
             [_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True
         )
     elif scatter and native:
         pieces = [torch.empty_like(part_of(carried, rank, size))]
-        work = _SCATTER(pieces[0], carried, _ASK[way.ask], group=group, async_op=True)
+        work = _SCATTER(pieces[0], carried, _ASK[method.ask], group=group, async_op=True)
     else:
         pieces = [carried]
-        work = dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True)
+        work = dist.all_reduce(carried, _ASK[method.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
-        result = add_up(pieces, way.op) if way.ask == "gather" else pieces[0]
+        result = add_up(pieces, method.op) if method.ask == "gather" else pieces[0]
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
-        result = result.div_(size) if way.divide else result
+        result = result.div_(size) if method.divide else result
         return (result != 0 if memory.dtype == torch.bool else result).to(
             memory.device, memory.dtype
         )

@@ -26,11 +26,11 @@ SWITCH = "FPIPE_SHARED_MEMORY"
 
 
 class Transport(Protocol):
-    """What carries messages to some ranks; ``rank in transport`` tells which. ``words`` is the
+    """What carries messages to some ranks; ``rank in transport`` tells which. ``exchange`` is the
     exchange through which these ranks compare their calls.
     """
 
-    words: Exchange
+    exchange: Exchange
 
     def __contains__(self, rank: int) -> bool:
         """Whether it carries messages to a rank."""

@@ -110,9 +110,9 @@ def _parse(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        known = ", ".join(KINDS)
+        types = ", ".join(KINDS)
         raise GroupError(
-            f"{device!r} is not a device; name a type, as in {known}, or one with an index"
+            f"{device!r} is not a device; name a type, as in {types}, or one with an index"
         ) from error
 
 

@@ -158,14 +158,14 @@ def messages_of_any_size_arrive(group: Group, rank: int) -> Steps:
 
 
 def messages_arrive_in_announced_calls(group: Group, rank: int) -> Steps:
-    """Calls with equal words and with another one; messages keep their order from call to call."""
-    for word in (7, 7, 8):
+    """Messages keep their order from call to call, of one digest or two."""
+    for digest in (7, 7, 8):
         if rank == group.here[0]:
-            group.enter(word, dict)
+            group.enter(digest, dict)
         yield from _around(
             group,
             rank,
-            f"a message of a call {word}",
+            f"a message of a call {digest}",
             lambda src, device: (torch.full((2,), float(src), device=device),),
         )
         group.confirm()

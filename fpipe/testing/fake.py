@@ -83,7 +83,7 @@ class _Channel:
     last_arrival: float = 0.0
 
 
-#: A call of a pipeline, announced by each rank with a word and its facts.
+#: A call of a pipeline, announced by each rank with a digest and its facts.
 _Announced: TypeAlias = dict[int, tuple[int, Callable[[], Facts]]]
 #: One collective call: what each rank called it with, as (name, value).
 _Call: TypeAlias = dict[int, tuple[str, Any]]
@@ -178,11 +178,11 @@ class FakeGroup(Group):
             self._until(partial(operator.contains, present, rank), rank, what.format(rank))
 
     # ---- calls ----
-    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call to all ranks at once."""
         self._enter("enter")
         self._leave()
-        return self._announce(word, partial(facts, *values))
+        return self._announce(digest, partial(facts, *values))
 
     def refuse(self, error: BaseException) -> None:
         """Announce that this rank refuses the next call."""
@@ -190,10 +190,10 @@ class FakeGroup(Group):
         self._announce(-1, partial(refusing, error))
         self._refused = True
 
-    def _announce(self, word: int, facts: Callable[[], Facts]) -> int:
+    def _announce(self, digest: int, facts: Callable[[], Facts]) -> int:
         self._call = next(self._announcements)
         self._announced = self._network.announced[self._call]
-        self._announced[self.rank] = word, facts
+        self._announced[self.rank] = digest, facts
         return self._call
 
     def _leave(self) -> None:
@@ -217,7 +217,7 @@ class FakeGroup(Group):
             self._meet(self._announced, "for the call of rank {}")
 
     def _differs(self) -> bool:
-        return len({word for word, _ in self._announced.values()}) > 1
+        return len({digest for digest, _ in self._announced.values()}) > 1
 
     def _disagreement(self) -> GroupError:
         by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
@@ -225,9 +225,11 @@ class FakeGroup(Group):
         if refused is not None:
             self._refused = True
             return refused
-        found = Difference.of(by_rank)
-        assert found is not None, "words differ where facts differ"
-        return MismatchError(f"{found.text(range(self.size))}. This group cannot be used again")
+        difference = Difference.of(by_rank)
+        assert difference is not None, "digests differ where facts differ"
+        return MismatchError(
+            f"{difference.text(range(self.size))}. This group cannot be used again"
+        )
 
     # ---- messages ----
     def _channel(self, src: int, dst: int) -> _Channel:

@@ -174,9 +174,9 @@ class World:
         """The last action and the error of a rank, as a sentence."""
         state = self.ranks[rank]
         error = state.error
-        known = f"Nothing is known of rank {rank}"
+        action = f"Nothing is known of rank {rank}"
         if state.note:
-            known = f"Rank {rank}'s last known action was {state.note}"
+            action = f"Rank {rank}'s last known action was {state.note}"
         if error is None or isinstance(error, (GroupError, Killed)):
-            return known
-        return f"{known}; it raised {type(error).__name__}: {error}"
+            return action
+        return f"{action}; it raised {type(error).__name__}: {error}"

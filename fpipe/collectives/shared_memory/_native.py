@@ -47,9 +47,9 @@ def memory_file(size: int) -> int:
 
 def check_memory_file(file: int, size: int) -> None:
     """Raise OSError unless a file is one of :func:`memory_file`, of this user and of this size."""
-    found = os.fstat(file)
-    if found.st_uid != os.geteuid() or found.st_size != size:
-        raise PermissionError(f"a memory file of user {found.st_uid} and {found.st_size} bytes")
+    status = os.fstat(file)
+    if status.st_uid != os.geteuid() or status.st_size != size:
+        raise PermissionError(f"a memory file of user {status.st_uid} and {status.st_size} bytes")
     if _fcntl.fcntl(file, _fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # other files raise OSError
         raise PermissionError("a memory file that can become shorter")
 

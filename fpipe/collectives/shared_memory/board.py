@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that the ranks of one host announce before each call, in memory that they share.
+"""The digests that the ranks of one host announce before each call, in memory that they share.
 
-Each rank writes its words into its own memory, alternately to two places, and then how many it has
+Each rank writes its digests into its memory, alternately to two places, and then how many it has
 written. A rank ends a call only when every rank has begun it, so no rank is more than one call
 ahead and two places are enough. This module must not know calls.
 """
@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-#: Words of 64 bits of one rank: two places, and the number of words written.
-WORDS = 3
+#: Numbers of 64 bits of one rank: two digests, and how many were written.
+NUMBERS = 3
 _COUNT = 2
 _PAUSE = 2e-4  #: seconds between two looks
 
 
 class Board(NamedTuple):
-    """An exchange of words. ``others`` are the words of the other ranks, ``reason`` says why a rank
+    """An exchange of digests. ``others`` are those of the other ranks, ``reason`` says why a rank
     will not write.
 
-    >>> first, second = (memoryview(bytearray(8 * WORDS)).cast("Q") for _ in range(2))
+    >>> first, second = (memoryview(bytearray(8 * NUMBERS)).cast("Q") for _ in range(2))
     >>> board = Board(first, {1: second}, lambda rank: "")
     >>> board.start(0, 7); board.equal(0, 7), board.missing(0)
     (None, 1)
@@ -31,22 +31,22 @@ class Board(NamedTuple):
     (False, None)
     """
 
-    words: memoryview
+    digests: memoryview
     others: Mapping[int, memoryview]
     reason: Callable[[int], str]
 
-    def start(self, number: int, word: int) -> None:
-        """Write the word, and then the number of words."""
-        self.words[number & 1] = word
-        self.words[_COUNT] = number + 1
+    def start(self, number: int, digest: int) -> None:
+        """Write the digest, and then the number of digests."""
+        self.digests[number & 1] = digest
+        self.digests[_COUNT] = number + 1
 
-    def equal(self, number: int, word: int) -> bool | None:
-        """Whether every rank has written this word; None while one has not written."""
+    def equal(self, number: int, digest: int) -> bool | None:
+        """Whether every rank has written this digest; None while one has not written."""
         place, others = number & 1, self.others.values()
-        if all(view[place] == word for view in others):
+        if all(view[place] == digest for view in others):
             return True
-        # a word is written before its count, so it is read after it
-        if any(view[_COUNT] > number and view[place] != word for view in others):
+        # a digest is written before its count, so it is read after it
+        if any(view[_COUNT] > number and view[place] != digest for view in others):
             return False
         return None
 

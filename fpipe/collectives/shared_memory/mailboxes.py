@@ -33,14 +33,14 @@ from ..group import Pending, Sender, Work
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
-from .board import WORDS, Board
+from .board import NUMBERS, Board
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
 
 #: The two lanes from one rank to another: messages of plans, and broadcasts.
 PLANS, SHARED = _LANES = 0, 1
 _TOKEN = 16
 _ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
-_WORDS = slice(128, 128 + 8 * WORDS)  #: of the same page: the calls that the rank has announced
+_DIGESTS = slice(128, 128 + 8 * NUMBERS)  #: of the same page: the calls that the rank has announced
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
@@ -66,7 +66,7 @@ class _Outbox:
         _native.check_memory_file(file, size)
         self.page = mmap.mmap(file, PAGE)
         view = memoryview(self.page)
-        self.ended, self.words = view[_ENDED].cast("I"), view[_WORDS].cast("Q")
+        self.ended, self.digests = view[_ENDED].cast("I"), view[_DIGESTS].cast("Q")
 
     def lane(self, dst: int, kind: int) -> mmap.mmap:
         """The memory of a lane to a rank."""
@@ -119,8 +119,8 @@ class SharedMemory:
         }
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
-        words = {rank: peer.outbox.words for rank, peer in peers.items()}
-        self.words = Board(outbox.words, words, lambda rank: peers[rank].gone())
+        digests = {rank: peer.outbox.digests for rank, peer in peers.items()}
+        self.exchange = Board(outbox.digests, digests, lambda rank: peers[rank].gone())
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
