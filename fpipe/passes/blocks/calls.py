@@ -80,29 +80,22 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A block for arguments of one shape.
+    """A block for arguments of one shape, as a function ``fn`` of their tensors.
 
-    ``leaves`` are those of its result: the index of one of ``avals`` for an output, ``~index`` for
-    an argument, or a value in a tuple.
+    ``computed`` are the tensors that are no leaves of autograd. ``captured`` is what the function
+    of the user, ``written``, had closed over. ``cached``: whether autocast has a cache. ``result``
+    is the structure of its results, all of them new tensors, ``graphs`` by the cotangents.
     """
 
-    fn: Callable[..., Any]
-    spec: Structure
-    arguments: tuple[Any, ...]  # the index of a tensor, or a value in a tuple
+    written: Callable[..., Any]
+    fn: Callable[[Sequence[torch.Tensor]], Any]
     tensors: tuple[Aval, ...]
-    computed: tuple[bool, ...]  # tensors that are no leaves of autograd
-    captured: tuple[Any, ...]  # what the function has closed over
-    cached: bool  # whether autocast has a cache
+    computed: tuple[bool, ...]
+    captured: tuple[Any, ...]
+    cached: bool
     result: Structure | None = None
-    leaves: tuple[Any, ...] = ()
-    avals: tuple[Aval, ...] = ()
+    outputs: tuple[Aval, ...] = ()
     graphs: dict[Key, Graph] = field(default_factory=dict)
-
-    def call(self, tensors: Sequence[Any]) -> Any:
-        """The result of the function for these tensors."""
-        values = [tensors[a] if isinstance(a, int) else a[0] for a in self.arguments]
-        args, kwargs = tree.unflatten(self.spec, values)
-        return self.fn(*args, **kwargs)
 
     def fakes(self) -> list[torch.Tensor]:
         """Its tensors without data; call inside a mode."""
@@ -119,23 +112,6 @@ Definitions: TypeAlias = WeakKeyDictionary[Block, dict[Key, Definition | None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a block in the trace of a stage. ``traced`` is its graph, once it has a
-    backward.
-    """
-
-    number: int
-    definition: Definition
-    label: str
-    sizes: Sizes
-    traced: list[Graph] = field(default_factory=list)
-
-    def forward(self) -> Graph:
-        """The graph of the call; without a backward where it has none."""
-        return self.traced[0] if self.traced else _graph(self, (None,) * len(self.definition.avals))
-
-
-@dataclass(frozen=True, eq=False)
 class Calls:
     """The calls of blocks in the trace of one stage, by number.
 
@@ -148,57 +124,22 @@ class Calls:
     definitions: Definitions = field(default_factory=WeakKeyDictionary)
 
 
-def called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call of a block while a stage is traced."""
-    if (
-        transforming()
-        or not torch.is_grad_enabled()
-        or (ambient() and torch.is_autocast_cache_enabled())
-    ):
-        return block.fn(*args, **kwargs)
-    leaves, spec = tree.flatten((args, kwargs))
-    tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
-    definition = _definition(found, block, leaves, spec, tensors)
-    if definition is None or definition.result is None:
-        return block.fn(*args, **kwargs)
-    call = Call(next(_NUMBERS), definition, found.label, found.sizes)
-    found.calls[call.number] = _CALLS[call.number] = call
-    outputs = _Function.apply(call, *tensors) if definition.avals else ()
-    return tree.unflatten(
-        definition.result, [_leaf(leaf, outputs, tensors) for leaf in definition.leaves]
-    )
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a block in the trace of a stage. ``traced`` is its graph, once it has a
+    backward.
+    """
 
+    number: int
+    definition: Definition
+    within: Calls
+    traced: list[Graph] = field(default_factory=list)
 
-def _definition(
-    found: Calls,
-    block: Block,
-    leaves: Sequence[Any],
-    spec: Structure,
-    tensors: Sequence[torch.Tensor],
-) -> Definition | None:
-    """What a block is for some arguments; ``None`` where its call cannot be one operation."""
-    avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
-    dense = all(
-        a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True)
-    )
-    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
-        return None
-    place = {id(t): i for i, t in enumerate(tensors)}
-    arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
-    computed = tuple(not t.is_leaf for t in tensors)
-    captured = _captured(block.fn)
-    cached = torch.is_autocast_cache_enabled()
-    surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
-    types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
-    key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)
-    known = _KNOWN if found.sizes is PLAIN else found.definitions
-    definitions = known.setdefault(block, {})
-    if key not in definitions:
-        new = Definition(block.fn, spec, arguments, avals, computed, captured, cached)
-        definitions[key] = _defined(new, found.label, found.sizes)
-        if len(definitions) > KEPT:
-            del definitions[next(iter(definitions))]
-    return definitions[key]
+    def forward(self) -> Graph:
+        """The graph of the call; without a backward where it has none."""
+        if self.traced:
+            return self.traced[0]
+        return _graph(self, (None,) * len(self.definition.outputs))
 
 
 _NUMBERS = count()
@@ -208,7 +149,86 @@ KEPT = 64
 _KNOWN: Definitions = WeakKeyDictionary()
 
 
-# ---- the arguments ----
+def called(within: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call of a block while a stage is traced."""
+    leaves, spec = tree.flatten((args, kwargs))
+    tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
+    definition = _definition(within, block, leaves, spec, tensors)
+    if definition is None or definition.result is None:
+        return block.fn(*args, **kwargs)
+    call = Call(next(_NUMBERS), definition, within)
+    within.calls[call.number] = _CALLS[call.number] = call
+    return tree.unflatten(definition.result, list(_Function.apply(call, *tensors)))
+
+
+def _definition(
+    within: Calls,
+    block: Block,
+    leaves: Sequence[Any],
+    spec: Structure,
+    tensors: Sequence[torch.Tensor],
+) -> Definition | None:
+    """What a block is for some arguments; ``None`` where its call cannot be one operation."""
+    cached = torch.is_autocast_cache_enabled()
+    if transforming() or not torch.is_grad_enabled() or (ambient() and cached):
+        return None
+    if not all(map(_plain, tensors)):
+        return None
+    if not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
+        return None
+    avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
+    place = {id(t): i for i, t in enumerate(tensors)}
+    arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
+    computed = tuple(not t.is_leaf for t in tensors)
+    captured = _captured(block.fn)
+    surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
+    types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
+    key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)
+    known = _KNOWN if within.sizes is PLAIN else within.definitions
+    definitions = known.setdefault(block, {})
+    if key not in definitions:
+        fn = block.fn
+
+        def on_tensors(given: Sequence[torch.Tensor]) -> Any:
+            values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
+            args, kwargs = tree.unflatten(spec, values)
+            return fn(*args, **kwargs)
+
+        new = Definition(fn, on_tensors, avals, computed, captured, cached)
+        definitions[key] = _with_results(new, within)
+        if len(definitions) > KEPT:
+            del definitions[next(iter(definitions))]
+    return definitions[key]
+
+
+def _with_results(definition: Definition, within: Calls) -> Definition | None:
+    """The definition with its results; ``None`` where its calls cannot be one operation."""
+    label = within.label
+    try:
+        with outside(), within.sizes.mode():
+            given = definition.entering(definition.fakes())
+            before = versions(given)
+            with unseeded(label), pure_on_fakes(label), torch.enable_grad():
+                values, spec = tree.flatten(definition.fn(given))
+    except Exception:  # the call without a block raises it again
+        return None
+    if not values or not all(map(_computed, values)) or versions(given) != before:
+        return None
+    if len(set(map(storage_id, (*given, *values)))) < len(given) + len(values):
+        return None
+    outputs = tuple(Aval.like(value, value.requires_grad) for value in values)
+    return replace(definition, result=spec, outputs=outputs)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and Aval.like(tensor).kind is None
+
+
+def _computed(value: object) -> bool:
+    """Whether a result is a tensor that the function computed."""
+    return is_fake(value) and _plain(value) and not (value.is_leaf and value.requires_grad)
+
+
 def _key(aval: Aval) -> tuple[Hashable, ...]:
     """An abstract tensor for comparisons: of symbolic sizes their text."""
     sizes = map(str, (*aval.shape, "strides", *aval.stride))
@@ -218,12 +238,6 @@ def _key(aval: Aval) -> tuple[Hashable, ...]:
 def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function has closed over: another value makes another function."""
     return tuple(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
-
-
-def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(leaf, tuple):
-        return leaf[0]
-    return outputs[leaf] if leaf >= 0 else tensors[~leaf]
 
 
 # ---- the operations in the stage's trace ----
@@ -240,7 +254,7 @@ class _Function(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = FORWARD(tensors, call.number)
-        avals = call.definition.avals
+        avals = call.definition.outputs
         ctx.mark_non_differentiable(
             *(t for t, aval in zip(outputs, avals, strict=True) if not aval.grad)
         )
@@ -259,7 +273,7 @@ class _Function(torch.autograd.Function):
 
 
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return [empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.avals]
+    return [empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.outputs]
 
 
 def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
@@ -273,52 +287,6 @@ RULES.update({FORWARD: _outputs, BACKWARD: _gradients})
 
 
 # ---- the block's own trace ----
-def _defined(definition: Definition, label: str, sizes: Sizes) -> Definition | None:
-    """The definition with its results; ``None`` where its calls cannot be one operation."""
-    try:
-        with outside(), sizes.mode():
-            given = definition.entering(definition.fakes())
-            before = versions(given)
-            with unseeded(label), pure_on_fakes(label), torch.enable_grad():
-                result = definition.call(given)
-        return _with_results(definition, given, result) if versions(given) == before else None
-    except Exception:  # the call without a block raises it again
-        return None
-
-
-def _with_results(
-    definition: Definition, given: Sequence[torch.Tensor], result: Any
-) -> Definition | None:
-    values, spec = tree.flatten(result)
-    passed = {id(t): ~i for i, t in enumerate(given)}
-    storages = set(map(storage_id, given))
-    outputs: dict[int, int] = {}
-    leaves: list[Any] = []
-    avals: list[Aval] = []
-    for value in values:
-        if not tree.is_tensor(value):
-            if not isinstance(value, LITERALS):
-                return None
-            leaves.append((value,))
-        elif id(value) in passed:
-            leaves.append(passed[id(value)])
-        else:
-            if id(value) not in outputs:
-                if not _computed(value) or storage_id(value) in storages:
-                    return None
-                storages.add(storage_id(value))
-                outputs[id(value)] = len(avals)
-                avals.append(Aval.like(value, value.requires_grad))
-            leaves.append(outputs[id(value)])
-    return replace(definition, result=spec, leaves=tuple(leaves), avals=tuple(avals))
-
-
-def _computed(value: torch.Tensor) -> bool:
-    """Whether a result is a tensor that the function computed."""
-    plain = is_fake(value) and value.layout is torch.strided and Aval.like(value).kind is None
-    return plain and not (value.is_leaf and value.requires_grad)
-
-
 def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     """The graph of a call with the backward for some cotangents."""
     definition = call.definition
@@ -333,12 +301,13 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     definition = call.definition
     if any(
         now is not then
-        for now, then in zip(_captured(definition.fn), definition.captured, strict=True)
+        for now, then in zip(_captured(definition.written), definition.captured, strict=True)
     ):
         raise InexactError("the function of a block has closed over another value since its call")
     number = len(definition.tensors)
     wanted = [i for i, aval in enumerate(definition.tensors) if aval.grad]
-    mode = call.sizes.mode()
+    label, sizes = call.within.label, call.within.sizes
+    mode = sizes.mode()
     with mode:
         inputs = [
             *definition.fakes(),
@@ -348,27 +317,25 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     uses: list[int] = []
 
     def joint(*flat: torch.Tensor) -> tuple[Any, ...]:
-        with running(call.label) as marks, caching(definition.cached), torch.enable_grad():
+        with running(label) as marks, caching(definition.cached), torch.enable_grad():
             given = definition.entering(flat[:number])
-            values = tree.leaves(definition.call(given))
-        ends = dict(zip(definition.leaves, values, strict=True))
-        ends = [ends[j] for j in range(len(definition.avals))]
+            ends = tree.leaves(definition.fn(given))
         grads: Sequence[Any] = ()
         if len(flat) > number:
             live = [end for end, aval in zip(ends, cotangents, strict=True) if aval is not None]
             with torch.enable_grad():
                 uses[:] = _uses(live, given)
             handed = BACKWARD(list(flat[number:]), HERE)
-            grads = gradients(call.label, live, [flat[i] for i in wanted], handed, marks)
+            grads = gradients(label, live, [flat[i] for i in wanted], handed, marks)
         missing[:] = [grad is None for grad in grads]
         return (*ends, *(grad for grad in grads if grad is not None))
 
     with mode:
-        graph = make_graph(joint, inputs, call.sizes)
+        graph = make_graph(joint, inputs, sizes)
     _check(graph)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])
-    outputs = tuple(next(results) for _ in definition.avals)
+    outputs = tuple(next(results) for _ in definition.outputs)
     found = {i: None if none else next(results) for i, none in zip(wanted, missing, strict=False)}
     return Graph(graph, outputs, tuple(map(found.get, range(number))), tuple(uses) or (0,) * number)
 
