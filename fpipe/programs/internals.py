@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
@@ -27,8 +28,10 @@ from ..tree import AbstractTree, Aval
 Op: TypeAlias = torch._ops.OpOverload
 #: The device types for which autocast is on, each with its dtype.
 Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+Args: TypeAlias = Sequence[object]
+Kwargs: TypeAlias = Mapping[str, object]
 #: Runs an operation on arguments and keyword arguments.
-Run: TypeAlias = Callable[[Op, Sequence[Any], Mapping[str, Any]], Any]
+Run: TypeAlias = Callable[[Op, Args, Kwargs], object]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 #: ``torch.tensor(...)``: its schema says view, but nobody else has the memory.
@@ -36,7 +39,7 @@ _FRESH = torch.ops.aten.lift_fresh.default
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 #: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the
 #: files of all modules that are loaded, which takes 50 ms.
-RULES: dict[object, Callable[..., Any]] = {}
+RULES: dict[object, Callable[..., object]] = {}
 
 
 # ---- operations ----
@@ -80,7 +83,7 @@ def returns_views(op: Op) -> bool:
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
-def updates_statistics(op: Op, args: Sequence[Any]) -> bool:
+def updates_statistics(op: Op, args: Args) -> bool:
     """Whether an operation is a batch norm that writes into running statistics, its arguments 3 and
     4.
 
@@ -89,7 +92,7 @@ def updates_statistics(op: Op, args: Sequence[Any]) -> bool:
     return op._opname in _NORMS and bool(args[5]) and args[3] is not None
 
 
-def written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written(op: Op, args: Args, kwargs: Kwargs) -> list[object]:
     """The arguments that an operation writes into.
 
     >>> written(torch.ops.aten.add_.Tensor, (7, 8), {})
@@ -112,7 +115,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def versions(leaves: Iterable[Any]) -> list[int]:
+def versions(leaves: Iterable[object]) -> list[int]:
     """How often each tensor was written to; 0 for leaves that do not count it.
 
     >>> x = torch.ones(2)
@@ -240,17 +243,21 @@ class Fake(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, shape_env: Any = None):
+    def __init__(self, shape_env: ShapeEnv | None = None):
         _enter_first()
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
+    ) -> object:
         if isinstance(func, torch._ops.HigherOrderOperator):
             # their rules are registered for torch's own mode
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
+    ) -> object:
         """Torch's, or the rule of an operation of this package."""
         if func in RULES:
             with self:
@@ -367,7 +374,9 @@ class Around(TorchDispatchMode):
         """A compiler may ignore this mode, as it ignores fake tensors."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Args = (), kwargs: Any = None
+    ) -> object:
         if not isinstance(func, Op):  # torch.cond, for example
             return func(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
@@ -381,11 +390,11 @@ def pure_on_fakes(label: str, error: str = "captured_gradient_error") -> Around:
     #: Of fake views of real tensors, by address; kept alive here.
     views: dict[int, torch.UntypedStorage] = {}
 
-    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in(written(op, args, kwargs)):
             if _has_data(tensor) or (is_fake(tensor) and storage_id(tensor) in views):
                 raise feature("explain").captured_write_error(label, tensor)
-        captured = list(filter(_has_data, args))
+        captured = [each for each in args if _has_data(each)]
         if torch.is_grad_enabled() and op is not torch.ops.aten.detach.default:
             for tensor in captured:
                 if tensor.requires_grad:
@@ -415,7 +424,7 @@ def unseeded(label: str) -> Iterator[None]:
         if stream.initial_seed() != expected or _device_seed() != device:
             raise feature("explain").seed_error(label)
 
-    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         nonlocal expected
         if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
             check()
@@ -439,7 +448,7 @@ def _device_seed() -> int | None:
     return module.initial_seed() if getattr(module, "is_initialized", lambda: False)() else None
 
 
-def _has_data(value: object) -> bool:
+def _has_data(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is a tensor with data; of a tensor with inner tensors, these are checked
     instead.
     """
@@ -450,7 +459,7 @@ def _has_data(value: object) -> bool:
     )
 
 
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_in(values: Iterable[object]) -> list[torch.Tensor]:
     """The tensors among values and in the lists among them."""
     listed = (value if isinstance(value, (list, tuple)) else [value] for value in values)
     return [each for items in listed for each in items if isinstance(each, torch.Tensor)]

@@ -29,7 +29,7 @@ from .signature import Outputs
 Value: TypeAlias = "Aval | tuple[Value, ...] | None"
 Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: What the names in a source stand for. The private functions here enter what they meet.
-Scope: TypeAlias = dict[str, Any]
+Scope: TypeAlias = dict[str, object]
 
 #: Overloads whose Python binding does the same with less parsing. Only those whose positional
 #: arguments agree.

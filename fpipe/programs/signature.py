@@ -256,7 +256,7 @@ def call(
     return result_of(stage, out)._replace(marks=marks)
 
 
-def result_of(stage: Stage, out: Any) -> Result:
+def result_of(stage: Stage, out: object) -> Result:
     """The parts of what a stage function returned."""
     if isinstance(out, WithExtra):
         return Result(out.y, extra=out.extra)
@@ -283,7 +283,7 @@ class LossCall:
     has_aux: bool
     extra: bool = False
 
-    def __call__(self, _: object, x: tuple[Any, ...], **side: Any) -> Any:
+    def __call__(self, _: object, x: tuple[object, ...], **side: object) -> object:
         result = self.loss(*x, **side)
         if not self.has_aux:
             return result
@@ -319,7 +319,7 @@ def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
     return () if loss is None else keyword_only(loss.fn if isinstance(loss, Stage) else loss)
 
 
-def with_aux(result: Any) -> tuple[Any, Any]:
+def with_aux(result: object) -> tuple[Any, Any]:
     """What a loss returned with has_aux=True: the scalar and everything else."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise StageError(

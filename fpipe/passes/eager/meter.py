@@ -6,7 +6,7 @@ no stages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ... import tree
-from ...programs.internals import Around, Op, storage_id
+from ...programs.internals import Args, Around, Kwargs, Op, storage_id
 
 
 class Meter(NamedTuple):
@@ -45,7 +45,7 @@ def meter() -> Meter:
         known.discard(key)
         now[0] -= nbytes
 
-    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         result = op(*args, **kwargs)
         given = {storage_id(part) for leaf in tree.leaves((args, kwargs)) for part in _parts(leaf)}
         for tensor in (part for leaf in tree.leaves(result) for part in _parts(leaf)):

@@ -25,8 +25,10 @@ from ... import tree
 from ...devices import restore_streams, save_streams
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.internals import (
+    Args,
     Around,
     Fake,
+    Kwargs,
     Op,
     empty,
     fake_inputs,
@@ -294,7 +296,7 @@ def _pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> Around:
     """
     local = set(map(_storage, arguments)) | {None}
 
-    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in(written(op, args, kwargs)):
             if _storage(tensor) not in local:
                 raise captured_write_error(label, tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +25,7 @@ from torch._guards import Source
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...programs.internals import Fake
+from ...programs.internals import Args, Fake
 
 #: How operations on numbers are written.
 _PATTERNS: dict[object, str] = {
@@ -171,7 +171,9 @@ def _text(expression: Any) -> str:
 class SymbolicFake(Fake):
     """Uses torch's Python form of operations whose C++ form takes every size for a number."""
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
+    ) -> object:
         """Torch's, or the Python form."""
         if func in _IN_PYTHON:
             with self:
