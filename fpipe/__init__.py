@@ -32,10 +32,10 @@ _TABLE = {
     "passes.weaving.segments": "segment",
     "programs.program": "Programs",
     "programs.cache": "trace",
-    "engine.absent": "elsewhere",
+    "passes.elsewhere.arguments": "elsewhere",
     "engine.copies": "copies",
     "products.search.auto": "auto",
-    "engine.debugging": "debug",
+    "passes.debugging": "debug",
     "passes.derived.forward_mode": "hvp jvp",
     "passes.derived.per_example": "per_example",
     "engine.microbatches": "Microbatches",
@@ -44,7 +44,7 @@ _TABLE = {
     "engine.gradients": "grad value_and_grad vjp",
     "engine.pipeline": "Pipeline",
     "passes.profile.profiling": "measure_costs profile",
-    "engine.reduction": "weighted",
+    "passes.weighting": "weighted",
     "saving": "load receive save stream",
     "schedule": "Action Fused Placement Schedule Slice",
     "actions.costs": "Costs",
@@ -80,17 +80,16 @@ if TYPE_CHECKING:
     from .collectives.local import local as local
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
-    from .engine.absent import elsewhere as elsewhere
     from .engine.building import pipeline as pipeline
     from .engine.copies import copies as copies
-    from .engine.debugging import debug as debug
+    from .passes.debugging import debug as debug
     from .engine.gradients import grad as grad
     from .engine.gradients import value_and_grad as value_and_grad
     from .engine.gradients import vjp as vjp
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline
-    from .engine.reduction import weighted as weighted
+    from .passes.weighting import weighted as weighted
     from .errors import *
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
@@ -103,6 +102,7 @@ if TYPE_CHECKING:
     from .passes.profile.profiling import measure_costs as measure_costs
     from .passes.profile.profiling import profile as profile
     from .passes.weaving.segments import segment as segment
+    from .passes.weighting import weighted as weighted
     from .products.search.auto import auto as auto
     from .products.search.balancing import balance as balance
     from .products.search.packing import pack as pack

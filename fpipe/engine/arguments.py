@@ -9,23 +9,23 @@ register.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import BatchError, StageError
 from ..programs.internals import ambient
 from ..schedule import Schedule
 from ..tree import AbstractTree, Structure, Tree
 from .config import Config, check_seed
-from .debugging import debugging
+from .execute import DEBUGGING
 from .microbatches import Parts, count
-from .reduction import Weighted, Weights, weights
-from .request import Kind, Mode, Request
+from .request import Kind, Mode, Request, Weights
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
@@ -102,7 +102,8 @@ class Call:
         sides = {
             name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()
         }
-        _check_absent(config, batch, parts, sides)
+        if any(part.absent for part in (batch, *parts, *sides.values())):
+            feature("elsewhere.arguments").check(config, batch, parts, sides)
         check_seed(seed)
         seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
@@ -140,32 +141,6 @@ class Call:
     def absent(self) -> list[str]:
         """The arguments that are elsewhere."""
         return [part.name for part in self.batch_parts if part.absent]
-
-    def offered(self, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
-        """Those of the arguments that this process has, microbatch by microbatch, or one for all of
-        a whole batch.
-        """
-        wanted = set(absent)
-        return {
-            part.name: tuple(
-                AbstractTree.flat(part.specs[m], part.rows[m])
-                for m in range(1 if part.uniform else self.number)
-            )
-            for part in self.batch_parts
-            if part.name in wanted and not part.absent
-        }
-
-    def completed(self, absent: Sequence[Sequence[str]], offers: Sequence[Offers]) -> Call:
-        """With the arguments of other processes, from what every rank lacks and offers; the same
-        errors on all.
-        """
-        found: dict[str, tuple[AbstractTree, ...]] = {}
-        for offer in reversed(offers):
-            found |= offer
-        for name in dict.fromkeys(name for lacking in absent for name in lacking):
-            if name not in found:
-                raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
-        return replace(self, offers=found)
 
     def _abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
         """A microbatch of an argument, as another process described it where it is elsewhere."""
@@ -211,9 +186,12 @@ class Call:
         config = self.config
         if config.loss is None or any(part.absent for part in self._weighted):
             return None
-        return weights(
-            config.reduction, self.targets, self.sides, self.number, config.copies, self.loss_scale
-        )
+        reduction, scale = config.reduction, self.loss_scale
+        if isinstance(reduction, str):
+            return Weights(1.0 / self.number if reduction == "mean" else 1.0, (), scale)
+        weights_of = feature("weighting").weights_of
+        each = weights_of(reduction, self.targets, self.sides, self.number, config.copies)
+        return Weights(None, each, scale)
 
     @property
     def _weighted(self) -> list[Parts]:
@@ -292,7 +270,7 @@ class Call:
             self.has_aux,
             self.each is None,
             self.number,
-            debugging(),
+            DEBUGGING.get(),
             ambient(),
             tuple(self.sides),
             tuple(structures),
@@ -338,7 +316,7 @@ class Call:
             layouts,
             self.each is not None,
             self.has_aux,
-            debugging(),
+            DEBUGGING.get(),
             chain,
         )
 
@@ -387,38 +365,6 @@ def _check_sliced(x: Parts, slices: int) -> None:
             f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give "
             "it one, or leave out "
             "slices="
-        )
-
-
-def _check_absent(
-    config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]
-) -> None:
-    """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss,
-    reads.
-    """
-    if not (x.absent or any(part.absent for part in (*targets, *sides.values()))):
-        return
-    readers: list[tuple[Parts, Iterable[int]]] = [
-        (x, [0]),
-        *((target, [config.stages - 1]) for target in targets),
-    ]
-    for name, part in sides.items():
-        takers = (
-            min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names
-        )
-        readers.append((part, list(takers)))
-    for part, stages in readers:
-        here = [stage for stage in stages if stage in config.here]
-        if part.absent and (here or config.local):
-            stage = next(iter(here), 0)
-            raise BatchError(
-                f"{part.name} is elsewhere, but it is read with stage {stage}, which is on rank "
-                f"{config.rank_here(stage)} of this process; pass it here"
-            )
-    if any(stage.aux_loss for stage in config.functions) and isinstance(config.reduction, Weighted):
-        raise BatchError(
-            "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; "
-            "pass them on all"
         )
 
 

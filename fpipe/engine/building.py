@@ -21,6 +21,7 @@ from ..generators import Source
 from ..schedule import Schedule
 from ..stage import (
     OF_MODULES,
+    Elsewhere,
     Engine,
     Stage,
     as_stage,
@@ -30,9 +31,8 @@ from ..stage import (
 )
 from .config import Choice, Config, Loss, Outputs, ties
 from .copies import Copies, copies
-from .descriptions import described
 from .pipeline import Pipeline
-from .reduction import Reduction
+from .request import Reduction
 from .signatures import Options, R, Stages, Y
 
 
@@ -177,7 +177,9 @@ def pipeline(
     given = Config(
         tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches, sliced=slices
     )
-    parts = described(given)
+    parts = given.functions
+    if any(isinstance(stage.fn, Elsewhere) for stage in parts):
+        parts = feature("elsewhere.stages").described(given)
     devices = map(group.device, group.here)
     return Pipeline(
         Config(

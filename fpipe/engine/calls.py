@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..actions.product import feature
 from ..errors import GroupError, StageError
 from ..lowering.instructions import Registers
 from ..programs.internals import retaining, transforming, versions, without_autocast
@@ -22,8 +23,7 @@ from ..tree import Tree
 from .arguments import Call
 from .config import Config
 from .cotangents import cotangents, on_replicas
-from .debugging import check_leaks, debugging
-from .execute import WATCH, drive, execute
+from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
 from .microbatches import gradients, joined
 from .plan_cache import Cache, CachedPlans, refused
@@ -148,7 +148,7 @@ def _refuse_surrounded() -> None:
 
 def observed() -> bool:
     """Whether somebody watches single instructions: they must run."""
-    return WATCH.get() is not None or debugging()
+    return WATCH.get() is not None or DEBUGGING.get()
 
 
 def unrecordable(call: Call, cache: Cache) -> str:
@@ -255,7 +255,8 @@ def _run(
             drive(runs, lambda rank: group.last_note(rank) or "waiting")
             group.confirm()
             group.flush()
-        if phase != 0 and debugging():
+        if phase != 0 and DEBUGGING.get():
+            check_leaks = feature("debugging").check_leaks
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
     finally:

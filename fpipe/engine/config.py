@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from os import PathLike
+from threading import get_ident
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import StageError
+from ..errors import GroupError, StageError
 from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
-from .capture import check
-from .claim import Claim
 from .copies import Copies
-from .reduction import Reduction, Weighted
+from .request import Reduction, Weighted
 
 
 @runtime_checkable
@@ -124,7 +124,7 @@ class Config:
         for names in self.tied:
             _check_frozen_alike(names, self.frozen)
         if self.capture:
-            check(self.group, self.copies is not None)
+            feature("capture.steps").check(self.group, self.copies is not None)
         for name in {name for names in self.sides for name in names} & RESERVED:
             raise StageError(
                 f"{name!r} cannot be a side input, since a call has an argument of that name; "
@@ -387,3 +387,54 @@ def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterato
                 f"{', '.join(paths[stage])}"
             )
         yield stage, list(paths[stage]).index(rest)
+
+
+# ---- one call at a time ----
+#: The attribute of a group that holds the thread of its call, set in one step that no other thread
+#: interrupts.
+_CALLER = "caller"
+
+
+class Claim:
+    """Groups for the length of a ``with`` block; raises GroupError where one of them is in use.
+
+    >>> from fpipe import local
+    >>> group = local(2)
+    >>> with Claim(group):
+    ...     with Claim(group):
+    ...         pass
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.GroupError: fpipe.local(2) on cpu is in use by another call of this thread...
+    """
+
+    __slots__ = ("groups",)
+
+    def __init__(self, *groups: Group):
+        self.groups = groups
+
+    def __enter__(self) -> None:
+        caller = (get_ident(),)
+        for group in self.groups:
+            other = group.__dict__.setdefault(_CALLER, caller)
+            if other is not caller:
+                for taken in self.groups[: self.groups.index(group)]:
+                    del taken.__dict__[_CALLER]
+                raise _in_use(group, other == caller)
+
+    def __exit__(self, *error: object) -> None:
+        for group in self.groups:
+            del group.__dict__[_CALLER]
+
+
+def _in_use(group: Group, nested: bool) -> GroupError:
+    if nested:
+        return GroupError(
+            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= "
+            "this one comes; run "
+            "the inner pipeline on a group of its own, or after the outer call"
+        )
+    return GroupError(
+        f"{group!r} is in use by another thread; give each thread a group of its own, or let the "
+        "threads take turns"
+    )

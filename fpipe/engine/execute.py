@@ -53,6 +53,9 @@ WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]
     ContextVar("WATCH", default=None)
 )
 
+#: Whether ``fpipe.debug`` is on.
+DEBUGGING: ContextVar[bool] = ContextVar("DEBUGGING", default=False)
+
 
 def bind(plan: Plan, machine: Machine) -> Executable:
     """Make every instruction callable."""

@@ -23,9 +23,8 @@ from ..collectives.group import Facts
 from ..programs.internals import ambient
 from ..stage import Elsewhere, Stage
 from ..tree import AbstractTree, Aval, Static
-from .absent import Absent
 from .config import Config
-from .reduction import Weighted
+from .microbatches import Absent
 from .request import Request
 
 #: Facts that are compared only where a rank has no plans and another has: ranks may differ in them
@@ -144,7 +143,7 @@ def _unknown(tree: AbstractTree) -> bool:
 def _reduction(config: Config) -> str:
     reduction = config.reduction
     return (
-        f"weighted by {named(reduction.fn)}" if isinstance(reduction, Weighted) else str(reduction)
+        f"weighted by {named(reduction.fn)}" if not isinstance(reduction, str) else str(reduction)
     )
 
 

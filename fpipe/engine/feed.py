@@ -15,7 +15,7 @@ from ..lowering.keys import BatchLeaf, Key, OutputCotangent, Param, Seed, Side, 
 from ..lowering.plan import Plan
 from .arguments import Call
 from .prepare import Prepared
-from .reduction import Weights
+from .request import Weights
 
 #: Returns rows of leaves of a call.
 Table: TypeAlias = Callable[[Call], Mapping[Any, Sequence[Any]] | Sequence[Any]]

@@ -16,7 +16,7 @@ from .. import tree
 from ..actions.product import feature
 from ..errors import StageError
 from ..tree import Tree
-from . import calls, capture
+from . import calls
 from .arguments import Call, Each
 from .pipeline import Pipeline
 from .signatures import (
@@ -177,7 +177,7 @@ def _captured(
 ) -> Any:
     """``calls.value_and_grad`` by the graph of its signature."""
     cache, scale = pipe.cache, args[-1]
-    step = capture.Step(
+    step = feature("capture.steps").Step(
         plain=lambda: calls.value_and_grad(call, cache, value),
         on=lambda *args: calls.value_and_grad(prepare(*args), cache, value),
         why_not=lambda: calls.unrecordable(call, cache),

@@ -8,6 +8,7 @@ passed to every microbatch as they are. Knows no stages and no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import islice
 from typing import Any
@@ -15,9 +16,23 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import BatchError
 from ..tree import Tree
-from .absent import Absent, stand_ins
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A leaf, or a whole argument, that another process has; see ``fpipe.elsewhere``."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def stand_in(self) -> Absent | torch.Tensor:
+        """A tensor of the shape without data, where the shape is known."""
+        return (
+            self if self.shape is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
+        )
 
 
 class Microbatches:
@@ -96,6 +111,13 @@ def split(batch: Tree, parts: int, name: str = "the batch") -> list[Tree]:
     return [flat.tree(mb) for mb in range(parts)]
 
 
+def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
+    """Leaves with stand-ins for those that are elsewhere, and whether the argument is."""
+    if not any(isinstance(leaf, Absent) for leaf in leaves):
+        return leaves, False
+    return feature("elsewhere.arguments").stand_ins(leaves, name)
+
+
 def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
     """Raise BatchError where a leaf cannot be cut into equal parts."""
     if not isinstance(leaf, torch.Tensor) or (shared_scalars and leaf.dim() == 0):
@@ -146,7 +168,7 @@ class Parts:
         self.name, self.uniform, self.slices = name, not isinstance(batch, Microbatches), slices
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
-            self.leaves, self.absent = stand_ins(leaves, name)
+            self.leaves, self.absent = _stand_ins(leaves, name)
             self.specs = [self.structure] * (parts * slices)
             for leaf in self.leaves:
                 _check_leaf(leaf, parts, name, shared_scalars)
@@ -156,7 +178,7 @@ class Parts:
                 (*tree.flatten(part), f"{name}[{m}]")
                 for m, part in enumerate(split(batch, parts, name))
             ]
-            rows = [stand_ins(leaves, which) for leaves, _, which in flat]
+            rows = [_stand_ins(leaves, which) for leaves, _, which in flat]
             self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
             self.absent = any(absent for _, absent in rows)
             for (leaves, _), (_, spec, which) in zip(rows, flat, strict=True):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ..actions.product import feature
 from ..collectives.group import Facts
 from ..errors import BatchError
 from ..programs.cache import Spent, measured
 from .arguments import Call, Offers
-from .capture import Graphs
 from .config import Config
 from .facts import facts, of_call, shared
 from .feed import Feeder
@@ -100,7 +100,7 @@ class Cache:
     def __init__(self, shares: Any = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
-        self.graphs: Graphs = {}
+        self.graphs: dict[Any, Any] = {}  # of captured steps, by signature
         self.modes: dict[
             bool, tuple[Config, Cache]
         ] = {}  # of the same pipeline in training and in evaluation
@@ -193,9 +193,8 @@ class Cache:
                 guess = None
         # Two pipelines may be equal in all facts: each has plans that were prepared for a call of
         # its own.
-        prepared = prepare(
-            config, request, tag_of({**shared(known), "number": str(number)}), guess, self._latest
-        )
+        tag = 0 if config.local else tag_of({**shared(known), "number": str(number)})
+        prepared = prepare(config, request, tag, guess, self._latest)
         return CachedPlans(config, prepared, known, number, call.misplaced())
 
     def _ready(self, config: Config, request: Request) -> Ready | None:
@@ -213,8 +212,13 @@ class Cache:
         them.
         """
         names = [name for lacking in absent for name in lacking]
-        offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)
-        return call.completed(absent, offers).request(self.shares)
+        offers = together(
+            call.config.group,
+            lambda: feature("elsewhere.arguments").offered(call, names),
+            _as_data,
+            _from_data,
+        )
+        return feature("elsewhere.arguments").completed(call, absent, offers).request(self.shares)
 
     def _agree(self, config: Config) -> None:
         """Before the first step of all, copies of the pipeline compare their configurations."""

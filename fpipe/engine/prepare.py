@@ -9,8 +9,11 @@ group only to exchange the interfaces of stages between processes. Knows no valu
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock, Timer
 from typing import Any, TypeAlias
 
 from .. import tree
@@ -28,12 +31,10 @@ from ..programs.program import Programs
 from ..tree import AbstractTree, Aval, Spec
 from . import interfaces
 from .config import Config, tied_leaves
-from .debugging import check
 from .execute import Executable, bind
 from .handshake import together
 from .kinds import TracedKind, advanced, in_turn, loss_programs, ranks_here, recut, with_stage
 from .prediction import Seen, expected
-from .progress import shown_late
 from .request import Kind, Request
 
 
@@ -96,7 +97,7 @@ def prepare(
                 group,
                 group.device(rank),
                 config.accumulate,
-                check if request.debug else None,
+                feature("debugging").check if request.debug else None,
                 first,
             )
             executables[rank] = bind(plan, machine)
@@ -415,3 +416,49 @@ def _ties(
         for leaf in known.values():
             specs |= dict.fromkeys(group, spec(leaf))
     return groups, specs
+
+
+# ---- what a terminal shows ----
+#: Seconds before the line appears.
+DELAY = 1.0
+_ERASE = "\r\x1b[2K"
+
+
+@contextmanager
+def shown_late(what: str) -> Iterator[Callable[[str], None]]:
+    """Show ``what`` and the latest note on stderr once this takes long, if stderr is a terminal.
+
+    >>> with shown_late("tracing") as note:
+    ...     note("stage 1 of 2")
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    latest, lock, late = [""], Lock(), [False]
+
+    def show() -> None:
+        sys.stderr.write(f"{_ERASE}fpipe: {what} {latest[0]} ...")
+        sys.stderr.flush()
+
+    def begin() -> None:
+        with lock:
+            late[0] = True
+            show()
+
+    def note(text: str) -> None:
+        with lock:
+            latest[0] = text
+            if late[0]:
+                show()
+
+    timer = Timer(DELAY, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield note
+    finally:
+        timer.cancel()
+        with lock:
+            if late[0]:
+                sys.stderr.write(_ERASE)
+                sys.stderr.flush()

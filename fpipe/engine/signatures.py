@@ -17,7 +17,7 @@ from ..collectives.group import Group
 from ..stage import Engine, Stage
 from ..tree import Tree
 from .copies import Copies
-from .reduction import Reduction
+from .request import Reduction
 
 A = TypeVar("A")
 E = TypeVar("E")

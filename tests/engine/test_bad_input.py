@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fpipe
 from common import layer, squared
-from fpipe.engine.debugging import check_leaks
 from fpipe.lowering.instructions import Registers
+from fpipe.passes.debugging import check_leaks
 
 WIDTH, PARTS = 3, 4
 SEEN: list[str] = []
@@ -541,18 +541,18 @@ def test_debug_leaves_masks_alone_and_changes_nothing():
 
 
 def test_debug_is_a_flag_and_a_context():
-    from fpipe.engine.debugging import debugging
+    from fpipe.engine.execute import DEBUGGING
 
-    assert not debugging()
+    assert not DEBUGGING.get()
     with fpipe.debug():
         with fpipe.debug(False):
-            assert not debugging()
-        assert debugging()
-    assert not debugging()
+            assert not DEBUGGING.get()
+        assert DEBUGGING.get()
+    assert not DEBUGGING.get()
     fpipe.debug()
-    assert debugging()
+    assert DEBUGGING.get()
     fpipe.debug(False)
-    assert not debugging()
+    assert not DEBUGGING.get()
 
 
 def test_debug_finds_what_a_run_forgot_to_free():

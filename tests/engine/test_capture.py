@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe.devices import graphs
-from fpipe.engine import capture
+from fpipe.passes.capture import graphs
+from fpipe.passes.capture import steps as capture
 
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.lift_fresh.default"}
 
@@ -58,7 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     one = Recorder()
     monkeypatch.setattr(graphs, "recorder", lambda device: one)
     # On a device, a mean of losses needs no number on the host.
-    monkeypatch.setattr("fpipe.engine.scalars._NARROW", {})
+    monkeypatch.setattr("fpipe.engine.results._NARROW", {})
     return one
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.engine import progress
+from fpipe.engine import prepare as progress
 
 
 class Terminal(io.StringIO):

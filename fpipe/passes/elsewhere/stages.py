@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..errors import MismatchError, StageError
-from ..stage import Elsewhere, Layers, Stage, Weight
-from .config import Config
-from .facts import named
-from .handshake import TOGETHER
+from ...engine.config import Config
+from ...engine.facts import named
+from ...engine.handshake import TOGETHER
+from ...errors import MismatchError, StageError
+from ...stage import Elsewhere, Layers, Stage, Weight
 
 #: Fields of a Stage that other processes need, as they are.
 _PLAIN = ("aux_loss", "state", "carry", "engine", "compile", "frozen", "ties", "name")

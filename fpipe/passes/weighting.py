@@ -1,37 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the losses of the microbatches become one number: mean, sum, or a weighted mean.
+"""``fpipe.weighted``: the losses of the microbatches become a weighted mean.
 
 Weights are known before the first backward, so the gradient does not depend on how the batch was
-split. Knows microbatches and copies of the pipeline; no stage and no plan.
+split. Knows microbatches and copies of the pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
+from ..engine.copies import Copies
+from ..engine.microbatches import Parts
+from ..engine.request import Weighted
 from ..errors import BatchError, StageError
-from ..stage import keyword_only
-from .copies import Copies
-from .microbatches import Parts
-
-
-class Weighted:
-    """A reduction that weights each microbatch's loss; see ``weighted``."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn, self.sides = fn, keyword_only(fn)
-
-    def __repr__(self) -> str:
-        return "fpipe.weighted(...)"
-
-
-Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
 
 
 def weighted(fn: Callable[..., Any]) -> Weighted:
@@ -64,63 +49,17 @@ def weighted(fn: Callable[..., Any]) -> Weighted:
     return Weighted(fn)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weight of each microbatch's loss: one number for all, or a tensor each.
-
-    Gradients, not the value, are multiplied by ``loss_scale`` too.
-    """
-
-    number: float | None
-    each: Sequence[torch.Tensor] = ()
-    loss_scale: float | torch.Tensor | None = None
-
-    def scale(self, mb: int, like: torch.Tensor) -> float | torch.Tensor:
-        """The factor of a microbatch's loss."""
-        return self.number if self.number is not None else self.each[mb].to(like.dtype)
-
-    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The total of the microbatches' losses: each weighted, then added in order."""
-        weighted = [self._weighted(mb, loss) for mb, loss in enumerate(losses)]
-        return reduce(lambda total, loss: total + loss.to(total.device), weighted)
-
-    def _weighted(self, mb: int, loss: torch.Tensor) -> torch.Tensor:
-        scale = self.scale(mb, loss)
-        if not isinstance(scale, torch.Tensor):
-            return loss * scale
-        return torch.where(scale == 0, 0, loss * scale)  # a mean over nothing is NaN
-
-    def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The cotangent of a microbatch's loss."""
-        weight = self.number if self.number is not None else self.each[mb]
-        weight = weight if self.loss_scale is None else weight * self.loss_scale
-        return (
-            weight.to(device, dtype)
-            if isinstance(weight, torch.Tensor)
-            else _constant(weight, dtype, device)
-        )
-
-
-@lru_cache(maxsize=256)
-def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(number, dtype=dtype, device=device)
-
-
-def weights(
-    reduction: Reduction,
+def weights_of(
+    reduction: Weighted,
     targets: Sequence[Parts],
     sides: Mapping[str, Parts],
     number: int,
     copies: Copies | None,
-    loss_scale: float | torch.Tensor | None = None,
-) -> Weights:
-    """The weights of ``number`` microbatches.
+) -> list[torch.Tensor]:
+    """The weights of ``number`` microbatches, over the sum of all.
 
-    The mean over copies of the pipeline is taken elsewhere. Explicit weights are counted over all
-    copies, unless these are averaged.
+    They are counted over all copies of the pipeline, unless these are averaged.
     """
-    if not isinstance(reduction, Weighted):
-        return Weights(1.0 / number if reduction == "mean" else 1.0, (), loss_scale)
     named = {name: sides[name] for name in reduction.sides if name in sides}
     counts = [
         _count(
@@ -136,7 +75,7 @@ def weights(
     if copies is not None and not copies.mean:
         total = copies.total(total)
     total = torch.where(total == 0, torch.ones_like(total), total)
-    return Weights(None, [value / total for value in exact], loss_scale)
+    return [value / total for value in exact]
 
 
 def _count(

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .. import tree
-from ..collectives.group import Group
-from ..devices import graphs
-from ..errors import StageError
+from ... import tree
+from ...collectives.group import Group
+from ...errors import StageError
+from . import graphs
 
 #: A step without a graph, as a function of the tensors among its arguments.
 TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]

@@ -7,27 +7,17 @@ that has it, once for each signature of a call. Knows pytrees; no pipeline and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import BatchError
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A leaf, or a whole argument, that another process has; see :func:`elsewhere`."""
-
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-
-    def stand_in(self) -> Absent | torch.Tensor:
-        """A tensor of the shape without data, where the shape is known."""
-        return (
-            self if self.shape is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
-        )
+from ...engine.arguments import Call, Offers
+from ...engine.config import Config
+from ...engine.microbatches import Absent, Parts
+from ...errors import BatchError
+from ...tree import AbstractTree
 
 
 def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
@@ -96,3 +86,60 @@ def stand_ins(leaves: Sequence[Any], name: str) -> tuple[list[Any], bool]:
             f"{name}, or give shapes"
         )
     return [leaf.stand_in() if isinstance(leaf, Absent) else leaf for leaf in leaves], True
+
+
+# ---- of a call ----
+def offered(call: Call, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
+    """Those of the arguments that this process has, microbatch by microbatch, or one for all of
+    a whole batch.
+    """
+    wanted = set(absent)
+    return {
+        part.name: tuple(
+            AbstractTree.flat(part.specs[m], part.rows[m])
+            for m in range(1 if part.uniform else call.number)
+        )
+        for part in call.batch_parts
+        if part.name in wanted and not part.absent
+    }
+
+
+def completed(call: Call, absent: Sequence[Sequence[str]], offers: Sequence[Offers]) -> Call:
+    """With the arguments of other processes, from what every rank lacks and offers; the same
+    errors on all.
+    """
+    found: dict[str, tuple[AbstractTree, ...]] = {}
+    for offer in reversed(offers):
+        found |= offer
+    for name in dict.fromkeys(name for lacking in absent for name in lacking):
+        if name not in found:
+            raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
+    return replace(call, offers=found)
+
+
+def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:
+    """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss,
+    reads.
+    """
+    readers: list[tuple[Parts, Iterable[int]]] = [
+        (x, [0]),
+        *((target, [config.stages - 1]) for target in targets),
+    ]
+    for name, part in sides.items():
+        takers = (
+            min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names
+        )
+        readers.append((part, list(takers)))
+    for part, stages in readers:
+        here = [stage for stage in stages if stage in config.here]
+        if part.absent and (here or config.local):
+            stage = next(iter(here), 0)
+            raise BatchError(
+                f"{part.name} is elsewhere, but it is read with stage {stage}, which is on rank "
+                f"{config.rank_here(stage)} of this process; pass it here"
+            )
+    if any(stage.aux_loss for stage in config.functions) and not isinstance(config.reduction, str):
+        raise BatchError(
+            "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; "
+            "pass them on all"
+        )

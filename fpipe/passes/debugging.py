@@ -8,7 +8,6 @@ Knows programs, instructions and registers; it changes no result of a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from .. import tree
 from ..devices import drawn
+from ..engine.execute import DEBUGGING
 from ..errors import ActionError, FpipeError
 from ..lowering.instructions import Instruction, Registers, Run
 from ..lowering.keys import Input, inputs
@@ -23,9 +23,6 @@ from ..lowering.plan import Plan
 from ..programs.program import Operation, Program, fill
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
-
-_ON: ContextVar[bool] = ContextVar("debugging", default=False)
 
 
 class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
@@ -53,8 +50,8 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     """
 
     def __init__(self, on: bool = True):
-        self.before = _ON.get()
-        _ON.set(on)
+        self.before = DEBUGGING.get()
+        DEBUGGING.set(on)
 
     def __enter__(self) -> debug:
         return self
@@ -65,12 +62,7 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _ON.set(self.before)
-
-
-def debugging() -> bool:
-    """Whether ``debug`` is on."""
-    return _ON.get()
+        DEBUGGING.set(self.before)
 
 
 def check(
