@@ -367,7 +367,7 @@ HIDDEN = {
     "fpipe.Placement": "path_index",
     "fpipe.Stage": "in_mode",
     "fpipe.Costs": "spread links of_units",
-    "fpipe.devices": "Streams distrusted drawn exclusive restore_streams save_streams",
+    "fpipe.devices": "Streams distrusted drawn exclusive keep_freed restore_streams save_streams",
 }
 
 

@@ -82,20 +82,19 @@ if TYPE_CHECKING:
     from .collectives.setup import init as init
     from .engine.building import pipeline as pipeline
     from .engine.copies import copies as copies
-    from .passes.debugging import debug as debug
     from .engine.gradients import grad as grad
     from .engine.gradients import value_and_grad as value_and_grad
     from .engine.gradients import vjp as vjp
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline
-    from .passes.weighting import weighted as weighted
     from .errors import *
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
+    from .passes.debugging import debug as debug
     from .passes.derived.forward_mode import hvp as hvp
     from .passes.derived.forward_mode import jvp as jvp
     from .passes.derived.per_example import per_example as per_example

@@ -5,6 +5,7 @@
 This package must not know groups or stages.
 """
 
+from .allocator import keep_freed
 from .current import (
     Memory,
     cores,
@@ -29,6 +30,7 @@ __all__ = [
     "distrusted",
     "drawn",
     "exclusive",
+    "keep_freed",
     "kind",
     "memory",
     "pick",

@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar, overload
 
+from ...devices import keep_freed
 from ...errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
@@ -76,7 +77,9 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
-    Inside, ``fpipe.init()`` connects the ranks.
+    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their
+    next step, unless ``FPIPE_KEEP_FREED=0``, a ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for
+    malloc is set.
 
     Args:
         fn: a function; in a script it is imported in each new process, so keep the call of
@@ -208,6 +211,7 @@ def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
 def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
     """In the new process: call the function and send the report."""
     os.environ.update(env)
+    keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
     pipe.send_bytes(call(fn, int(env["RANK"])))
