@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from .passes.derived.forward_mode import hvp as hvp
     from .passes.derived.forward_mode import jvp as jvp
     from .passes.derived.per_example import per_example as per_example
+    from .passes.elsewhere.arguments import elsewhere as elsewhere
     from .passes.profile.profiling import measure_costs as measure_costs
     from .passes.profile.profiling import profile as profile
     from .passes.weaving.segments import segment as segment
