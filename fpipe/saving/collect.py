@@ -121,7 +121,7 @@ def collect(
         holding.facts["trees"]["params"] = ["stages", "params"]
         _by_parameter(names, trees, "params", holding)
 
-    def special(value: Any, path: str) -> Any:
+    def special(value: tree.Tree, path: str) -> object:
         """A tensor that all processes have, or a list by stage."""
         if tree.is_tensor(value):
             return _shared(names.pipe, holding, plain(value, path), path)
@@ -151,13 +151,13 @@ def _shared(pipe: Pipe, holding: Holding, tensor: Tensor, path: str) -> Node:
     return ["leaf", path]
 
 
-def _kind(tensor: Tensor, shape: Sequence[int]) -> list[Any]:
+def _kind(tensor: Tensor, shape: Sequence[int]) -> list[object]:
     return [dtype_name(tensor.dtype), list(shape), tensor.device.type == "cpu"]
 
 
 # ---- lists by stage ----
 def _like_params(
-    pipe: Pipe, trees: Mapping[int, StageTree], params: Sequence[tree.Tree] | None, value: Any
+    pipe: Pipe, trees: Mapping[int, StageTree], params: Sequence[tree.Tree] | None, value: tree.Tree
 ) -> dict[int, StageTree] | None:
     """What a list by stage has at the leaves of the parameters; None if the value is no such
     list.
@@ -168,7 +168,7 @@ def _like_params(
         return None
     by_stage: dict[int, StageTree] = {}
     for stage, here in trees.items():
-        values: list[Any] = [None] * len(here.leaves)
+        values: list[tree.Tree] = [None] * len(here.leaves)
         if value[stage] is not None:
             try:
                 values = here.spec.flatten_up_to(value[stage])
@@ -179,7 +179,7 @@ def _like_params(
     return by_stage
 
 
-def _states(names: Names, value: Any) -> dict[int, StageTree] | None:
+def _states(names: Names, value: tree.Tree) -> dict[int, StageTree] | None:
     """The states that stages carry, from a list with one entry per stage; None if the value is no
     such list.
     """
@@ -206,7 +206,7 @@ def _by_parameter(
     for here in by_stage.values():
         for leaf in here.leaves:
 
-            def special(part: object, path: str, here=here, leaf=leaf) -> Any:
+            def special(part: object, path: str, here=here, leaf=leaf) -> object:
                 if not tree.is_tensor(part):
                     return NotImplemented
                 return _part(names, here, leaf, holding, plain(part, path), path)

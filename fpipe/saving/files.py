@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from ..collectives.codec import from_bytes, is_dense, to_bytes
 from ..errors import CheckpointError
 
+T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 #: Bytes of a header at most, as in the safetensors package.
 MOST_HEADER = 100_000_000
@@ -98,7 +99,7 @@ def write(
     Returns:
         The file, and first byte, end and hash of each tensor.
     """
-    rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    rows: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
         dtype, shape = NAMES.get(entry.dtype, "F64"), list(entry.shape)
@@ -191,7 +192,7 @@ def header(file: BufferedReader, what: str) -> tuple[dict[str, Header], bytes]:
         ) from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -277,24 +278,6 @@ def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
     return tensors
 
 
-def checked(
-    file: BufferedReader, begin: int, end: int, sha256: str, low: int, high: int
-) -> bytearray | None:
-    """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, all of which are read; None for
-    another hash.
-    """
-    if low == 0 and high == end - begin:
-        raw = exactly(file, begin, end - begin)
-        return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
-    digest, found = hashlib.sha256(), bytearray()
-    for at in range(begin, end, _BLOCK):
-        block = exactly(file, at, min(_BLOCK, end - at))
-        digest.update(block)
-        first, last = max(low - (at - begin), 0), min(high - (at - begin), len(block))
-        found += block[first : max(first, last)]
-    return found if digest.hexdigest() == sha256 else None
-
-
 def plain(tensor: Tensor, name: str) -> Tensor:
     """The tensor, if it can be written; CheckpointError for other layouts and for classes with
     tensors inside.
@@ -307,13 +290,13 @@ def plain(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def grouped(entries: Iterable[Any], size: Callable[[Any], int], most: int) -> Iterator[list[Any]]:
+def grouped(entries: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Consecutive entries in lists of at most ``most`` bytes each, or of one entry.
 
     >>> list(grouped([3, 1, 9, 1], lambda n: n, 4))
     [[3, 1], [9], [1]]
     """
-    row: list[Any] = []
+    row: list[T] = []
     held = 0
     for entry in entries:
         if row and held + size(entry) > most:

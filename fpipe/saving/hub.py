@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import Entry, grouped, stored, write
-from .manifest import Manifest, Track, from_entries
+from .manifest import Manifest, Span, Track, from_entries
 from .reading import read_leaf
 
 #: Reads a tensor.
@@ -106,7 +106,7 @@ def export_model(
     folder: str | os.PathLike[str],
     tree: str = "params",
     most: int = 5 << 30,
-    track: Track[Any] = iter,
+    track: Track[list[Entry]] = iter,
 ) -> None:
     """Write the tensors of a checkpoint of ``fpipe.save`` as the files of a model.
 
@@ -130,7 +130,7 @@ def import_model(
     path: str | os.PathLike[str],
     checkpoint: str | os.PathLike[str],
     most: int = 5 << 30,
-    track: Track[Any] = iter,
+    track: Track[list[Span]] = iter,
 ) -> None:
     """Write the files of a model as a checkpoint that has parameters alone.
 
@@ -171,7 +171,9 @@ def _entries(path: Path, manifest: Manifest, tree: str) -> list[Entry]:
     ]
 
 
-def _write_model(folder: Path, entries: Iterable[Entry], most: int, track: Track[Any]) -> None:
+def _write_model(
+    folder: Path, entries: Iterable[Entry], most: int, track: Track[list[Entry]]
+) -> None:
     """Write ``model.safetensors``, or several files and an index, into a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

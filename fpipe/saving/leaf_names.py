@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 
@@ -108,7 +108,7 @@ class StageLeaf(NamedTuple):
 
     path: str
     key: str
-    value: Any
+    value: tree.Tree
     shape: tuple[int, ...] = ()  # of the whole leaf
     span: tuple[int, int] | None = None  # which of its elements are here; None: all
     own: bool = False  # whether each copy of the pipeline has its own
@@ -242,14 +242,14 @@ def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
     layers: dict[str, dict[str, Node]] = {}
     rest: list[str] = []
 
-    def leaf(value: tree.Tree, path: str) -> Any:
+    def leaf(value: tree.Tree, path: str) -> Node:
         if tree.is_tensor(value):
             return ["leaf", names.of(stage, path)]
         if value is None or not optree.tree_is_leaf(value, namespace=tree.NAMESPACE):
             return NotImplemented
         return ["at", names.of(stage, path), to_node(value, path)]
 
-    def special(value: Any, path: str) -> Any:
+    def special(value: tree.Tree, path: str) -> object:
         part = of.parts.get(path)
         if part is None:
             node = leaf(value, path)
@@ -313,7 +313,7 @@ class Structures(NamedTuple):
         """
         numbers = {part.name: part.numbers for part in of.parts.values()}
 
-        def special(node: Node, path: str) -> Any:
+        def special(node: Node, path: str) -> object:
             if node[0] == "part":
                 return from_node(self.stage(node[1]), path, special)
             if node[0] != "layers":

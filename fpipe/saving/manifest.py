@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -200,7 +200,7 @@ class Manifest:
             if size_of(file) != row.size or hashed(file, 0, row.header)[1] != row.sha256:
                 raise damaged(folder / name, "its size or header")
 
-    def faults(self, folder: Path, track: Track[Any] = iter) -> Iterator[str]:
+    def faults(self, folder: Path, track: Track[tuple[str, Leaf]] = iter) -> Iterator[str]:
         """What differs between the files and the manifest; every byte is read."""
         for name in self.files:
             try:
@@ -227,7 +227,7 @@ class Span(NamedTuple):
 
 
 def write_spans(
-    folder: Path, process: int, spans: Iterable[Span], most: int, track: Track[Any] = iter
+    folder: Path, process: int, spans: Iterable[Span], most: int, track: Track[list[Span]] = iter
 ) -> tuple[dict[str, File], dict[str, list[Piece]]]:
     """Write tensors into files of at most ``most`` bytes, but for a larger tensor; the files, and
     the pieces of leaves.
@@ -243,7 +243,7 @@ def write_spans(
 
 
 def from_entries(
-    folder: Path, entries: Sequence[Entry], most: int, track: Track[Any] = iter
+    folder: Path, entries: Sequence[Entry], most: int, track: Track[list[Span]] = iter
 ) -> Manifest:
     """Write a checkpoint of parameters alone into a new or empty folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -156,7 +156,7 @@ def _recorded(reader: Reader, stage: int) -> Tree:
     """Parameters of one stage without data, from the structure in the checkpoint."""
     names, manifest = reader.names, reader.manifest
 
-    def leaf(node: Node, path: str) -> Any:
+    def leaf(node: Node, path: str) -> object:
         if node[0] == "at":
             return from_node(node[2], path)
         stored = reader.leaf(f"params/{node[1]}")
@@ -181,7 +181,7 @@ class Reader:
     manifest: Manifest
     names: Names
     templates: Mapping[int, StageTree]
-    kept: Mapping[str, Any]  # parameters that are not read, by name
+    kept: Mapping[str, Tensor]  # parameters that are not read, by name
     check: Callable[[str], None]  # of the header of a file, once
 
     def faults(self) -> dict[str, tuple[str, Tensor]]:
@@ -211,12 +211,12 @@ class Reader:
         with _readable(f"{self.folder}: {name!r}"):
             return from_node(self.manifest.trees[name], name, self._special)
 
-    def _special(self, node: Node, path: str) -> Any:
+    def _special(self, node: Node, path: str) -> object:
         if node[0] == "leaf":
             return self._tensor(node[1])
         if node[0] not in ("stages", "states"):
             return NotImplemented
-        out: list[Any] = [None] * self.names.pipe.stages
+        out: list[Tree] = [None] * self.names.pipe.stages
         for stage, here in (self.templates if node[0] == "stages" else self._states()).items():
             values = [self._part(node[1], here, leaf) for leaf in here.leaves]
             out[stage] = tree.unflatten(here.spec, values)
@@ -228,7 +228,7 @@ class Reader:
         states = {s: names.state_tree(s, stages[s].initial_state) for s in names.pipe.here}
         return {stage: state for stage, state in states.items() if state is not None}
 
-    def _part(self, slot: str, here: StageTree, wanted: StageLeaf) -> Any:
+    def _part(self, slot: str, here: StageTree, wanted: StageLeaf) -> Tree:
         """What a list by stage has for one parameter."""
         key, pipe = wanted.key, self.names.pipe
         if slot == "params" and key in self.kept:
@@ -242,7 +242,7 @@ class Reader:
             return None
         device = pipe.group.device(pipe.config.rank_here(here.stage))
 
-        def special(node: Node, path: str) -> Any:
+        def special(node: Node, path: str) -> object:
             if node[0] == "at":
                 return from_node(node[2], path)
             if node[0] != "leaf":

@@ -35,10 +35,10 @@ def receive(
     pipe: Pipe,
     named_tensors: Source,
     *,
-    like: Sequence[Any] | None = None,
+    like: Sequence[Tree] | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-) -> list[Any]:
+) -> list[Tree]:
     """Parameters for this pipeline from whole tensors by name, such as those of ``fpipe.stream``.
 
     Each process keeps copies of the tensors of its stages, on their ranks' devices; with ``zero=``,

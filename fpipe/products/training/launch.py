@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar, overload
 
 from ...devices import keep_freed
@@ -45,7 +46,7 @@ T = TypeVar("T")
 @overload
 def launch(
     fn: Callable[..., T],
-    *args: Any,
+    *args: object,
     ranks: int,
     timeout: float | None = None,
     start: str | None = None,
@@ -56,7 +57,7 @@ def launch(
 @overload
 def launch(
     fn: Callable[..., T],
-    *args: Any,
+    *args: object,
     ranks: int,
     timeout: float | None = None,
     start: str | None = None,
@@ -65,8 +66,8 @@ def launch(
     restarts: int = 3,
 ) -> list[list[T] | None]: ...
 def launch(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., T],
+    *args: object,
     ranks: int,
     timeout: float | None = None,
     start: str | None = None,
@@ -74,7 +75,7 @@ def launch(
     on: str = "processes",
     copies: int | None = None,
     restarts: int = 3,
-) -> list[Any]:
+) -> list[T] | list[list[T] | None]:
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
     Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their
@@ -125,14 +126,14 @@ def launch(
 
 
 def _on_processes(
-    fn: partial[Any],
+    fn: partial[T],
     ranks: int,
     timeout: float | None,
     env: Mapping[str, str],
     context: Any,
     more: Mapping[str, str] = {},
     on_failure: Callable[[], None] = lambda: None,
-) -> list[Any]:
+) -> list[T]:
     tcp_store = store("127.0.0.1")
     loopback: dict[str, str] = {}
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -143,17 +144,15 @@ def _on_processes(
         for rank in range(ranks):
             variables = {**loopback, **environment(rank, ranks, tcp_store), **env, **more}
             children.append(_start(context, fn, variables))
-        of_pipe = {child.pipe: child for child in children}
-        reports = collect(
-            list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout, on_failure
-        )
+        pipes = {child.pipe: child.read for child in children}
+        reports = collect(pipes, wait, timeout, on_failure)
         return results(reports, ranks, timeout)
     finally:
         _end(children, reports)
 
 
 class _Child(NamedTuple):
-    process: Any
+    process: BaseProcess
     pipe: Connection
 
     def read(self) -> Report:
@@ -173,7 +172,7 @@ class _Child(NamedTuple):
             return Report(text=f"its result cannot be read here: {error!r}")
 
 
-def _context(start: str | None, fn: Callable[..., Any]) -> Any:
+def _context(start: str | None, fn: Callable[..., object]) -> Any:
     if start is None:
         main = sys.modules.get("__main__")
         script = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
@@ -192,7 +191,7 @@ def _context(start: str | None, fn: Callable[..., Any]) -> Any:
     return context
 
 
-def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
+def _start(context: Any, fn: partial[T], env: dict[str, str]) -> _Child:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=_run, args=(theirs, fn, env), name=f"fpipe-rank-{env['RANK']}", daemon=True
@@ -208,7 +207,7 @@ def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
     return _Child(process, ours)
 
 
-def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
+def _run(pipe: Connection, fn: Callable[[], object], env: dict[str, str]) -> None:
     """In the new process: call the function and send the report."""
     os.environ.update(env)
     keep_freed()

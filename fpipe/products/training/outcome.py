@@ -13,9 +13,11 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ...errors import LaunchError, PeerError, StalledError
 
@@ -30,13 +32,13 @@ class Report:
     """
 
     ok: bool = False
-    value: Any = None
+    value: object = None
     text: str = ""
     when: float = field(default_factory=time.time)
     how: str = ""
 
 
-def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
+def environment(rank: int, ranks: int, tcp_store: TCPStore) -> dict[str, str]:
     """The environment variables of torchrun for a rank of one machine whose launcher holds the
     store.
     """
@@ -51,20 +53,19 @@ def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
     }
 
 
-def store(address: str, port: int = 0) -> Any:
+def store(address: str, port: int = 0) -> TCPStore:
     """A store in the launcher, which outlives every rank; it listens on this address alone."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
-
-    listener = socket.create_server(
-        (address, port)
-    )  # TCPStore itself would listen on all interfaces
+    # TCPStore itself would listen on all interfaces
+    listener = socket.create_server((address, port))
     port = listener.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
+def call(
+    fn: Callable[[], object], rank: int, dumps: Callable[[object], bytes] = pickle.dumps
+) -> bytes:
     """Call the function and return the report as bytes for another process.
 
     >>> pickle.loads(call(dict, rank=0)).value
@@ -88,25 +89,30 @@ def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickl
 
 
 def collect(
-    handles: Sequence[Handle],
-    wait: Callable[[list[Handle], float | None], Iterable[Any]],
-    read: Callable[[Any], Report],
+    handles: Mapping[Handle, Callable[[], Report]],
+    wait: Callable[[list[Handle], float | None], Container[object]],
     timeout: float | None,
     on_failure: Callable[[], None] = lambda: None,
 ) -> dict[int, Report]:
     """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
     theirs.
 
-    ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)``
-    the report; ``on_failure`` is called after the first failure.
+    Args:
+        handles: what to wait for, by rank, with a function that reads the report.
+        wait: returns the handles of those that have reported within some seconds.
+        timeout: seconds in all.
+        on_failure: called after the first failure.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    pending = {handle: rank for rank, handle in enumerate(handles)}
+    ranks = {handle: rank for rank, handle in enumerate(handles)}
     reports: dict[int, Report] = {}
     failed = False
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for handle in wait(list(pending), None if left == math.inf else left):
-            reports[pending.pop(handle)] = read(handle)
+    while (left := deadline - time.monotonic()) > 0:
+        pending = [handle for handle, rank in ranks.items() if rank not in reports]
+        if not pending:
+            break
+        ready = wait(pending, None if left == math.inf else left)
+        reports |= {ranks[handle]: handles[handle]() for handle in pending if handle in ready}
         if not failed and not all(report.ok for report in reports.values()):
             failed, deadline = True, time.monotonic() + GRACE
             on_failure()

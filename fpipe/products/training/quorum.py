@@ -97,7 +97,7 @@ class Quorum:
         """
         self._begin(group)
         record = self._record(max(self._number("latest"), 0)) if 0 in group.here else None
-        return self._from_first(any(not self._lost(Member(*row)) for row in record or []))
+        return self._from_first(not all(map(self._lost, record or [])))
 
     def mean(self, tensors: Sequence[Tensor], step: int) -> list[Tensor] | None:
         """The mean over the members, the same bits on each; ``None`` if members were lost: call
@@ -150,13 +150,13 @@ class Quorum:
         found = self._from_first(found)
         if isinstance(found, str):
             raise GroupError(found)
-        self._epoch, rows = found
-        self.members = tuple(Member(*row) for row in rows)
+        self._epoch, members = found
+        self.members = tuple(members)
         if self._me not in self.members:
             raise GroupError(
                 f"copy {self.copy} took longer than timeout={self.timeout:g} s, or one of its "
-                "processes was lost, and "
-                "the others went on without it; start it again, or give a longer timeout"
+                "processes was lost, and the others went on without it; start it again, or "
+                "give a longer timeout"
             )
         where = f"peers/{self._epoch}/{self._group.here[0]}"
         with suppress(RuntimeError):  # of a member that is gone: the vote that follows is void
@@ -189,7 +189,7 @@ class Quorum:
         assert self._group is not None
         return self._group.gather_objects(value)[0]
 
-    def _next_epoch(self) -> tuple[int, list[list[int]]]:
+    def _next_epoch(self) -> tuple[int, list[Member]]:
         """As a member of an epoch: the next one, once each other member is known to go on or to be
         lost.
         """
@@ -210,17 +210,16 @@ class Quorum:
             time.sleep(_SLOW)
         return epoch, record
 
-    def _admitted(self, step: int) -> tuple[int, list[list[int]]]:
+    def _admitted(self, step: int) -> tuple[int, list[Member]]:
         """As a copy that is no member: ask, and wait for the epoch that has it as one."""
         self._store.set(f"asks/{self.copy}", str(self._me.start))
-        self._store.add("asked", 1)
         end = time.monotonic() + self.timeout
         for wait in count():
             epoch = max(self._number("latest"), 0)
             record = self._record(epoch) if epoch else None
-            if record is not None and list(self._me) in record:
+            if record is not None and self._me in record:
                 return epoch, record
-            alive = [m for m in map(Member._make, record or []) if not self._lost(m)]
+            alive = [m for m in record or [] if not self._lost(m)]
             asking = self._asking(())
             if not alive and (ended := self._number("ended")) > step:
                 raise GroupError(
@@ -229,14 +228,12 @@ class Quorum:
             if not alive and (
                 len(asking) == self.copies or (epoch and wait * _SLOW > 1) or time.monotonic() > end
             ):
-                return epoch + 1, self._settled(
-                    epoch + 1, asking
-                )  # the first epoch, or one after all were lost
+                # the first epoch, or one after all were lost
+                return epoch + 1, self._settled(epoch + 1, asking)
             if alive and time.monotonic() > end + self.timeout:
                 raise GroupError(
                     f"copies {[m.copy for m in alive]} did not admit copy {self.copy} within "
-                    f"{2 * self.timeout:g} s; "
-                    "a step must not take longer than the timeout"
+                    f"{2 * self.timeout:g} s; a step must not take longer than the timeout"
                 )
             time.sleep(_SLOW)
         raise AssertionError
@@ -245,22 +242,17 @@ class Quorum:
         """The copies that ask to be admitted, or were among the members of a first epoch that began
         without them.
         """
-        asks = (Member(copy, self._number(f"asks/{copy}")) for copy in range(self.copies))
-        return [
-            m
-            for m in asks
-            if m.start >= 0 and m.copy not in [each.copy for each in members] and not self._lost(m)
-        ]
+        others = set(range(self.copies)) - {member.copy for member in members}
+        asks = [Member(copy, self._number(f"asks/{copy}")) for copy in sorted(others)]
+        return [member for member in asks if member.start >= 0 and not self._lost(member)]
 
-    def _settled(self, epoch: int, members: Sequence[Member]) -> list[list[int]]:
+    def _settled(self, epoch: int, members: Sequence[Member]) -> list[Member]:
         """The record of an epoch: that of the first who writes one."""
-        record = decode(
-            self._store.settle(f"epochs/{epoch}", encode([list(m) for m in sorted(members)]))
-        )
+        record = decode(self._store.settle(f"epochs/{epoch}", encode(sorted(members))))
         self._store.set("latest", str(epoch))
         return record
 
-    def _record(self, epoch: int) -> list[list[int]] | None:
+    def _record(self, epoch: int) -> list[Member] | None:
         key = f"epochs/{epoch}"
         return decode(self._store.get(key)) if self._store.check([key]) else None
 

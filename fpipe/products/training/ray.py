@@ -19,13 +19,12 @@ from .outcome import Report, call, collect, environment, results, store
 
 ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in order of preference
 _RESERVATION = 60.0  #: seconds to wait for free resources, which a growing cluster needs
-_RELEASE = (
-    5.0  #: seconds to wait at least: Ray releases the resources of an earlier run with a delay
-)
+#: Seconds to wait at least: Ray releases the resources of an earlier run with a delay.
+_RELEASE = 5.0
 
 
 def launch(
-    fn: Callable[[], Any],
+    fn: Callable[[], object],
     ranks: int,
     timeout: float | None,
     env: dict[str, str],
@@ -41,9 +40,8 @@ def launch(
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
-        if not group.wait(
-            _RESERVATION if timeout is None else min(max(timeout, _RELEASE), _RESERVATION)
-        ):
+        patience = _RESERVATION if timeout is None else max(timeout, _RELEASE)
+        if not group.wait(min(patience, _RESERVATION)):
             raise LaunchError(_insufficient(ranks, bundle, ray.cluster_resources()))
         actors = [_actor(ray, group, index, bundle) for index in range(ranks)]
         nodes = ray.get([actor.node.remote() for actor in actors])
@@ -53,9 +51,8 @@ def launch(
         sent = ray.put(fn)  # once, not once for each rank
         refs = [actor.run.remote(sent, env) for actor, env in zip(actors, envs, strict=True)]
         reports = collect(
-            refs,
+            {ref: partial(_read, ray, ref) for ref in refs},
             lambda left, seconds: ray.wait(left, timeout=seconds)[0],
-            partial(_read, ray),
             timeout,
         )
         return results(reports, ranks, timeout)
@@ -94,22 +91,23 @@ def _insufficient(ranks: int, bundle: dict[str, float], has: dict[str, float]) -
     there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
     return (
         f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start "
-        "fewer ranks, wait for "
-        f"the jobs that run there, or name the resource of each rank, as in on='ray:CPU'"
+        "fewer ranks, wait for the jobs that run there, or name the resource of each rank, "
+        "as in on='ray:CPU'"
     )
 
 
 def _actor(ray: Any, group: Any, index: int, bundle: dict[str, float]) -> Any:
-    more = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
     where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=index
     )
-    options: dict[str, Any] = {
-        "num_cpus": 1,
-        "num_gpus": bundle.get("GPU", 0),
-        "scheduling_strategy": where,
-    }
-    return ray.remote(_Rank).options(resources=more, max_restarts=0, **options).remote()
+    rank = ray.remote(_Rank).options(
+        num_cpus=1,
+        num_gpus=bundle.get("GPU", 0),
+        resources={name: n for name, n in bundle.items() if name not in ("CPU", "GPU")},
+        max_restarts=0,
+        scheduling_strategy=where,
+    )
+    return rank.remote()
 
 
 class _Rank:
@@ -118,7 +116,7 @@ class _Rank:
     def node(self) -> str:
         return import_module("ray").get_runtime_context().get_node_id()
 
-    def run(self, fn: Callable[[], Any], env: dict[str, str]) -> bytes:
+    def run(self, fn: Callable[[], object], env: dict[str, str]) -> bytes:
         # Classes of the user's script are pickled by value, since that script is not imported here.
         dumps = import_module("ray.cloudpickle").dumps
         os.environ.update(env)
