@@ -10,7 +10,6 @@ single transform.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..errors import TransformError
 from ..tree import Tree, tree_map
@@ -20,6 +19,7 @@ from .transform import (
     Params,
     Pass,
     State,
+    T,
     Transform,
     Updates,
     both_ways,
@@ -81,14 +81,14 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
     return _by_label(transforms, lambda tree: labels_of(labels, tree))
 
 
-def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree]) -> Transform:
+def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree]) -> Transform:
     def column(at: Places, tree: Tree) -> Column:
         by_leaf = at.of(labels(tree), "the labels")
         unknown = set(by_leaf) - set(transforms)
         if unknown:
             raise TransformError(
                 f"labels {sorted(map(str, unknown))} have no transform; there are "
-                f"{sorted(transforms)}: add one, for instance fpipe.identity()"
+                f"{sorted(map(str, transforms))}: add one, for instance fpipe.identity()"
             )
         return by_leaf
 
@@ -102,9 +102,10 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
 
     def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
         at = places(grads)
-        weights = None if how is None else weights_of(at, params, "a step")
-        if how is not None and how.donate:
-            refuse_shared(at, weights)
+        if how is not None:
+            weights = weights_of(at, params, "a step")
+            if how.donate:
+                refuse_shared(at, weights)
         by_leaf = column(at, grads if params is None else params)
         after: Column = [None] * len(by_leaf)
         states = []

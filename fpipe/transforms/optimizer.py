@@ -130,10 +130,11 @@ def optimizer(
         number, rate = state.step + 1, rate_at(lr, state.step)
 
         def kind(*parts: Column) -> tuple[Column, ...]:
-            step = Step(number, rate, decay, donate, *parts[:4])
+            stages, gs, ps, on, *old = parts
+            step = Step(number, rate, decay, donate, stages, gs, ps, on)
             if how is None:
-                return arithmetic(step, *parts[4:])
-            return _in_one_pass(how, arithmetic, kernel, step, parts[4:])
+                return arithmetic(step, *old)
+            return _in_one_pass(how, arithmetic, kernel, step, old)
 
         keys: Sequence[Hashable] = [(x.device, x.dtype) for x in [*before, at.leaves][0]]
         if how is not None and blocks:

@@ -122,7 +122,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     return (total, auxes) if call.has_aux or call.each is not None else total
 
 
-def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
+def _loss(call: Call, loss: Loss, result: Tree) -> tuple[torch.Tensor, Tree]:
     """The scalar and the rest of what the loss returned for a microbatch."""
     aux = with_aux(result)[1] if call.has_aux else None
     first = next(filter(tree.is_tensor, tree.leaves(result)), None)
@@ -132,7 +132,7 @@ def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
 
 
 # ---- options ----
-def _runner(call: Call) -> Callable[..., Any]:
+def _runner(call: Call) -> Callable[..., Tree]:
     """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not
     defined here.
     """
@@ -156,8 +156,8 @@ def _runner(call: Call) -> Callable[..., Any]:
         )
 
     def run(
-        fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
-    ) -> Any:
+        fn: Callable[..., Tree], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
+    ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
         start = (
             None

@@ -18,7 +18,7 @@ from ...errors import StageError
 from ...stage import Stage, keyword_only
 from ...tree import Tree
 
-Function = Callable[..., Any]
+Function = Callable[..., Tree]
 
 
 def refuse(config: Config, what: str, *kinds: str) -> None:
@@ -79,7 +79,7 @@ class Chosen:
         self._indices = [i for i, flag in enumerate(flags) if flag]
         self.leaves: list[Any] = [self._all[i] for i in self._indices]
 
-    def around(self, leaves: Sequence[Any], rest: Any = ...) -> Tree:
+    def around(self, leaves: Sequence[object], rest: object = ...) -> Tree:
         """The tree with other leaves in place of the chosen ones; and ``rest`` in place of all
         others.
         """

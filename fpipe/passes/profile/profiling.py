@@ -28,6 +28,7 @@ from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
 from ...programs.cache import Spent, measured
 from ...schedule import Schedule
+from ...tree import Tree
 from .costing import costs, shares, timeline
 from .recording import Log, Run, gathered, recording
 
@@ -254,7 +255,7 @@ def profile(
     return Profile(step, name=name, live=live)
 
 
-def _actions(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]:
     return [tuple((did.kind, did.action) for did in run.did) for run in runs]
 
 
@@ -289,7 +290,7 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
 
 # ---- costs ----
 def measure_costs(
-    pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any
+    pipe: Pipeline, params: Tree, x: Tree, *targets: Tree, steps: int = 10, **side: Tree
 ) -> Costs:
     """The costs of each stage's F, I, W and B and of each boundary's messages; every process must
     call it.
@@ -324,7 +325,7 @@ def measure_costs(
 class Measuring:
     """``measure_costs`` one step at a time, so that other things can be measured in between."""
 
-    def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
+    def __init__(self, pipe: Pipeline, params: Tree, x: Tree, *targets: Tree, **side: Tree):
         if pipe.config.loss is None:
             raise StageError(
                 "this pipeline has no loss, so no backward can be measured; say pipeline(..., "

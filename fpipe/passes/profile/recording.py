@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -57,10 +57,14 @@ class Run(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
+#: A time of the host or of a device.
+Mark: TypeAlias = float | torch.Event
+
+
 class Clock(NamedTuple):
     """``mark`` marks a time; ``seconds`` converts marks to times of this process's clock."""
 
-    mark: Callable[[], Any]
+    mark: Callable[[], Mark]
     seconds: Callable[[list[Any]], list[float]]
 
     @classmethod
@@ -97,8 +101,8 @@ class Log(NamedTuple):
 
     bound: Executable
     first: int
-    starts: list[Any]
-    ends: list[Any]
+    starts: list[Mark]
+    ends: list[Mark]
     clock: Clock
 
     def run(self) -> Run:
@@ -108,10 +112,12 @@ class Log(NamedTuple):
         times = zip(*map(self.clock.seconds, marks), strict=True)
         events = []
         rows = zip(plan.instructions, _messages(plan.instructions), strict=True)
-        for (ins, message), when in zip(islice(rows, self.first, None), times, strict=False):
+        for (ins, (peer, number, nbytes)), (start, end) in zip(
+            islice(rows, self.first, None), times, strict=False
+        ):
             label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
             beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
-            events.append(Event(ins.kind, ins.action, *when, *message, beside))
+            events.append(Event(ins.kind, ins.action, start, end, peer, number, nbytes, beside))
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
 
 
@@ -168,7 +174,10 @@ def recording() -> Iterator[list[Log]]:
 
 
 def _timed(
-    step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None], mark: Callable[[], Any]
+    step: StepFn,
+    start: Callable[[Mark], None],
+    end: Callable[[Mark], None],
+    mark: Callable[[], Mark],
 ) -> StepFn:
     def timed(r: Registers) -> Any:
         start(mark())
