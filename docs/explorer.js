@@ -118,7 +118,7 @@ function shadesOf(paths) {
 function sceneOf(name, microbatches, order, costs) {
   const {lanes, rows, paths, route, slices, part, times} = simulate(order, costs);
   const total = Math.max(...lanes.map((lane) => lane.end.at(-1))), {shades, count} = shadesOf(paths);
-  const palette = contents.palettes[count], entries = new Map(palette.map((entry, k) => [entry.op + entry.shade, k]));
+  const palette = contents.palettes[count], entries = new Map(palette.map((entry, k) => [entry.key, k]));
   const windows = lanes.map((lane) => lane.end.at(-1) - lane.start[0]), span = Math.max(...windows);
   const busy = lanes.map((lane) => lane.end.reduce((sum, end, k) => sum + end - lane.start[k], 0));
   const bubble = 1 - busy.reduce((a, b) => a + b, 0) / (lanes.length * span);
@@ -137,8 +137,8 @@ function sceneOf(name, microbatches, order, costs) {
   const lengths = lanes.flatMap((lane) => lane.end.map((end, k) => end - lane.start[k])).filter((one) => one > 0).sort((a, b) => a - b);
   const widest = Math.max(...lanes.flatMap((lane) => lane.names.map((one) => Math.max(...one.split(";").map((text) => text.length)))));
   const peak = Math.max(...lanes.map((lane) => lane.peak)), each = paths[0].length / lanes.length;
-  const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.op))));
-  const takes = [...new Set(used.map((entry) => entry.op))].map((op) => `${op} ${number(times[op])}`).join(", ");
+  const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
+  const takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
   return finish({
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "",
     figures: [["total", number(total)], ["span", number(span)], ["bubble", percent(Math.max(bubble, 0))], ["peak", number(peak)]],

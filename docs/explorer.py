@@ -13,12 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fpipe.actions.action import Action
+from fpipe.actions import OPS, Action
 from fpipe.errors import ScheduleError
 from fpipe.generators import about_schedule, catalogue, make_schedule, schedule_names
-from fpipe.products.pictures import Look, html
-from fpipe.products.pictures.colours import NAMES
-from fpipe.products.pictures.idle import CAUSES
+from fpipe.products.pictures import html
 from fpipe.schedule import Schedule
 
 RANKS = (2, 3, 4, 5, 6, 7, 8)
@@ -36,21 +34,20 @@ def page() -> str:
         "explorer.js": (Path(__file__).parent / "explorer.js").read_text(encoding="utf-8"),
         "controls": CONTROLS,
     }
-    return html.join(
-        "Schedules of pipelines", contents(), look=Look(), scripts=scripts, extra=extra
-    )
+    return html.join("Schedules of pipelines", contents(), scripts=scripts, extra=extra)
 
 
 def contents() -> dict[str, Any]:
     """Orders of all schedules as lists of small numbers, and what the viewer needs to draw them."""
     names = [name for name in schedule_names() if name in {entry.name for entry in catalogue.TABLE}]
     return {
-        "words": NAMES,
-        "idle": CAUSES,
         "show": {"memory": True, "critical": False, "messages": False},
         "ranks": RANKS,
         "microbatches": MICROBATCHES,
-        "palettes": [html.palette(("F", "B", "I", "W"), shades) for shades in (1, *PER_RANK)],
+        "palettes": [
+            html.colour_table([f"{op}{k}" for op in OPS for k in range(shades)], shades)
+            for shades in (1, *PER_RANK)
+        ],
         "schedules": {
             name: {"about": about_schedule(name).replace("``", ""), **dict(_orders(name))}
             for name in names

@@ -68,7 +68,8 @@ class Pipeline(Generic[Y, R]):
         return repr(self.config)
 
     def _repr_html_(self) -> str:
-        return product("pictures.pipeline_page").shown(self.config, self.schedule)
+        count = None if isinstance(self.config.schedule, Chosen) else self.config.microbatches
+        return product("pictures").pipeline(self.config, count and self.schedule(count))
 
     # ---- questions ----
     def schedule(self, microbatches: int) -> Schedule:

@@ -24,8 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ...actions import OPS, Timeline
-from ..pictures.colours import NAMES, fill
+from ...actions import KINDS, OPS, Timeline
+from ..pictures.colours import fill
 from .rank import Measured, Ready, Step
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -135,7 +135,7 @@ def lanes(timeline: Timeline, width: int) -> Text:
         picture.append("\n")
     for op in sorted(seen, key=OPS.index):
         picture.append(op, style=f"on {fill(op, 0, 1)}")
-        picture.append(f" {NAMES[op]}   ")
+        picture.append(f" {KINDS[op].name}   ")
     picture.rstrip()
     return picture
 

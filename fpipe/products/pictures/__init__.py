@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of timelines: text, ``.svg``, ``.png``, ``.pdf``, an interactive page, a trace for
-Perfetto.
+"""Pictures of timelines: text, ``.svg``, an interactive page, a trace for Perfetto, and figures of
+matplotlib.
 
-A module is loaded when one of its names is first used: training draws nothing.
+``convert`` turns timelines into a ``scene``, which each format draws.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .notebook import figure, folded, table, titled
-    from .output import FORMATS, draw, load, plot, save
-    from .plotting import frontier
-    from .scene import Drawable
-    from .shapes import Look
-    from .trace import is_timeline
-
-_TABLE = {
-    "notebook": "figure folded table titled",
-    "output": "FORMATS draw load plot save",
-    "plotting": "frontier",
-    "scene": "Drawable",
-    "shapes": "Look",
-    "trace": "is_timeline",
-}
-_NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
+from .convert import Drawable
+from .labels import Look
+from .notebook import figure, folded, pipeline, table, titled
+from .output import FORMATS, draw, load, plot, save
+from .plotting import frontier
+from .trace import is_timeline
 
 __all__ = [
     "FORMATS",
@@ -36,14 +22,9 @@ __all__ = [
     "frontier",
     "is_timeline",
     "load",
+    "pipeline",
     "plot",
     "save",
     "table",
     "titled",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)

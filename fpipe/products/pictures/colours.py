@@ -11,21 +11,11 @@ the only sign.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import dist
 
-from ...actions.action_kinds import KINDS
-
-#: op -> (the first chunk's colour, the last one's)
-RAMPS: dict[str, tuple[str, str]] = {op: kind.colours for op, kind in KINDS.items()}
-
-#: the same on dark paper, where the dark teal of W could not be seen
-DARK_RAMPS = {op: kind.dark or kind.colours for op, kind in KINDS.items()}
-
-#: op -> its name in the legend
-NAMES: dict[str, str] = {op: kind.name for op, kind in KINDS.items()}
+from ...actions import KINDS
 
 #: name -> its colour on light and on dark paper; the causes of idle time are those of
-#: ``idle.CAUSES``
+#: ``scene.CAUSES``
 THEME: dict[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#14181d"),
     "ink": ("#1d2733", "#e6eaef"),
@@ -43,7 +33,6 @@ THEME: dict[str, tuple[str, str]] = {
     "earlier": ("#2a6fc9", "#5ba4f5"),
     "same": ("#dfe3e8", "#39424c"),
 }
-PAPER, INK = THEME["paper"][0], THEME["ink"][0]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
@@ -61,68 +50,46 @@ def mix(a: str, b: str, share: float) -> str:
     >>> mix("#000000", "#ffffff", 0.5)
     '#808080'
     """
-    return "#" + "".join(
-        f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True)
-    )
+    parts = (round(x + (y - x) * share) for x, y in zip(rgb(a), rgb(b), strict=True))
+    return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 @lru_cache(maxsize=64)
 def palette(shades: int, dark: bool = False) -> dict[str, str]:
-    """Every colour of a picture by its key: the names of ``THEME``, and an op with its shade, such
-    as ``F0``.
+    """Every colour of a picture by its key: the names of ``THEME``, an op with its shade, such as
+    ``F0``, and ``t0`` to ``t9``, from much earlier over equal to much later, and not there.
 
     >>> palette(2)["F1"], palette(2, dark=True)["paper"]
     ('#a3d2fa', '#14181d')
     """
-    ops = {f"{op}{shade}": fill(op, shade, shades, dark) for op in RAMPS for shade in range(shades)}
+    ops = {f"{op}{shade}": fill(op, shade, shades, dark) for op in KINDS for shade in range(shades)}
     theme = {name: pair[dark] for name, pair in THEME.items()}
-    ends = [theme["earlier"]] * 4 + [theme["same"]] + [theme["later"]] * 4  # see ``difference``
+    ends = [theme["earlier"]] * 4 + [theme["same"]] + [theme["later"]] * 4
     tints = {f"t{k}": mix(theme["same"], end, abs(k - 4) / 4) for k, end in enumerate(ends)}
     return {**theme, **ops, **tints, "t9": theme["other"]}
 
 
-@lru_cache(maxsize=1024)
 def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     """The colour of ``op`` in the chunk numbered ``shade`` of ``shades``.
 
     >>> fill("F"), fill("F", 1, 2)
     ('#4ba3f5', '#a3d2fa')
     """
-    first, last = (DARK_RAMPS if dark else RAMPS)[op]
+    kind = KINDS[op]
+    first, last = (dark and kind.dark) or kind.colours
     reach = 0.75 if shades == 2 else 1.0  # two chunks need not go to the palest
     return mix(first, last, reach * min(shade, shades - 1) / max(shades - 1, 1))
 
 
-@lru_cache(maxsize=1024)
 def of_256(colour: str) -> int:
-    """The number, in a terminal of 256 colours, of the one that looks most alike.
+    """The number, in a terminal of 256 colours, of the nearest one of its cube of 6 x 6 x 6.
 
     >>> of_256("#ff0000"), of_256("#c03a2b")
-    (196, 124)
+    (196, 130)
     """
-    wanted = lab(colour)
-    return min(range(16, 256), key=lambda number: dist(_lab_of_256(number), wanted))
-
-
-@lru_cache(maxsize=256)
-def _lab_of_256(number: int) -> tuple[float, float, float]:
-    """A cube of 6 x 6 x 6 colours, then 24 greys."""
     steps = (0, 95, 135, 175, 215, 255)
-    red, green, blue = (number - 16) // 36, (number - 16) // 6 % 6, (number - 16) % 6
-    parts = (
-        (steps[red], steps[green], steps[blue]) if number < 232 else (8 + 10 * (number - 232),) * 3
-    )
-    return lab("#" + "".join(f"{part:02x}" for part in parts))
-
-
-def lab(colour: str) -> tuple[float, float, float]:
-    """A colour in CIELAB, where distances are about as large as they look."""
-    r, g, b = _linear(colour)
-    x = (0.4124564 * r + 0.3575761 * g + 0.1804375 * b) / 0.95047
-    y = 0.2126729 * r + 0.7151522 * g + 0.0721750 * b
-    z = (0.0193339 * r + 0.1191920 * g + 0.9503041 * b) / 1.08883
-    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+    red, green, blue = (min(range(6), key=lambda k: abs(steps[k] - part)) for part in rgb(colour))
+    return 16 + 36 * red + 6 * green + blue
 
 
 @lru_cache(maxsize=1024)
@@ -138,10 +105,11 @@ def ink(colour: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance, 0 to 1."""
-    red, green, blue = _linear(colour)
+    red, green, blue = linear(colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _linear(colour: str) -> list[float]:
+def linear(colour: str) -> list[float]:
+    """The light of red, green and blue, each 0 to 1."""
     shares = [value / 255 for value in rgb(colour)]
     return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]

@@ -2,40 +2,51 @@
 """A timeline as one self-contained HTML file: the viewer's page, style and scripts, and the
 timelines as data.
 
-The viewer's files are in ``viewer/``; this module joins them.
+The viewer's files are in ``viewer/``; this module joins them. Times in the data are whole numbers,
+``scale`` of which are a unit of time. A list of numbers contains the difference of each from the
+one before, which compresses to a hundredth; ``viewer/data.js`` adds them up again.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
+from math import floor, log10
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from ...actions import KINDS
 from . import labels
-from .colours import NAMES, THEME, fill, ink
-from .colours import palette as colours
-from .difference import TINTS
-from .idle import CAUSES
-from .packed import Json, compressed, lanes_of
-from .scene import Scene
-from .shapes import Look
+from .colours import THEME, ink, palette
+from .labels import Look
+from .scene import CAUSES, Lane, Scene
 
+Json: TypeAlias = dict[str, Any]
 VIEWER = Path(__file__).parent / "viewer"
 SCRIPTS = ("data.js", "paint.js", "over.js", "view.js")
+AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
 
-def paint(scenes: Sequence[Scene], look: Look | None = None) -> str:
+def paint(scenes: Sequence[Scene], look: Look) -> str:
     """The page."""
+    names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
+    unique = [
+        name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)
+    ]
     title = " · ".join(labels.title(scene) for scene in scenes)
-    return join(title, data(scenes, look or Look()), look=look or Look())
+    show = {"memory": look.memory, "critical": look.critical, "messages": look.messages}
+    return join(title, {"scenes": list(map(_scene, scenes, unique)), "show": show}, look.dark)
 
 
 def join(
     title: str,
     contents: Json,
-    *,
-    look: Look,
+    dark: bool | None = None,
     scripts: Sequence[str] = SCRIPTS,
     extra: Mapping[str, str] | None = None,
 ) -> str:
@@ -43,13 +54,14 @@ def join(
     piece of HTML.
     """
     extra = extra or {}
+    names = {"words": {op: kind.name for op, kind in KINDS.items()}, "idle": CAUSES}
     parts = {
         "title": escape(title),
-        "style": _theme(look.dark) + _read("style.css"),
+        "style": _theme(dark) + _read("style.css"),
         "script": "\n".join(extra[name] if name in extra else _read(name) for name in scripts),
-        "data": compressed(contents),
+        "data": compressed(contents | names),
         "controls": extra.get("controls", ""),
-        "scheme": {None: "light dark", False: "light", True: "dark"}[look.dark],
+        "scheme": {None: "light dark", False: "light", True: "dark"}[dark],
     }
     return re.sub("{{(.*?)}}", lambda match: parts[match[1]], _read("page.html"))
 
@@ -62,35 +74,32 @@ def _theme(dark: bool | None) -> str:
     """The colours as variables of CSS, for light or dark paper, or for both."""
 
     def rules(dark: bool) -> Iterator[str]:
-        yield f"--scheme:{'dark' if dark else 'light'};--raised:{'#232a32' if dark else '#ffffff'};"
+        yield f":root{{--scheme:{'dark' if dark else 'light'};"
+        yield f"--raised:{'#232a32' if dark else '#ffffff'};"
         yield f"--shadow:0 4px 18px rgb({'0 0 0 / 55%' if dark else '20 30 40 / 18%'});"
         yield from (f"--{name}:{pair[dark]};" for name, pair in THEME.items())
+        yield "}"
 
-    text = f":root{{{''.join(rules(bool(dark)))}}}\n"
-    return text + (
-        f"@media (prefers-color-scheme:dark){{:root{{{''.join(rules(True))}}}}}\n"
-        if dark is None
-        else ""
-    )
-
-
-def data(scenes: Sequence[Scene], look: Look) -> Json:
-    """The data of the page: plain lists and numbers."""
-    names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
-    unique = [
-        name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)
-    ]
-    show = {"memory": look.memory, "critical": look.critical, "messages": look.messages}
-    return {
-        "scenes": list(map(_scene, scenes, unique)),
-        "show": show,
-        "words": NAMES,
-        "idle": CAUSES,
-    }
+    text = "".join(rules(bool(dark))) + "\n"
+    if dark is None:
+        text += f"@media (prefers-color-scheme:dark){{{''.join(rules(True))}}}\n"
+    return text
 
 
+def compressed(data: Json) -> str:
+    """JSON, deflated, in base64."""
+    text = json.dumps(data, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+# ---- data ----
 def _scene(scene: Scene, label: str) -> Json:
     one = [("its unit is drawn as", labels.time(scene.one, scene))] if scene.one else []
+    keys = [f"{op}{shade}" for op in scene.ops for shade in range(scene.shades)]
+    keys = [f"t{tint}" for tint in range(10)] if scene.against else keys
+    scale = 10.0 ** (8 - floor(log10(scene.total)) if scene.total > 0 else 8)
+    codes: dict[tuple[str, str], int] = {}
+    lanes = [_lane(lane, scene.slices, scale, codes) for lane in scene.lanes]
     return {
         "label": label,
         "title": label + labels.title(scene)[len(scene.name or "schedule") :],
@@ -100,34 +109,56 @@ def _scene(scene: Scene, label: str) -> Json:
         "unit": scene.unit,
         "memoryUnit": scene.memory_unit,
         "microbatches": scene.microbatches,
+        "slices": scene.slices,
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
         "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
-        "palette": _tints(scene.ops) if scene.against else palette(scene.ops, scene.shades),
-        "tints": labels.tints(scene),
-        **lanes_of(scene),
+        "palette": colour_table(keys, scene.shades),
+        "tints": [(entry.colours, entry.text) for entry in labels.tints(scene)],
+        "scale": scale,
+        "amount": AMOUNT,
+        "codes": [(text, keys.index(colour)) for text, colour in codes],
+        "lanes": lanes,
     }
 
 
-def _tints(ops: Sequence[str]) -> list[Json]:
-    """The colours of a scene that is compared with another: by the tint alone, for every op."""
-    papers = {"light": colours(1), "dark": colours(1, dark=True)}
+def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
+    """Colours on light and on dark paper, each with that of its letters."""
+    papers = {"light": palette(shades), "dark": palette(shades, dark=True)}
     return [
-        {"op": op, "shade": tint, "tint": f"t{tint}"}
-        | {paper: [table[f"t{tint}"], ink(table[f"t{tint}"])] for paper, table in papers.items()}
-        for op in ops
-        for tint in range(TINTS)
+        {"key": key, **{paper: (table[key], ink(table[key])) for paper, table in papers.items()}}
+        for key in keys
     ]
 
 
-def palette(ops: Sequence[str], shades: int) -> list[Json]:
-    """The colours of work, on light and on dark paper, each with that of its letters."""
-    return [
-        {"op": op, "shade": shade}
-        | {
-            paper: [one := fill(op, shade, shades, paper == "dark"), ink(one)]
-            for paper in ("light", "dark")
-        }
-        for op in ops
-        for shade in range(shades)
-    ]
+def _lane(lane: Lane, slices: int, scale: float, codes: dict[tuple[str, str], int]) -> Json:
+    """A lane as lists of numbers. New pairs of a stage with its op and a colour go to ``codes``."""
+
+    def times(values: Iterable[float]) -> list[int]:
+        return _differences(round(value * scale) for value in values)
+
+    parts = [one for bar in lane.bars for one in zip(bar.action.parts, bar.painted, strict=True)]
+    pairs = [(f"{part.stage}{part.op}", colour) for part, colour in parts]
+    waiting = [(k, *bar.cause, bar.wait) for k, bar in enumerate(lane.bars) if bar.cause]
+    indices, ranks, positions, waits = zip(*waiting, strict=True) if waiting else ((),) * 4
+    return {
+        "bubble": round(lane.bubble, 6),
+        "peak": lane.peak,
+        "start": times(bar.start for bar in lane.bars),
+        "end": times(bar.end for bar in lane.bars),
+        "parts": [len(bar.colours) for bar in lane.bars],
+        "codes": [codes.setdefault(pair, len(codes)) for pair in pairs],
+        "units": _differences(part.whole * slices + part.slice for part, _ in parts),
+        "waits": [*map(_differences, (indices, ranks, positions)), times(waits)],
+        "times": times(time for time, _ in lane.curve),
+        "held": _differences(round(held * AMOUNT) for _, held in lane.curve),
+        "idle": [
+            times(gap.start for gap in lane.gaps),
+            times(gap.end for gap in lane.gaps),
+            [gap.cause for gap in lane.gaps],
+        ],
+    }
+
+
+def _differences(values: Iterable[int]) -> list[int]:
+    return [value - before for before, value in pairwise([0, *values])]

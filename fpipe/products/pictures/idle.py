@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a rank is idle, in which phase of a step a rank is, and which actions the total depends on.
-Knows no colours.
+"""Why a rank is idle, what it does in each phase of a step, and which actions depend on which.
 
-A rank warms up until its first backward begins, and is in its tail after its last forward. Within a
-lane of bars, an idle time before the first backward is the warm-up, one after the last forward the
-tail. Between them, it is the time in which a message was on the way, after the action that sent it
-had ended, or imbalance, while another rank was still computing that action. A time on the way
-counts as a message in every phase, once the rank has begun.
+A rank warms up until its first backward begins, and is in its tail after its last forward. An idle
+time before the first backward is the warm-up, one after the last forward the tail. Between them, it
+is the time in which a message was on the way, after the action that sent it had ended, or
+imbalance, while another rank was still computing that action. A time on the way counts as a message
+in every phase, once the rank has begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .lanes import Bar, Gap, Lane
+from ...actions import KINDS
+from .scene import Bar, Gap, Lane
 
-#: cause -> its name in the legend
-CAUSES = {
-    "warmup": "warm-up",
-    "message": "message on the way",
-    "imbalance": "another rank computes",
-    "tail": "tail",
-    "other": "other, or not known",
-}
 PHASES = ("warm-up", "steady", "tail")
 
 
@@ -32,13 +24,13 @@ def phases(bars: Sequence[Bar]) -> tuple[float, float]:
     """
     if not bars:
         return 0.0, 0.0
-    ops = [{part.op for part in bar.action.parts} for bar in bars]
-    first = next(
-        (bar.start for bar, op in zip(bars, ops, strict=True) if op & {"B", "I"}), bars[0].start
-    )
-    backward = any(op & {"B", "I"} for op in ops)
-    forwards = [bar.end for bar, op in zip(bars, ops, strict=True) if "F" in op]
-    last = forwards[-1] if forwards and backward else bars[-1].end
+    facts = [
+        {fact for part in bar.action.parts for fact in KINDS[part.op].provides} for bar in bars
+    ]
+    backward = [bar.start for bar, provided in zip(bars, facts, strict=True) if "I" in provided]
+    forward = [bar.end for bar, provided in zip(bars, facts, strict=True) if "F" in provided]
+    first = backward[0] if backward else bars[0].start
+    last = forward[-1] if forward and backward else bars[-1].end
     return first, max(first, last)
 
 
@@ -49,23 +41,19 @@ def gaps(lanes: Sequence[Sequence[Bar]], rank: int, total: float) -> Iterator[Ga
     free = 0.0
     for k, bar in enumerate(bars):
         if bar.start - free > least:
+            if k == 0 or bar.start <= first:
+                cause = "warmup"
+            elif bar.start > last:
+                cause = "tail"
+            else:
+                cause = "imbalance" if bar.cause else "other"
             sent = bar.start
-            if k and bar.cause is not None:
+            if k and bar.cause:
                 sent = min(max(lanes[bar.cause[0]][bar.cause[1]].end, free), bar.start)
-            known = bar.cause is not None
-            waiting = "imbalance" if known else "other"
-            cause = (
-                "warmup"
-                if k == 0 or bar.start <= first
-                else "tail"
-                if bar.start > last
-                else waiting
-            )
-            yield from (
-                gap
-                for gap in (Gap(free, sent, cause), Gap(sent, bar.start, "message"))
-                if gap.end - gap.start > least
-            )
+            if sent - free > least:
+                yield Gap(free, sent, cause)
+            if bar.start - sent > least:
+                yield Gap(sent, bar.start, "message")
         free = max(free, bar.end)
     if total - free > least:
         yield Gap(free, total, "tail" if bars else "other")
@@ -87,24 +75,37 @@ def critical(lanes: Sequence[Lane]) -> list[tuple[int, int]]:
     return path[::-1]
 
 
-def messages(lanes: Sequence[Lane]) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, index) of an action, and of the one on another rank that takes its result, by the text
-    of actions.
-    """
-    where = {
-        str(part): (rank, k)
+def messages(lanes: Sequence[Lane]) -> Iterator[tuple[Bar, int, Bar, int]]:
+    """The bar and the rank of an action, and of one on another rank that takes its result."""
+    parts = [
+        (part, bar, rank)
         for rank, lane in enumerate(lanes)
-        for k, bar in enumerate(lane.bars)
+        for bar in lane.bars
         for part in bar.action.parts
+    ]
+    sources = {
+        (fact, part.stage, part.whole, part.slice): (bar, rank)
+        for part, bar, rank in parts
+        for fact in KINDS[part.op].provides
     }
-    for text, (rank, k) in where.items():
-        op = text.lstrip("0123456789")[:1]
-        stage, rest = text.split(op, 1)
-        users = {"F": [f"{int(stage) + 1}F"], "B": [f"{int(stage) - 1}{b}" for b in "BI"]}
-        users["I"] = users["B"]
-        for user in users.get(op, ()):
-            if user + rest in where and where[user + rest][0] != rank:
-                yield rank, k, *where[user + rest]
+    for part, bar, rank in parts:
+        for fact, offset in KINDS[part.op].needs:
+            source = sources.get((fact, part.stage + offset, part.whole, part.slice))
+            if source and source[1] != rank:
+                yield *source, bar, rank
+
+
+# ---- shares of time ----
+def intervals(lane: Lane, painted: bool = True) -> list[tuple[float, float, str]]:
+    """(start, end, colour or cause) of a lane in order of time, with colours as they are painted or
+    as they are by kind; the parts of a fused action run one after another.
+    """
+    found = [(gap.start, gap.end, gap.cause) for gap in lane.gaps]
+    for bar in lane.bars:
+        part = (bar.end - bar.start) / len(bar.colours)
+        for k, colour in enumerate(bar.painted if painted else bar.colours):
+            found.append((bar.start + k * part, bar.start + (k + 1) * part, colour))
+    return sorted(found, key=lambda interval: interval[0])
 
 
 def shares(

@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and short phrases: all pictures write them alike."""
+"""Numbers, short phrases and the entries of legends: all pictures have the same ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ...actions.text import counted, number
-from .colours import NAMES
-from .difference import ABSENT, SAME
-from .idle import CAUSES
-from .lanes import Lane
-from .scene import Scene
+from ...actions import KINDS, counted, number
+from .convert import ABSENT, SAME
+from .scene import CAUSES, Lane, Scene
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a picture shows beside the actions, and for which paper and width it is drawn.
+
+    ``difference`` colours the actions of all timelines but the first by how much earlier or later
+    they end than there.
+
+    ``dark`` is None for a picture that follows its reader, or light where a format cannot.
+    ``width`` is in pixels; by default it follows from the length of the timeline.
+    """
+
+    memory: bool = True
+    critical: bool = False
+    messages: bool = False
+    difference: bool = False
+    dark: bool | None = None
+    width: float | None = None
 
 
 def percent(share: float) -> str:
@@ -19,8 +37,7 @@ def percent(share: float) -> str:
     >>> percent(0.0), percent(3 / 11)
     ('0%', '27.3%')
     """
-    text = f"{100 * share:.1f}"
-    return (text[:-2] if text.endswith(".0") else text).replace("-0", "0") + "%"
+    return f"{100 * share:.1f}".removesuffix(".0").replace("-0", "0") + "%"
 
 
 def held(amount: float, unit: str) -> str:
@@ -31,23 +48,10 @@ def held(amount: float, unit: str) -> str:
     """
     if unit != "bytes":
         return number(amount)
-    for prefix in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024 or prefix == "GiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} B" if prefix == "B" else f"{amount:.1f} {prefix}"
-
-
-def title(scene: Scene) -> str:
-    """``ZBV: 4 ranks, 8 microbatches``."""
-    name = (scene.name or "schedule") + (
-        f" against {scene.against.name or 'schedule'}" if scene.against else ""
-    )
-    slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
-    return (
-        f"{name}: {counted(len(scene.lanes), 'rank')}, "
-        f"{counted(scene.microbatches, 'microbatch')}{slices}"
-    )
+    if abs(amount) < 1024:
+        return f"{amount:.0f} B"
+    power = next((k for k in (1, 2) if abs(amount) < 1024 ** (k + 1)), 3)
+    return f"{amount / 1024**power:.1f} {'KMG'[power - 1]}iB"
 
 
 def time(value: float, scene: Scene) -> str:
@@ -55,37 +59,89 @@ def time(value: float, scene: Scene) -> str:
     return f"{number(value)} {scene.unit}" if scene.unit else number(value)
 
 
+def title(scene: Scene) -> str:
+    """``ZBV: 4 ranks, 8 microbatches``."""
+    other = f" against {scene.against.name or 'schedule'}" if scene.against else ""
+    slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
+    return (
+        f"{scene.name or 'schedule'}{other}: {counted(len(scene.lanes), 'rank')}, "
+        f"{counted(scene.microbatches, 'microbatch')}{slices}"
+    )
+
+
 def facts(scene: Scene) -> list[tuple[str, str]]:
-    """The figures of a scene by name."""
-    times = [("total", time(scene.total, scene)), ("span", time(scene.span, scene))]
-    peak = max((lane.peak for lane in scene.lanes), default=0.0)
-    found = [*times, ("bubble", percent(scene.bubble)), ("peak", held(peak, scene.memory_unit))]
-    if not scene.against:
-        return found
-    was = scene.against
-
-    def change(now, before):
-        return f" ({(now / before - 1) * 100:+.1f}%)" if before and now != before else ""
-
-    peaks = max((lane.peak for lane in was.lanes), default=0.0)
-    bubble = f" ({100 * (scene.bubble - was.bubble):+.1f} points)"
-    changes = [
-        change(scene.total, was.total),
-        change(scene.span, was.span),
-        bubble,
-        change(peak, peaks),
-    ]
-    return [(word, value + more) for (word, value), more in zip(found, changes, strict=True)]
+    """The figures of a scene by name, each with its change from the scene it is compared with."""
+    found = {
+        "total": time(scene.total, scene),
+        "span": time(scene.span, scene),
+        "bubble": percent(scene.bubble),
+        "peak": held(scene.peak, scene.memory_unit),
+    }
+    if was := scene.against:
+        for name in ("total", "span", "peak"):
+            now, before = getattr(scene, name), getattr(was, name)
+            if before and now != before:
+                found[name] += f" ({(now / before - 1) * 100:+.1f}%)"
+        found["bubble"] += f" ({100 * (scene.bubble - was.bubble):+.1f} points)"
+    return list(found.items())
 
 
 def figures(scene: Scene) -> str:
     """``total 51, span 48, bubble 0%, peak 8``: one line under a picture."""
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
-    each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
-    return (
-        text + each + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+    if len(set(peaks)) > 1 and len(peaks) <= 16:
+        text += f" (by rank {' '.join(peaks)})"
+    return text + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+
+
+def figures_of(lane: Lane, scene: Scene) -> str:
+    """``bubble 12.5%, peak 4`` for one rank."""
+    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
+
+
+def idle(scene: Scene) -> str:
+    """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
+    if not scene.idle:
+        return ""
+    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
+    return f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}."
+
+
+def note(scene: Scene) -> str:
+    """What the numbers are: the units of time and memory, or what a stage takes of those of the
+    cost model.
+    """
+    count = max(
+        len({part.stage for bar in lane.bars for part in bar.action.parts}) for lane in scene.lanes
     )
+    stages = "the stage" if count == 1 else f"each of the {count} stages"
+    lengths = ", ".join(f"{op} {_range(*pair)}" for op, pair in scene.lengths.items())
+    text = f"Times in {scene.unit or 'units of the costs'}"
+    text += f": {stages} of a rank takes {lengths}." if lengths else "."
+    low, high = scene.holds
+    if scene.memory_unit == "bytes":
+        text += " Memory in bytes."
+    elif high:
+        whole = number(low * count) == number(high * count) == "1"  # all stages of a rank together
+        unit = "microbatches" if whole else "units of the costs"
+        text += f" Memory in {unit}: F adds {_range(low, high)}."
+    return text
+
+
+def _range(low: float, high: float) -> str:
+    return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
+
+
+def hint(k: int, lane: Lane, scene: Scene) -> str:
+    """What is known of bar ``k`` of a lane: its times, what it waited for, and the difference."""
+    bar = lane.bars[k]
+    text = f"{bar.action}: {number(bar.start)} to {time(bar.end, scene)}"
+    if bar.cause and bar.wait > 0:
+        rank, position = bar.cause
+        before = scene.lanes[rank].bars[position].action
+        text += f", waited {number(bar.wait)} for {before} of rank {rank}"
+    return f"{text}; {shift(bar.shift, scene)}" if scene.against else text
 
 
 def shift(amount: float | None, scene: Scene) -> str:
@@ -95,81 +151,9 @@ def shift(amount: float | None, scene: Scene) -> str:
     other = scene.against.name if scene.against else ""
     if amount is None:
         return f"not in {other}"
-    word = "as" if not amount else "later than" if amount > 0 else "earlier than"
-    return f"{time(abs(amount), scene) + ' ' if amount else ''}{word} in {other}"
-
-
-def tints(scene: Scene) -> list[tuple[tuple[int, ...], str]]:
-    """(tints, what they mean) of a scene that is compared with another one."""
-    if not scene.against:
-        return []
-    bars = [bar for lane in scene.lanes for bar in lane.bars]
-    used, shifts = (
-        {bar.shades[0] for bar in bars},
-        [bar.shift for bar in bars if bar.shift is not None],
-    )
-    other = scene.against.name or "the other"
-    words = {
-        (
-            0,
-            1,
-            2,
-            3,
-        ): f"ends earlier than in {other}, by up to {time(-min(shifts, default=0.0), scene)}",
-        (SAME,): f"as in {other}",
-        (5, 6, 7, 8): f"later, by up to {time(max(shifts, default=0.0), scene)}",
-        (ABSENT,): f"not in {other}",
-    }
-    return [(tints, word) for tints, word in words.items() if used & set(tints)]
-
-
-def figures_of(lane: Lane, scene: Scene) -> str:
-    """``bubble 12.5%, peak 4`` for one rank."""
-    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
-
-
-def note(scene: Scene) -> str:
-    """What the numbers are: the units of time and memory, or what a stage takes of those of the
-    cost model.
-    """
-    lengths = ", ".join(f"{op} {_range(*pair)}" for op, pair in scene.lengths.items())
-    time_unit = f"Times in {scene.unit}" if scene.unit else "Times in units of the costs"
-    stages = "the stage" if scene.stages == 1 else f"each of the {scene.stages} stages"
-    takes = f": {stages} of a rank takes {lengths}" if lengths else ""
-    low, high = scene.holds
-    if scene.memory_unit == "bytes":
-        memory = "Memory in bytes"
-    else:
-        whole = (
-            number(low * scene.stages) == number(high * scene.stages) == "1"
-        )  # all stages of a rank together
-        memory = (
-            f"Memory in {'microbatches' if whole else 'units of the costs'}: F adds "
-            f"{_range(low, high)}"
-        )
-        memory = memory if high else ""
-    return f"{time_unit}{takes}." + (f" {memory}." if memory else "")
-
-
-def _range(low: float, high: float) -> str:
-    return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
-
-
-def idle(scene: Scene) -> str:
-    """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
-    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
-    return (
-        f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}."
-        if parts
-        else ""
-    )
-
-
-def legend(scenes: Sequence[Scene]) -> Iterator[tuple[str, str, int]]:
-    """(op, its meaning, how many shades) for the ops that occur."""
-    shades = max(scene.shades for scene in scenes)
-    for op in dict.fromkeys(op for scene in scenes for op in scene.ops):
-        yield op, NAMES[op], shades
+    if not amount:
+        return f"as in {other}"
+    return f"{time(abs(amount), scene)} {'later' if amount > 0 else 'earlier'} than in {other}"
 
 
 def step_of(least: float) -> float:
@@ -184,3 +168,64 @@ def step_of(least: float) -> float:
     while power * 10 <= least:
         power *= 10
     return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+
+
+# ---- legends ----
+class Entry(NamedTuple):
+    """An entry of a legend: its colours side by side, its text, and how high a swatch is; at a
+    height of one half, the second colour is below the first.
+    """
+
+    colours: tuple[str, ...]
+    text: str
+    height: float = 1.0
+
+
+def kinds(scenes: Sequence[Scene], shades: int) -> Iterator[Entry]:
+    """The kinds of work that occur, with all their shades."""
+    for op in dict.fromkeys(op for scene in scenes for op in scene.ops):
+        yield Entry(tuple(f"{op}{shade}" for shade in range(shades)), KINDS[op].name)
+
+
+def tints(scene: Scene) -> Iterator[Entry]:
+    """The colours of a scene that is compared with another one."""
+    if not scene.against:
+        return
+    used = {bar.tint for bar in scene.bars}
+    shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
+    earlier, later = -min(shifts, default=0.0), max(shifts, default=0.0)
+    other = scene.against.name or "the other"
+    meanings = {
+        (0, 1, 2, 3): f"ends earlier than in {other}, by up to {time(earlier, scene)}",
+        (SAME,): f"as in {other}",
+        (5, 6, 7, 8): f"later, by up to {time(later, scene)}",
+        (ABSENT,): f"not in {other}",
+    }
+    for numbers, text in meanings.items():
+        colours = tuple(f"t{number}" for number in numbers)
+        if used & set(colours):
+            yield Entry(colours, text)
+
+
+def legend(scenes: Sequence[Scene], look: Look, dense: bool) -> Iterator[Entry]:
+    """The legend of a picture; ``dense`` if shares of time are drawn instead of actions."""
+    plain = [scene for scene in scenes if not scene.against]
+    shades = 1 if dense else max([scene.shades for scene in plain], default=1)
+    yield from kinds(plain, shades)
+    if shades > 1:
+        yield Entry((), "paler: a rank's other stages")
+    if dense:
+        yield Entry((), "height: share of the time")
+    elif any(len(bar.colours) > 1 for scene in scenes for bar in scene.bars):
+        yield Entry(("F0", "B0"), "fused", 0.5)
+    for scene in scenes:
+        yield from tints(scene)
+    for cause, text in CAUSES.items():
+        if any(cause in scene.idle for scene in scenes):
+            yield Entry((cause,), f"idle: {text}")
+    if look.memory and any(lane.curve for scene in scenes for lane in scene.lanes):
+        yield Entry(("curve",), "memory that the rank holds", 0.3)
+    if look.critical:
+        yield Entry(("mark",), "critical path", 0.2)
+    if look.messages and not dense:
+        yield Entry(("message-line",), "message", 0.1)

@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of HTML for notebooks: pictures, tables and text that folds. Knows no schedules and no
-pipelines.
-"""
+"""Pieces of HTML for notebooks: pictures, tables and text that folds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
-from . import svg
-from .scene import Drawable, scenes
-from .shapes import Look
+from ...schedule import Schedule
+from . import page
+from .convert import Drawable, scenes
+from .labels import Look
 
 MOST_LINES = 400  #: of text that folds
 
 
-def figure(timeline: Drawable | Sequence[Drawable], look: Look | None = None) -> str:
+def figure(timeline: Drawable | Sequence[Drawable]) -> str:
     """A picture that scrolls sideways where the page is narrower."""
-    return f'<div style="overflow-x:auto">{svg.inline(scenes(timeline), look)}</div>'
+    drawing = page.paint(scenes(timeline), Look(), inline=True)
+    return f'<div style="overflow-x:auto">{drawing}</div>'
+
+
+def pipeline(config: Any, schedule: Schedule | None) -> str:
+    """What a pipeline is built from, and a picture of its schedule if that is known."""
+    rows = [
+        ("pipeline", repr(config)),
+        ("stages of this process", ", ".join(map(str, config.here))),
+        ("placement", repr(config.placement)),
+        ("microbatches", config.microbatches or "by the call"),
+        ("loss", getattr(config.loss, "__name__", config.loss)),
+        ("reduction", config.reduction),
+    ]
+    return table(["", ""], rows) + (schedule._repr_html_() if schedule else "")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

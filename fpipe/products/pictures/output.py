@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws timelines as text, writes them as files and reads them again.
+"""Draws timelines as text and into figures, writes them as files and reads them again.
 
-What is drawn is typed by :class:`~fpipe.products.pictures.scene.Drawable`, a protocol, so that
-this package is below the timelines and knows neither schedules nor simulation. Each format has one
-module, imported when it is needed.
+What is drawn is typed by a protocol, :class:`~fpipe.products.pictures.convert.Drawable`, so that
+nothing here knows schedules or simulation.
 """
 
 from __future__ import annotations
@@ -11,33 +10,32 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...actions.text_files import write_bytes
+from ...actions import write_bytes
 from ...errors import FpipeError
-from . import plotting, terminal
-from .difference import against
-from .scene import Drawable, Scene, scenes
-from .shapes import Look
-from .trace import read
+from . import html, page, plotting, terminal, trace
+from .convert import Drawable, scenes
+from .labels import Look
+from .scene import Scene
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: suffix -> (module that paints it, description); a module's ``paint`` takes scenes and a look,
-#: that of ``plot`` the suffix too, and returns text or bytes
-FORMATS: dict[str, tuple[str, str]] = {
-    ".svg": ("svg", "a drawing"),
-    ".png": ("plotting", "an image"),
-    ".pdf": ("plotting", "a page for papers and slides"),
-    ".html": ("html", "a page to zoom, search and hover over, in one file"),
-    ".json": ("trace", "a trace for Perfetto and Chrome, which fpipe view reads too"),
-    ".txt": ("terminal", "plain text, 160 columns wide"),
+_PAINTERS: dict[str, Callable[[Sequence[Scene], Look], str | bytes]] = {
+    ".svg": page.paint,
+    ".png": partial(plotting.paint, suffix=".png"),
+    ".pdf": partial(plotting.paint, suffix=".pdf"),
+    ".html": html.paint,
+    ".json": lambda scenes, look: trace.paint(scenes),
+    ".txt": lambda scenes, look: terminal.paint(scenes),
 }
+#: the suffixes of pictures
+FORMATS = tuple(_PAINTERS)
 
 
 def draw(
@@ -71,9 +69,7 @@ def draw(
     if width is None:
         width = shutil.get_terminal_size().columns
     bits = _colour_bits() if color is None else 24 if color else 0
-    return terminal.paint(
-        compared(timeline, Look(difference=difference)), None, max(width, 16), bits
-    )
+    return terminal.paint(scenes(timeline, difference), max(width, 16), bits)
 
 
 def plot(
@@ -87,7 +83,8 @@ def plot(
     Raises:
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
-    return plotting.plot(compared(timeline, look), look or Look(), style, ax)
+    look = look or Look()
+    return plotting.plot(scenes(timeline, look.difference), look, style, ax)
 
 
 def save(
@@ -110,11 +107,8 @@ def save(
         raise FpipeError(
             f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
         )
-    scenes_, module = compared(timeline, look), FORMATS[suffix][0]
-    if module == "plotting":
-        picture = plotting.paint(scenes_, look or Look(), suffix)
-    else:
-        picture = import_module(f"{__package__}.{module}").paint(scenes_, look)
+    look = look or Look()
+    picture = _PAINTERS[suffix](scenes(timeline, look.difference), look)
     try:
         write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -124,20 +118,12 @@ def save(
         ) from error
 
 
-def compared(timeline: Drawable | Sequence[Drawable], look: Look | None) -> tuple[Scene, ...]:
-    """The scenes of timelines; of a difference all but the first are compared with that."""
-    first, *others = scenes(timeline)
-    return first, *(
-        against(first, other) if look and look.difference else other for other in others
-    )
-
-
 def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Drawable, ...]:
     """The timelines that :func:`save` wrote as ``.json``, from one file or several, to be drawn
     again.
     """
     files = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
-    return tuple(timeline for path in files for timeline in read(Path(path)))
+    return tuple(timeline for path in files for timeline in trace.read(Path(path)))
 
 
 def _colour_bits() -> int:

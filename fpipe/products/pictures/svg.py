@@ -1,121 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A still picture as SVG text, which follows its reader's light or dark mode. It knows shapes, not
-timelines.
+"""Elements of SVG, and a document of them that follows its reader's light or dark mode.
+
+The class of an element names its colour, a key of ``colours.palette``: ``F0`` fills it, ``F0l`` is
+a line in it, and ``F0t`` is a text on it, black or white.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from html import escape
-from itertools import groupby
-from typing import cast
 
-from .page import page
-from .scene import Scene
-from .shapes import Look, Page, Path, Rect, Shape, Text, colour_of
+from .colours import ink, palette
 from .text_width import text_width
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
-def paint(scenes: Sequence[Scene], look: Look | None = None) -> str:
-    """The file's text; an action's name and times show under the mouse."""
-    look = look or Look()
-    return write(
-        page(scenes, look),
-        alt="; ".join(scene.name or "schedule" for scene in scenes),
-        dark=look.dark,
-    )
+def rect(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
+    """A filled rectangle; ``hint`` is shown under the mouse."""
+    place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+    title = f"><title>{_clean(hint)}</title></rect>" if hint else "/>"
+    return f'<rect class="{colour}" {place}{title}'
 
 
-def inline(scenes: Sequence[Scene], look: Look | None = None) -> str:
-    """A picture for a page of HTML that may contain others: its style concerns itself alone."""
-    look = look or Look()
-    alt = "; ".join(scene.name or "schedule" for scene in scenes)
-    drawn = page(scenes, look)
-    own = "fp" + sha256(write(drawn, alt=alt, dark=look.dark).encode()).hexdigest()[:12]
-    return write(drawn, alt=alt, dark=look.dark, own=own)
-
-
-def write(drawn: Page, *, alt: str = "", dark: bool | None = None, own: str = "") -> str:
-    """A page as SVG, for light, dark or the reader's paper; ``own`` is an id that its style is
-    bound to.
+def text(
+    x: float, y: float, content: str, size: float, kind: str = "ink", space: float = 0.0
+) -> str:
+    """A line of text: ``y`` is its baseline, and ``x`` its left end, or its middle or right end if
+    ``kind``, the classes of it, ends in ``m`` or ``e``. A typeface that is wider than ``space`` is
+    condensed.
     """
-    width, height = _n(drawn.width), _n(drawn.height)
-    place = f'id="{own}"' if own else 'style="max-width:100%;height:auto"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
-        f'{width} {height}" '
-        f'font-family="{FONT}" role="img" {place}>',
-        f"<title>{escape(_clean(alt))}</title>",
-        f"<style>{''.join(_style(drawn, dark, f'#{own} ' if own else ''))}</style>",
-        f'<rect class="paper" width="{width}" height="{height}" rx="8"/>',
-    ]
-
-    def kind(shape):
-        return isinstance(shape, Path) and shape.width > 0 and shape[1:]
-
-    for line, group in groupby(drawn.shapes, kind):
-        shapes = list(group)  # thousands of lines of one kind, such as messages, are one element
-        lines += [_path(*cast("list[Path]", shapes))] if line else map(_shape, shapes)
-    return "\n".join([*lines, "</svg>", ""])
+    wide = text_width(content, size)
+    fit = ""
+    if space and 1.25 * wide > space:
+        fit = f' textLength="{_n(min(wide, space))}" lengthAdjust="spacingAndGlyphs"'
+    place = f'x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}"'
+    return f'<text class="{kind}"{fit} {place}>{_clean(content)}</text>'
 
 
-def _class(shape: Shape) -> str:
-    """The name of a colour: letters on a colour are black or white, by that colour."""
-    if isinstance(shape, Text) and shape.on:
-        return f"{shape.on}t"
-    return f"{shape.colour}l" if isinstance(shape, Path) and shape.width else shape.colour
-
-
-def _style(drawn: Page, dark: bool | None, scope: str) -> Iterator[str]:
-    used = {_class(shape): shape for shape in [Rect(0, 0, 0, 0, "paper"), *drawn.shapes]}
-
-    def rules(dark: bool) -> Iterator[str]:
-        for key, shape in used.items():
-            what = "fill:none;stroke" if isinstance(shape, Path) and shape.width else "fill"
-            yield f"{scope}.{key}{{{what}:{colour_of(shape, drawn.shades, dark)}}}"
-
-    yield (
-        f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}"
-        f"{scope}.m{{text-anchor:middle}}"
-    )
-    yield f"{scope}.e{{text-anchor:end}}"
-    yield from rules(bool(dark))
-    if dark is None:
-        yield from ("@media(prefers-color-scheme:dark){", *rules(True), "}")
-
-
-def _shape(shape: Shape) -> str:
-    if isinstance(shape, Rect):
-        return _rect(shape)
-    return _text(shape) if isinstance(shape, Text) else _path(shape)
-
-
-def _rect(r: Rect) -> str:
-    head = (
-        f'<rect class="{r.colour}" x="{_n(r.x)}" y="{_n(r.y)}" width="{_n(r.width)}" '
-        f'height="{_n(r.height)}"'
-    )
-    return f"{head}><title>{escape(_clean(r.hint))}</title></rect>" if r.hint else f"{head}/>"
-
-
-def _text(t: Text) -> str:
-    kind = {"start": "", "middle": " m", "end": " e"}[t.anchor] + (" b" if t.bold else "")
-    wide = text_width(t.text, t.size)
-    if t.space and 1.25 * wide > t.space:  # typefaces differ: one that is wider is condensed
-        kind += f'" textLength="{_n(min(wide, t.space))}" lengthAdjust="spacingAndGlyphs'
-    place = f'x="{_n(t.x)}" y="{_n(t.y)}" font-size="{_n(t.size)}"'
-    return f'<text class="{_class(t)}{kind}" {place}>{escape(_clean(t.text))}</text>'
-
-
-def _path(p: Path, *more: Path) -> str:
-    """Paths of one kind as one element."""
-    text = "".join(_outline(one.points) for one in (p, *more))
-    width = f' stroke-width="{_n(p.width)}"' if p.width else ""
-    opacity = f' opacity="{_n(p.opacity)}"' if p.opacity < 1 else ""
-    return f'<path class="{_class(p)}"{width}{opacity} d="{text}"/>'
+def path(
+    outlines: Sequence[Sequence[tuple[float, float]]],
+    colour: str,
+    width: float = 0.0,
+    opacity: float = 1.0,
+) -> str:
+    """Lines through points, or the areas that they enclose where ``width`` is 0."""
+    kind = f'{colour}l" stroke-width="{_n(width)}"' if width else f'{colour}"'
+    kind += f' opacity="{_n(opacity)}"' if opacity < 1 else ""
+    return f'<path class="{kind} d="{"".join(map(_outline, outlines))}"/>'
 
 
 def _outline(points: Sequence[tuple[float, float]]) -> str:
@@ -123,14 +57,58 @@ def _outline(points: Sequence[tuple[float, float]]) -> str:
     x, y = (round(value, 1) for value in points[0])
     text = f"M{_n(x)} {_n(y)}"
     for point in points[1:]:
-        there, down = round(point[0], 1), round(point[1], 2)
-        across, along = _n(there - x), _n(down - y)
+        right, down = round(point[0], 1), round(point[1], 2)
+        across, along = _n(right - x), _n(down - y)
         if across == "0" or along == "0":
             text += (f"h{across}" if across != "0" else "") + (f"v{along}" if along != "0" else "")
         else:
             text += f"l{across} {along}"
-        x, y = there, down
+        x, y = right, down
     return text
+
+
+def document(
+    elements: Sequence[str],
+    size: tuple[float, float],
+    shades: int,
+    alt: str,
+    dark: bool | None,
+    inline: bool = False,
+) -> str:
+    """The elements as SVG, for light, dark or the reader's paper. The style of an ``inline`` one
+    concerns itself alone, so that a page of HTML may contain others.
+    """
+    width, height = map(_n, size)
+    paper = f'<rect class="paper" width="{width}" height="{height}" rx="8"/>'
+    body = "\n".join([paper, *elements, "</svg>", ""])
+    own = "fp" + sha256(f"{dark}{body}".encode()).hexdigest()[:12]
+    place = f'id="{own}"' if inline else 'style="max-width:100%;height:auto"'
+    style = "".join(_style(body, shades, dark, f"#{own} " if inline else ""))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img" {place}>\n'
+        f"<title>{_clean(alt)}</title>\n<style>{style}</style>\n{body}"
+    )
+
+
+def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[str]:
+    used = dict.fromkeys(re.findall(r'<\w+ class="([\w-]+)', body))
+
+    def rules(dark: bool) -> Iterator[str]:
+        colours = palette(shades, dark)
+        for kind in used:
+            if kind in colours:
+                yield f"{scope}.{kind}{{fill:{colours[kind]}}}"
+            elif kind.endswith("t"):
+                yield f"{scope}.{kind}{{fill:{ink(colours[kind[:-1]])}}}"
+            else:
+                yield f"{scope}.{kind}{{fill:none;stroke:{colours[kind[:-1]]}}}"
+
+    yield f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}"
+    yield f"{scope}.m{{text-anchor:middle}}{scope}.e{{text-anchor:end}}"
+    yield from rules(bool(dark))
+    if dark is None:
+        yield from ("@media(prefers-color-scheme:dark){", *rules(True), "}")
 
 
 def _n(value: float) -> str:
@@ -140,4 +118,4 @@ def _n(value: float) -> str:
 
 def _clean(text: str) -> str:
     """Without the control characters that XML forbids."""
-    return "".join(char if char >= " " else " " for char in text)
+    return escape("".join(char if char >= " " else " " for char in text))

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, floor
 from operator import itemgetter
 from textwrap import wrap
+from typing import NamedTuple, TypeAlias
 
+from ...actions import number
 from . import labels
-from .colours import fill, ink, mix, of_256, palette, rgb
-from .lanes import Lane
-from .scene import Scene, name
+from .colours import ink, mix, of_256, palette, rgb
+from .idle import intervals, shares
+from .scene import CAUSES, Lane, Scene, name
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
@@ -30,81 +31,70 @@ PLAIN = ((3, 0), (3, 24), (2, 50), (2, 400))
 PLAIN_ONE_CHUNK = ((3, 0), (2, 0), *PLAIN[1:])
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 
-Style = tuple[str, str] | None  # (letters' colour, ground), or idle
-Cell = tuple[str, Style]
+Style: TypeAlias = tuple[str, str] | None  # the colours of a letter and of its ground, or idle
+Cell: TypeAlias = tuple[str, Style]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How a picture is laid out: ``scale`` columns per unit of time, ``columns`` to a panel,
-    ``panels`` of them.
-    """
+class _Layout(NamedTuple):
+    """Columns per unit of time, columns to a panel, and how many panels there are."""
 
+    bits: int  # of colour
+    margin: int
     detail: int
     scale: float
     columns: int
     panels: int
-    margin: int
 
 
-def paint(scenes: Sequence[Scene], look: object = None, width: int = 160, colour: int = 0) -> str:
-    """The text of a picture ``width`` columns wide in ``colour`` 0 (none), 8 (256 colours) or 24
-    bits.
-    """
-    plan = _plan(scenes, width, bool(colour))
-    rows = [[_row(lane, scene, plan, bool(colour)) for lane in scene.lanes] for scene in scenes]
-    last = ceil(max(scene.total for scene in scenes) * plan.scale - 1e-9)
+def paint(scenes: Sequence[Scene], width: int = 160, bits: int = 0) -> str:
+    """The text of a picture ``width`` columns wide in 0 (no colours), 8 (256) or 24 ``bits``."""
+    layout = _layout(scenes, width, bits)
+    rows = [[_row(lane, scene, layout) for lane in scene.lanes] for scene in scenes]
+    last = ceil(max(scene.total for scene in scenes) * layout.scale - 1e-9)
     lines: list[str] = []
-    for panel in range(plan.panels):
-        first = panel * plan.columns
-        stop = min(first + plan.columns, last)
-        lines += ["", _axis(plan, first, stop)] if panel else []
+    for panel in range(layout.panels):
+        first = panel * layout.columns
+        stop = min(first + layout.columns, last)
+        lines += ["", _axis(layout, first, stop)] if panel else []
         for scene, cells in zip(scenes, rows, strict=True):
-            if panel == 0 or len(scenes) > 1:
-                lines.append((labels.title(scene) if panel == 0 else scene.name)[:width])
             if panel == 0:
-                lines.append(_axis(plan, first, stop))
+                lines += [labels.title(scene)[:width], _axis(layout, first, stop)]
+            elif len(scenes) > 1:
+                lines.append(scene.name[:width])
             for rank, (lane, row) in enumerate(zip(scene.lanes, cells, strict=True)):
-                label = f"rank {rank}" if plan.margin > 6 else str(rank)
-                lines.append(label.ljust(plan.margin) + _ansi(row[first:stop], colour))
+                label = f"rank {rank}" if layout.margin > 6 else str(rank)
+                lines.append(label.ljust(layout.margin) + _ansi(row[first:stop], bits))
                 if lane.carried:
-                    lines.append(
-                        "  link".ljust(plan.margin)[: plan.margin] + _link(lane, plan, first, stop)
-                    )
+                    label = "  link".ljust(layout.margin)[: layout.margin]
+                    lines.append(label + _link(lane, layout, first, stop))
     lines.append("")
     for scene in scenes:
-        figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(
-            scene
-        )
-        for text in (figures, labels.idle(scene), labels.note(scene)):
+        head = f"{scene.name or 'schedule'}: " if len(scenes) > 1 else ""
+        for text in (head + labels.figures(scene), labels.idle(scene), labels.note(scene)):
             lines += wrap(text, width, subsequent_indent="  ")
-    lines += _legend(scenes, plan, width, colour)
+    lines += _legend(scenes, layout, width)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 # ---- layout ----
-def _plan(scenes: Sequence[Scene], width: int, colour: bool) -> _Plan:
+def _layout(scenes: Sequence[Scene], width: int, bits: int) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
     end = max(scene.total for scene in scenes)
     cell = min(scene.cell for scene in scenes)
-    shades = max(scene.shades for scene in scenes)
-    for detail, budget in COLOURED if colour else PLAIN if shades > 1 else PLAIN_ONE_CHUNK:
+    plain = PLAIN if max(scene.shades for scene in scenes) > 1 else PLAIN_ONE_CHUNK
+    for detail, budget in COLOURED if bits else plain:
         need = max(len(name) for scene in scenes for name in scene.short_names(detail)) + 1
-        panels = (
-            ceil(end / cell * need / (columns // need * need) - 1e-9)
-            if columns >= need
-            else budget + 1
-        )
+        if columns < need:
+            continue
+        panels = ceil(end / cell * need / (columns // need * need) - 1e-9)
         if panels <= 1:
-            return _Plan(detail, _filling(end, cell, columns), columns, 1, margin)
+            return _Layout(bits, margin, detail, _filling(end, cell, columns), columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
-            even = (
-                ceil(end / cell / panels - 1e-9) * need
-            )  # panels of one length, cut between cells
-            return _Plan(detail, need / cell, even, panels, margin)
-    return _Plan(0, columns / end if end else 1.0, columns, 1, margin)
+            even = ceil(end / cell / panels - 1e-9) * need  # cut between cells
+            return _Layout(bits, margin, detail, need / cell, even, panels)
+    return _Layout(bits, margin, 0, columns / end if end else 1.0, columns, 1)
 
 
 def _filling(end: float, cell: float, columns: int) -> float:
@@ -115,56 +105,50 @@ def _filling(end: float, cell: float, columns: int) -> float:
     return min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
 
 
-def _axis(plan: _Plan, first: int, stop: int) -> str:
+def _axis(layout: _Layout, first: int, stop: int) -> str:
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
     time.
     """
-    step = labels.step_of(8 / plan.scale)
-    line = " " * plan.margin
-    tick = ceil(first / plan.scale / step - 1e-9)
-    while (column := round(tick * step * plan.scale)) < stop:
-        text = labels.number(tick * step)
-        at = plan.margin + column - first
-        if len(line) <= at and at + len(text) <= plan.margin + plan.columns:
-            line += " " * (at - len(line)) + text + " "
+    step = labels.step_of(8 / layout.scale)
+    line = " " * layout.margin
+    tick = ceil(first / layout.scale / step - 1e-9)
+    while (column := round(tick * step * layout.scale)) < stop:
+        text = number(tick * step)
+        at = layout.margin + column - first
+        if len(line) <= at and at + len(text) <= layout.margin + layout.columns:
+            line = f"{line:<{at}}{text} "
         tick += 1
     return line
 
 
 # ---- one lane ----
-def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
-    if plan.detail == 0:
-        return _overview(lane, scene, plan, colour)
-    row: list[Cell] = [(" " if colour else ".", None)] * (plan.columns * plan.panels)
+def _row(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
+    """The cells of a lane in all panels."""
+    if layout.detail == 0:
+        return _overview(lane, scene, layout)
+    row: list[Cell] = [(" " if layout.bits else ".", None)] * (layout.columns * layout.panels)
     for bar in lane.bars:
-        start, stop = round(bar.start * plan.scale), min(round(bar.end * plan.scale), len(row))
-        parts = bar.action.parts
-        for k, (part, shade) in enumerate(zip(parts, bar.shades, strict=True)):
-            a = start + (stop - start) * k // len(parts)
-            b = start + (stop - start) * (k + 1) // len(parts)
-            label = name(part, plan.detail)
-            if colour:
-                row[a:b] = _coloured(
-                    label, a, b, palette(scene.shades)[scene.key(part.op, shade)], plan.columns
-                )
-            else:
-                label = (
-                    label.lower() if shade % 2 and plan.detail < 3 and not scene.against else label
-                )
-                row[a:b] = _plain(label, a, b, " " if part is parts[-1] else "&", plan.columns)
+        start, stop = round(bar.start * layout.scale), min(round(bar.end * layout.scale), len(row))
+        count = len(bar.colours)
+        colours = bar.painted if layout.bits else bar.colours
+        for k, (part, colour) in enumerate(zip(bar.action.parts, colours, strict=True)):
+            a, b = (start + (stop - start) * at // count for at in (k, k + 1))
+            label = name(part, layout.detail)
+            low, high = _piece(a, b, layout.columns)
+            if layout.bits:
+                row[a:b] = _coloured(label, b - a, low, high, palette(scene.shades)[colour])
+            elif a < b:
+                label = _by_chunk(label, colour) if layout.detail < 3 else label
+                text = "-" * low + label[: high - low]
+                end = " " if k + 1 == count else "&"
+                text = text.ljust(b - a - 1, "-") + end if len(text) < b - a else text
+                row[a:b] = [(char, None) for char in text]
     return row
 
 
-def _link(lane: Lane, plan: _Plan, first: int, stop: int) -> str:
-    """What a rank's link carries, under its lane."""
-    row = [" "] * (plan.columns * plan.panels + 1)
-    for start, end, _ in lane.carried:
-        a, b = (
-            round(start * plan.scale),
-            min(max(round(end * plan.scale), round(start * plan.scale) + 1), len(row)),
-        )
-        row[a:b] = ">" * (b - a)
-    return "".join(row[first:stop])
+def _by_chunk(label: str, colour: str) -> str:
+    """The label of an action: small letters for every second chunk of a rank."""
+    return label.lower() if int(colour[1:]) % 2 else label
 
 
 def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
@@ -177,11 +161,10 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
 
 
-def _coloured(label: str, a: int, b: int, ground: str, columns: int) -> list[Cell]:
-    """A bar's cells: a thin line at its left edge, its label in the middle."""
+def _coloured(label: str, width: int, low: int, high: int, ground: str) -> list[Cell]:
+    """A bar's cells: a thin line at its left edge, its label in the middle of a piece."""
     style = (ink(ground), ground)
-    cells: list[Cell] = [(" ", style)] * (b - a)
-    low, high = _piece(a, b, columns)
+    cells: list[Cell] = [(" ", style)] * width
     space = high - low - len(label)
     if space > 0:
         cells[0] = ("▏", (mix(ground, "#000000", 0.45), ground))
@@ -191,59 +174,47 @@ def _coloured(label: str, a: int, b: int, ground: str, columns: int) -> list[Cel
     return cells
 
 
-def _plain(label: str, a: int, b: int, end: str, columns: int) -> list[Cell]:
-    """A bar in ASCII: its label, dashes, and at its end a blank, or ``&`` between the parts of a
-    fused one.
-    """
-    if a >= b:
-        return []
-    low, high = _piece(a, b, columns)
-    text = "-" * low + label[: high - low]
-    text = text.ljust(b - a - 1, "-") + end if len(text) < b - a else text
-    return [(char, None) for char in text]
+def _link(lane: Lane, layout: _Layout, first: int, stop: int) -> str:
+    """What a rank's link carries, under its lane."""
+    row = [" "] * (layout.columns * layout.panels + 1)
+    for start, end, _ in lane.carried:
+        a = round(start * layout.scale)
+        b = min(max(round(end * layout.scale), a + 1), len(row))
+        row[a:b] = ">" * (b - a)
+    return "".join(row[first:stop])
 
 
-def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
+def _overview(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
     """Each column, in colour each half of one, shows what takes most of its time."""
-    if not colour:
-        shown = _dominant(lane, plan.columns, plan.scale)
-        return [
-            (
-                "."
-                if one is None
-                else (one[0].lower() if one[1] % 2 and not scene.against else one[0]),
-                None,
-            )
-            for one in shown
-        ]
-    halves = _dominant(lane, 2 * plan.columns, 2 * plan.scale)
-    grounds = [None if one is None else palette(scene.shades)[scene.key(*one)] for one in halves]
+    if not layout.bits:
+        shown = _dominant(lane, layout.columns, layout.scale, painted=False)
+        letters = (_by_chunk(key[0], key) if key else "." for key in shown)
+        return [(letter, None) for letter in letters]
+    colours = palette(scene.shades)
+    shown = _dominant(lane, 2 * layout.columns, 2 * layout.scale, painted=True)
+    halves = [colours.get(key, "") for key in shown]
     cells: list[Cell] = []
-    for left, right in zip(grounds[::2], grounds[1::2], strict=True):
+    for left, right in zip(halves[::2], halves[1::2], strict=True):
         if left == right:
             cells.append((" ", (ink(left), left) if left else None))
         else:
-            cells.append(("▌", (left, right or "")) if left else ("▐", (right or "", "")))
+            cells.append(("▌", (left, right)) if left else ("▐", (right, "")))
     return cells
 
 
-def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int] | None]:
-    """For each column the (op, shade) to show, or None for idle: the one with most time not yet
-    shown. So an op that takes a third of the time gets a third of the columns, and short ones
-    appear too.
+def _dominant(lane: Lane, columns: int, scale: float, painted: bool) -> Iterator[str]:
+    """For each column the colour to show, or empty for idle: the one with most time not yet shown.
+    So an op that takes a third of the time gets a third of the columns, and short ones appear too.
     """
-    owed: dict[tuple[str, int] | None, float] = defaultdict(float)
-    for length, idle, running in lane.columns(columns, scale):
-        here: dict[tuple[str, int] | None, float] = defaultdict(float)
-        for op, shade, time in running:
-            here[op, shade] += time
-        here[None] = idle
-        for what, time in here.items():
-            owed[what] += time
-        shown = max(
-            (what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None
-        )
-        owed[shown] -= length
+    owed: defaultdict[str, float] = defaultdict(float)
+    busy = [one for one in intervals(lane, painted) if one[2] not in CAUSES]
+    for column in shares(busy, [k / scale for k in range(columns + 1)]):
+        column[""] = 1 - sum(column.values())
+        for key, share in column.items():
+            owed[key] += share
+        present = [key for key, share in column.items() if share > 0]
+        shown = max(present, key=owed.__getitem__, default="")
+        owed[shown] -= 1
         yield shown
 
 
@@ -260,39 +231,37 @@ def _ansi(cells: Sequence[Cell], bits: int) -> str:
 
 
 def _escape(style: tuple[str, str], bits: int) -> str:
-    codes = ["0"]
+    codes = "0"
     for layer, colour in zip(("38", "48"), style, strict=True):
         if colour:
             number = "2;{};{};{}".format(*rgb(colour)) if bits >= 24 else f"5;{of_256(colour)}"
-            codes.append(f"{layer};{number}")
-    return f"\x1b[{';'.join(codes)}m"
+            codes += f";{layer};{number}"
+    return f"\x1b[{codes}m"
 
 
-def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list[str]:
+def _legend(scenes: Sequence[Scene], layout: _Layout, width: int) -> list[str]:
     items: list[tuple[str, int]] = []  # and how wide each is
-    for op, word, shades in labels.legend(scenes):
-        grounds = [fill(op, shade, shades) for shade in range(shades)]
-        swatch: list[Cell] = [(" ", (ink(ground), ground)) for ground in grounds for _ in range(2)]
-        swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]
-        word = f" {word}"[: max(width - len(swatch), 0)]
-        items.append((_ansi(swatch, bits) + word, len(swatch) + len(word)))
-    for scene in scenes if bits else ():
-        for tints, word in labels.tints(scene):
-            swatch = [(" ", ("", palette(1)[f"t{tint}"])) for tint in tints]
-            items.append(
-                (
-                    _ansi(swatch, bits) + f" {word}"[: max(width - len(swatch), 0)],
-                    len(swatch) + len(word) + 1,
-                )
-            )
-    if not bits and max(scene.shades for scene in scenes) == 2 and plan.detail < 3:
+    shades = max(scene.shades for scene in scenes)
+    entries = [(2, entry) for entry in labels.kinds(scenes, shades)]
+    if layout.bits:
+        entries += [(1, entry) for scene in scenes for entry in labels.tints(scene)]
+    for columns, (colours, text, _) in entries:
+        letter = colours[0][0] if columns == 2 else " "
+        swatch: list[Cell] = [(letter, None)]
+        if layout.bits:
+            grounds = [palette(shades)[colour] for colour in colours for _ in range(columns)]
+            swatch = [(" ", (ink(ground), ground)) for ground in grounds]
+            swatch[0] = (letter, swatch[0][1])
+        text = f" {text}"[: max(width - len(swatch), 0)]
+        items.append((_ansi(swatch, layout.bits) + text, len(swatch) + len(text)))
+    if not layout.bits and shades == 2 and layout.detail < 3:
         note = "small letters: a rank's other stage"[:width]
         items.append((note, len(note)))
     lines, left = [""], width
-    for text, size in items:
+    for item, size in items:
         if size > left and lines[-1]:
             lines.append("")
             left = width
-        lines[-1] += text + "  "
+        lines[-1] += item + "  "
         left -= size + 2
     return lines

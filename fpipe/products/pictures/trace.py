@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...actions import MOST_SLICES, Action, Carried, Slice, Span, Wait, joined
-from ...actions.action_kinds import OPS
-from ...actions.text_files import read_bytes
+from ...actions import MOST_SLICES, OPS, Action, Carried, Slice, Span, Wait, joined, read_bytes
 from ...errors import FpipeError
-from .scene import Drawable, Scene
+from .convert import Drawable
+from .scene import Scene
 
 Event: TypeAlias = dict[str, Any]
 
@@ -31,9 +30,8 @@ MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'
 
 
-def paint(scenes: Sequence[Scene], look: object = None) -> str:
-    """The file's text; ``look`` concerns other formats."""
-    events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
+def paint(scenes: Sequence[Scene]) -> str:
+    """The file's text."""
     facts = [  # what the events do not contain
         {"name": s.name, "unit": s.unit, "span": s.span, "bubble": s.bubble, "ranks": len(s.lanes)}
         for s in scenes
@@ -42,81 +40,48 @@ def paint(scenes: Sequence[Scene], look: object = None) -> str:
     trace = {
         "otherData": {"fpipe": _VERSION, "timelines": facts},
         "displayTimeUnit": "ms",
-        "traceEvents": events,
+        "traceEvents": [event for k, scene in enumerate(scenes) for event in _events(k, scene)],
     }
     return json.dumps(trace, separators=(",", ":"))
 
 
 def _events(pid: int, scene: Scene) -> Iterator[Event]:
     scale = _SCALE.get(scene.unit, 1e3)
-    yield {
-        "ph": "M",
-        "pid": pid,
-        "name": "process_name",
-        "args": {"name": scene.name or "schedule"},
-    }
+
+    def event(phase: str, tid: int, time: float, name: str, **rest: object) -> Event:
+        return {"ph": phase, "pid": pid, "tid": tid, "ts": time * scale, "name": name, **rest}
+
+    def piece(tid: int, start: float, end: float, name: str, category: str, args: Event) -> Event:
+        return event("X", tid, start, name, dur=(end - start) * scale, cat=category, args=args)
+
+    def thread(tid: int, name: str, rank: int) -> Iterator[Event]:
+        for what, args in ("name", {"name": name}), ("sort_index", {"sort_index": rank}):
+            yield event("M", tid, 0, f"thread_{what}", args=args)
+
+    yield event("M", 0, 0, "process_name", args={"name": scene.name or "schedule"})
     for rank, lane in enumerate(scene.lanes):
-        yield from _thread(pid, rank, f"rank {rank}", rank)
+        yield from thread(rank, f"rank {rank}", rank)
         for position, bar in enumerate(lane.bars):
             args: Event = {}
             if bar.cause is not None:
-                cause, index = bar.cause
-                before = scene.lanes[cause].bars[index]
-                args = {
-                    "waited": bar.wait,
-                    "for": str(before.action),
-                    "of rank": cause,
-                    "position": index,
-                }
-                arrow = {"cat": "wait", "name": "waited for", "id": f"{pid}.{rank}.{position}"}
-                inside = (
-                    0.01 * before.start + 0.99 * before.end
-                )  # an arrow starts within a slice, not at its end
-                yield {"ph": "s", "pid": pid, "tid": cause, "ts": inside * scale, **arrow}
-                yield {
-                    "ph": "f",
-                    "bp": "e",
-                    "pid": pid,
-                    "tid": rank,
-                    "ts": bar.start * scale,
-                    **arrow,
-                }
+                other, index = bar.cause
+                before = scene.lanes[other].bars[index]
+                args = {"for": str(before.action), "of rank": other, "position": index}
+                args["waited"] = bar.wait
+                arrow = {"cat": "wait", "id": f"{pid}.{rank}.{position}"}
+                inside = 0.01 * before.start + 0.99 * before.end  # an arrow starts within a slice
+                yield event("s", other, inside, "waited for", **arrow)
+                yield event("f", rank, bar.start, "waited for", bp="e", **arrow)
             ops = "+".join(part.op for part in bar.action.parts)
             name = ";".join(map(str, bar.action.parts))
-            yield _slice(
-                pid, rank, bar.start * scale, (bar.end - bar.start) * scale, name, ops, args
-            )
+            yield piece(rank, bar.start, bar.end, name, ops, args)
         link = len(scene.lanes) + rank
         if lane.carried:
-            yield from _thread(pid, link, f"rank {rank} link", rank)
+            yield from thread(link, f"rank {rank} link", rank)
         for start, end, what in lane.carried:
-            yield _slice(pid, link, start * scale, (end - start) * scale, what, "link", {})
+            yield piece(link, start, end, what, "link", {})
         for at, amount in lane.curve:
-            yield {
-                "ph": "C",
-                "pid": pid,
-                "ts": at * scale,
-                "name": f"rank {rank} holds",
-                "args": {"held": amount},
-            }
-
-
-def _thread(pid: int, tid: int, name: str, order: int) -> Iterator[Event]:
-    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-    yield {
-        "ph": "M",
-        "pid": pid,
-        "tid": tid,
-        "name": "thread_sort_index",
-        "args": {"sort_index": order},
-    }
-
-
-def _slice(
-    pid: int, tid: int, start: float, length: float, name: str, category: str, args: Event
-) -> Event:
-    times = {"ts": start, "dur": length}
-    return {"ph": "X", "pid": pid, "tid": tid, **times, "name": name, "cat": category, "args": args}
+            yield event("C", rank, at, f"rank {rank} holds", args={"held": amount})
 
 
 # ---- and back ----
@@ -128,11 +93,27 @@ class Recorded:
     unit: str
     span: float
     bubble: float
-    ranks: int
-    of_rank: Callable[[int], Sequence[Span]]
-    curve: Callable[[int], Sequence[tuple[float, float]]]
-    waited_for: Callable[[int, int], Wait | None]
-    carried: Sequence[Sequence[Carried]]
+    rows: list[list[Span]]
+    curves: list[list[tuple[float, float]]]
+    waits: dict[tuple[int, int], Wait]
+    carried: list[list[Carried]]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    def of_rank(self, rank: int, /) -> Sequence[Span]:
+        """The spans of a rank, in order."""
+        return self.rows[rank]
+
+    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]:
+        """(time, amount that the rank holds from then on)."""
+        return self.curves[rank]
+
+    def waited_for(self, rank: int, position: int, /) -> Wait | None:
+        """What a span waited for."""
+        return self.waits.get((rank, position))
 
 
 def is_timeline(path: Path) -> bool:
@@ -152,74 +133,69 @@ def read(path: Path) -> tuple[Drawable, ...]:
             f"cannot read {str(path)!r}: {error.strerror}; give the path of a timeline"
         ) from error
     except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
         ArithmeticError,
+        AttributeError,
+        LookupError,
         RecursionError,
+        TypeError,
+        ValueError,
     ) as error:
-        what = (
-            f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]})"
-        )
-        raise FpipeError(f"{what}; give a .json that a timeline's save(...) wrote") from error
+        raise FpipeError(
+            f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: "
+            f"{str(error)[:80]}); give a .json that a timeline's save(...) wrote"
+        ) from error
 
 
 def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
-    scale = _SCALE.get(facts["unit"], 1e3)
-    ranks = facts["ranks"]
-    _check(facts, {"name": str, "unit": str, "span": float, "bubble": float, "ranks": int})
+    name, unit, span, bubble, ranks = (
+        _value(facts, key, cls)
+        for key, cls in (
+            ("name", str),
+            ("unit", str),
+            ("span", float),
+            ("bubble", float),
+            ("ranks", int),
+        )
+    )
     if ranks > len(events):  # each rank has an event with its name
         raise ValueError(f"{ranks} ranks in {len(events)} events")
-    lanes: list[list[Span]] = [[] for _ in range(ranks)]
-    curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
-    waits: dict[tuple[int, int], Wait] = {}
-    links: list[list[Carried]] = [[] for _ in range(ranks)]
-    for event in (event for event in events if event["pid"] == pid):
-        if event["ph"] == "X":
-            _check(event, {"tid": int, "name": str, "ts": float, "dur": float})
-            rank, args, name, start = (
-                event["tid"],
-                event["args"],
-                event["name"],
-                event["ts"] / scale,
-            )
-            end = start + event["dur"] / scale
-            if event["cat"] == "link":
-                links[rank - ranks].append(Carried(start, end, name))
-                continue
-            position = len(lanes[rank])
-            if args:
-                _check(args, {"of rank": int, "position": int, "waited": float})
-                waits[rank, position] = Wait(args["of rank"], args["position"], args["waited"])
-            lanes[rank].append(
-                Span(rank, position, joined(list(map(_part, name.split(";")))), start, end)
-            )
-        elif event["ph"] == "C":
-            _check(event, {"ts": float})
-            _check(event["args"], {"held": float})
-            curves[int(event["name"].split()[1])].append(
-                (event["ts"] / scale, event["args"]["held"])
-            )
-    if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
+    found = Recorded(
+        name,
+        unit,
+        span,
+        bubble,
+        *([[] for _ in range(ranks)] for _ in "ab"),
+        {},
+        [[] for _ in range(ranks)],
+    )
+    scale = _SCALE.get(unit, 1e3)
+    for event in (event for event in events if event["pid"] == pid and event["ph"] in "XC"):
+        start, label = _value(event, "ts", float) / scale, _value(event, "name", str)
+        if event["ph"] == "C":
+            held = _value(event["args"], "held", float)
+            found.curves[int(label.split()[1])].append((start, held))
+            continue
+        rank, end = _value(event, "tid", int), start + _value(event, "dur", float) / scale
+        if event["cat"] == "link":
+            found.carried[rank - ranks].append(Carried(start, end, label))
+            continue
+        row, args = found.rows[rank], event["args"]
+        if args:
+            keys = ("of rank", int), ("position", int), ("waited", float)
+            found.waits[rank, len(row)] = Wait(*(_value(args, key, cls) for key, cls in keys))
+        row.append(Span(rank, len(row), joined(list(map(_part, label.split(";")))), start, end))
+    if any(wait.position >= len(found.rows[wait.rank]) for wait in found.waits.values()):
         raise ValueError("an action waits for one that does not exist")
-
-    def waited_for(rank, position):
-        return waits.get((rank, position))
-
-    parts = lanes.__getitem__, curves.__getitem__, waited_for, links
-    return Recorded(facts["name"], facts["unit"], facts["span"], facts["bubble"], ranks, *parts)
+    return found
 
 
-def _check(values: Event, types: dict[str, type]) -> None:
-    """Raise unless the values have these types; a float may be an int, and an int is at least 0."""
-    for name, cls in types.items():
-        value = values[name]
-        if type(value) not in ((int, float) if cls is float else (cls,)) or (
-            cls is int and value < 0
-        ):
-            raise ValueError(f"{name} is {str(value)[:40]!r}")
+def _value(values: Event, key: str, cls: type) -> Any:
+    """A value of this type; a float may be an int, and an int is at least 0."""
+    value = values[key]
+    allowed = (int, float) if cls is float else (cls,)
+    if type(value) not in allowed or (cls is int and value < 0):
+        raise ValueError(f"{key} is {str(value)[:40]!r}")
+    return value
 
 
 def _no_constant(name: str) -> None:

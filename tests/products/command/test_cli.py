@@ -21,9 +21,9 @@ from fpipe.actions.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
 from fpipe.products.command import cli, options
-from fpipe.products.pictures.packed import expanded
 from fpipe.products.search import comparison
 from fpipe.schedule import Schedule
+from page_data import page_data
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -557,10 +557,7 @@ def test_costs_are_shared_among_a_ranks_stages():
 def page(path: str) -> list[str]:
     """The labels of the timelines in a page."""
     text = Path(path).read_text(encoding="utf-8")
-    return [
-        scene["label"]
-        for scene in expanded(text.split('id="data">')[1].split("</script>")[0])["scenes"]
-    ]
+    return [scene["label"] for scene in page_data(text)["scenes"]]
 
 
 def test_view_shows_a_folders_timelines_simulated_first(

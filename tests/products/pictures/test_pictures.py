@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 from math import dist, isnan
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -23,14 +23,42 @@ from fpipe.actions.timeline import Timeline
 from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
-from fpipe.products.pictures import Look, colours, dense, idle, labels, output, terminal
+from fpipe.products.pictures import Look, colours, dense, idle, labels, scene, terminal
 from fpipe.products.pictures import page as layout
-from fpipe.products.pictures.packed import expanded
-from fpipe.products.pictures.scene import _steps, scenes
+from fpipe.products.pictures.convert import scenes, without_dips
 from fpipe.products.pictures.text_width import text_width
+from page_data import page_data
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Drawn:
+    """A picture in SVG: its size, texts, and the points of its paths."""
+
+    def __init__(self, *timelines: Any, look: Look | None = None):
+        self.root = ElementTree.fromstring(
+            layout.paint(scenes(timelines, bool(look and look.difference)), look or Look())
+        )
+        self.width = float(self.root.attrib["width"])
+        self.texts = [text.text or "" for text in self.root.iter(f"{SVG}text")]
+
+    def paths(self, kind: str) -> list[list[tuple[float, float]]]:
+        """The outlines of a class of paths, each as its points."""
+        found = [p.attrib["d"] for p in self.root.iter(f"{SVG}path") if p.attrib["class"] == kind]
+        return [outline(one) for text in found for one in text.split("M")[1:]]
+
+
+def outline(text: str) -> list[tuple[float, float]]:
+    """The points of ``M`` with relative steps."""
+    first, *steps = re.findall(r"[hvl]?[^hvl]+", text)
+    points = [tuple(map(float, first.split()))]
+    for step in steps:
+        x, y = points[-1]
+        by = [*map(float, step[1:].split())]
+        dx, dy = by if step[0] == "l" else (by[0], 0.0) if step[0] == "h" else (0.0, by[0])
+        points.append((x + dx, y + dy))
+    return points
 
 
 def timeline(name: str = "ZBV", ranks: int = 4, microbatches: int = 8, costs: str = "") -> Timeline:
@@ -99,13 +127,23 @@ VISIONS = {
 
 
 def seen(colour: str, vision: str) -> tuple[float, float, float]:
-    linear = colours._linear(colour)
+    linear = colours.linear(colour)
     there = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in VISIONS[vision]]
     gamma = [
         12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055
         for v in (min(max(v, 0), 1) for v in there)
     ]
-    return colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
+    return lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour in CIELAB, where distances are about as large as they look."""
+    r, g, b = colours.linear(colour)
+    x = (0.4124564 * r + 0.3575761 * g + 0.1804375 * b) / 0.95047
+    y = 0.2126729 * r + 0.7151522 * g + 0.0721750 * b
+    z = (0.0193339 * r + 0.1191920 * g + 0.9503041 * b) / 1.08883
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 @pytest.mark.parametrize("vision", VISIONS)
@@ -123,7 +161,7 @@ def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int
 def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
     for op in "FBIW":
         fills = [colours.fill(op, k, shades) for k in range(shades)]
-        assert all(dist(colours.lab(a), colours.lab(b)) > 6 for a, b in combinations(fills, 2))
+        assert all(dist(lab(a), lab(b)) > 6 for a, b in combinations(fills, 2))
         fills += [colours.fill(op, k, shades, dark=True) for k in range(shades)]
         for ground in fills:
             low, high = sorted((colours.luminance(ground), colours.luminance(colours.ink(ground))))
@@ -141,12 +179,12 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
         assert min(light(key) / light("paper") for key in work) >= 3
     for vision in VISIONS:
         apart = [
-            dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in idle.CAUSES
+            dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in scene.CAUSES
         ]
         assert min(apart) > 9
         causes = [
             dist(seen(fills[a], vision), seen(fills[b], vision))
-            for a, b in combinations(idle.CAUSES, 2)
+            for a, b in combinations(scene.CAUSES, 2)
         ]
         assert min(causes) > 4, (vision, causes)
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
@@ -252,8 +290,8 @@ def test_several_timelines_share_one_axis():
 # ---- scenes ----
 def test_few_seconds_are_reported_in_smaller_units():
     spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
-    (scene,) = scenes(Timeline.measured(spans, unit="s"))
-    assert (scene.unit, scene.total) == ("ms", pytest.approx(25))
+    (one,) = scenes(Timeline.measured(spans, unit="s"))
+    assert (one.unit, one.total) == ("ms", pytest.approx(25))
     assert "25 ms" in pictures.draw(Timeline.measured(spans, unit="s"), width=60, color=False)
 
 
@@ -279,14 +317,14 @@ def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
 
 
 def test_directions_of_a_bidirectional_schedule_get_different_shades():
-    (scene,) = scenes(timeline("DualPipe"))
-    shades = {bar.shades[0] for bar in scene.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}
-    assert shades == {0, 1}
-    assert scene.shades == 2
-    (scene,) = scenes(timeline("Interleaved1F1B"))
-    assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {
-        (0, 0),
-        (1, 1),
+    (one,) = scenes(timeline("DualPipe"))
+    keys = {bar.colours[0] for bar in one.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}
+    assert keys == {"F0", "F1"}
+    assert one.shades == 2
+    (one,) = scenes(timeline("Interleaved1F1B"))
+    assert {(b.action.parts[0].stage // 4, b.colours[0][1:]) for b in one.lanes[2].bars} == {
+        (0, "0"),
+        (1, "1"),
     }
 
 
@@ -301,8 +339,8 @@ def test_a_measured_timeline_may_lack_actions():
         tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r))
         for r in (0, 1)
     )  # type: ignore[assignment]
-    (scene,) = scenes(toy)
-    assert [bar.shades for bar in scene.lanes[1].bars] == [(1,), (0,)]
+    (one,) = scenes(toy)
+    assert [bar.colours for bar in one.lanes[1].bars] == [("F1",), ("F0",)]
 
 
 @pytest.mark.parametrize("ending", pictures.FORMATS)
@@ -383,8 +421,8 @@ def test_svg_follows_its_reader_and_can_be_dark_alone(tmp_path: Path):
 # ---- memory, idle time, messages, the critical path ----
 def test_idle_time_has_the_cause_that_the_simulator_knows():
     """2 ranks, 1F1B, messages of 0.5: times from the definition, by hand."""
-    (scene,) = scenes(timeline("1F1B", 2, 2, "comm=0.5"))
-    found = [[(g.start, g.end, g.cause) for g in lane.gaps] for lane in scene.lanes]
+    (one,) = scenes(timeline("1F1B", 2, 2, "comm=0.5"))
+    found = [[(g.start, g.end, g.cause) for g in lane.gaps] for lane in one.lanes]
     # rank 0: 0F0 to 1, 0F1 to 2, 0B0 5 to 7 (1B0 ends at 4.5), 0B1 8 to 10 (1B1 ends at 7.5)
     assert found[0] == [
         (2, 4.5, "warmup"),
@@ -393,45 +431,47 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
         (7.5, 8, "message"),
     ]
     assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
-    assert scene.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
+    assert one.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
 
 
 def test_a_slower_rank_is_an_imbalance():
-    (scene,) = scenes(timeline("1F1B", 4, 12, "F=1:1:1:2"))
-    assert {g.cause for g in scene.lanes[0].gaps} == {"warmup", "imbalance", "tail"}
-    assert {g.cause for g in scene.lanes[3].gaps} == {"warmup", "tail"}
+    (one,) = scenes(timeline("1F1B", 4, 12, "F=1:1:1:2"))
+    assert {g.cause for g in one.lanes[0].gaps} == {"warmup", "imbalance", "tail"}
+    assert {g.cause for g in one.lanes[3].gaps} == {"warmup", "tail"}
 
 
 @pytest.mark.parametrize("name", [*NAMES, "VHalf", "Hanayo"])
 def test_idle_and_busy_times_fill_every_lane(name: str):
-    (scene,) = scenes(timeline(name, costs="comm=0.3,send=0.1,F=1.5"))
-    for lane in scene.lanes:
+    (one,) = scenes(timeline(name, costs="comm=0.3,send=0.1,F=1.5"))
+    for lane in one.lanes:
         pieces = sorted(
             [(b.start, b.end) for b in lane.bars] + [(g.start, g.end) for g in lane.gaps]
         )
         assert pieces[0][0] == 0
-        assert pieces[-1][1] == pytest.approx(scene.total)
+        assert pieces[-1][1] == pytest.approx(one.total)
         assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(pieces))
 
 
 def test_the_critical_path_is_that_of_the_timeline():
     t = timeline(costs="comm=0.2,I=1.3")
-    (scene,) = scenes(t)
-    assert scene.critical == [(span.rank, span.position) for span in t.critical_path]
-    plain, marked = (layout.page(scenes(t), Look(critical=on)) for on in (False, True))
-    paths = [s for s in marked.shapes if isinstance(s, layout.Path) and s.colour == "mark"]
-    assert [len(paths[0].points), len(paths)] == [2 * len(t.critical_path), 1]
-    assert not any(s.colour == "mark" for s in plain.shapes)
+    (one,) = scenes(t)
+    assert idle.critical(one.lanes) == [(span.rank, span.position) for span in t.critical_path]
+    plain, marked = (Drawn(t, look=Look(critical=on)) for on in (False, True))
+    (line,) = marked.paths("markl")
+    places = [place for place, _ in groupby(line)]
+    corners = {time for span in t.critical_path for time in (span.start, span.end)}
+    assert len({x for x, _ in places}) == len(corners)
+    assert "critical path" in marked.texts
+    assert not plain.paths("markl") and "critical path" not in plain.texts
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_message_is_a_line_where_they_are_asked_for(name: str):
     t = timeline(name, costs="comm=0.2,overlap=3")
-    lines = [
-        s for s in layout.page(scenes(t), Look(messages=True)).shapes if s.colour == "message-line"
-    ]
-    assert len(lines) - 1 == t.messages  # and one in the legend
-    assert not any(s.colour == "message-line" for s in layout.page(scenes(t)).shapes)
+    drawn = Drawn(t, look=Look(messages=True))
+    assert len(drawn.paths("message-linel")) == t.messages and "message" in drawn.texts
+    plain = Drawn(t)
+    assert not plain.paths("message-linel") and "message" not in plain.texts
 
 
 def test_thousands_of_messages_are_one_element(tmp_path: Path):
@@ -444,19 +484,14 @@ def test_thousands_of_messages_are_one_element(tmp_path: Path):
 
 def test_memory_curves_reach_the_peaks():
     t = timeline("1F1B")
-    page = layout.page(scenes(t))
-    areas = [
-        s for s in page.shapes if isinstance(s, layout.Path) and s.colour == "curve" and not s.width
-    ]
-    tops = [max(y for _, y in s.points) - min(y for _, y in s.points) for s in areas]
-    assert [round(4 * top / tops[0], 6) for top in tops] == list(t.peak) == [4, 3, 2, 1]
-    assert not any(s.colour == "curve" for s in layout.page(scenes(t), Look(memory=False)).shapes)
+    areas = Drawn(t).paths("curve")
+    tops = [max(y for _, y in area) - min(y for _, y in area) for area in areas]
+    assert [4 * top / tops[0] for top in tops] == pytest.approx(list(t.peak)) == [4, 3, 2, 1]
+    assert not Drawn(t, look=Look(memory=False)).paths("curve")
 
 
 def test_units_and_what_they_mean_are_on_the_picture():
-    words = lambda t: " ".join(
-        s.text for s in layout.page(scenes(t)).shapes if isinstance(s, layout.Text)
-    )
+    words = lambda t: " ".join(Drawn(t).texts)
     assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(
         timeline(costs="F=.5,I=.5,W=.5")
     )
@@ -476,15 +511,15 @@ def test_units_and_what_they_mean_are_on_the_picture():
 def test_a_difference_has_the_shift_of_every_action():
     """Ends are compared with those of the simulator; I and W with B, where the other has only B."""
     slow, fast = timeline("1F1B", costs="comm=0.5"), timeline("ZBH1")
-    first, second = output.compared([slow, fast], Look(difference=True))
+    first, second = scenes([slow, fast], difference=True)
     ends = {(a.stage, a.op, a.microbatch): span.end for span in slow for a in span.action.parts}
     shifts = {str(bar.action): bar.shift for lane in second.lanes for bar in lane.bars}
     for span in fast:
         (part,) = span.action.parts
         there = ends[part.stage, "F" if part.op == "F" else "B", part.microbatch]
         assert shifts[str(part)] == pytest.approx(span.end - there)
-    tints = {bar.shades[0] for lane in second.lanes for bar in lane.bars}
-    assert min(tints) == 0 and 9 not in tints
+    tints = {bar.tint for lane in second.lanes for bar in lane.bars}
+    assert min(tints) == "t0" and "t9" not in tints
     assert first.against is None and second.against is first
     assert ("total", f"27 ({100 * (27 / slow.total - 1):+.1f}%)") in labels.facts(second)
 
@@ -510,45 +545,44 @@ def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
     pictures.save(t, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert len(text) < 1_000_000
-    (scene,) = scenes(t)
-    page = layout.page([scene])
-    areas = [s for s in page.shapes if isinstance(s, layout.Path) and s.colour in ("F0", "B0")]
-    for area, kind in zip(areas[:2], ("B0", "F0"), strict=True):  # rank 0, the upper band first
-        assert area.colour == kind
-        low, high = (y(y for _, y in area.points) for y in (min, max))
-        middle = (area.points[0][0] + area.points[-1][0]) / 2
-        at = next(y for (x, y), (right, _) in pairwise(area.points) if x <= middle < right)
+    drawn = Drawn(t)
+    for kind in ("B0", "F0"):
+        area = drawn.paths(kind)[0]  # of rank 0
+        low, high = (y(y for _, y in area) for y in (min, max))
+        middle = (area[0][0] + area[-1][0]) / 2
+        at = next(y for (x, y), (right, _) in pairwise(area) if x <= middle < right)
         # in the steady phase a third of the time is F, and F and B fill all of it
         assert (high - at) / 14 == pytest.approx(1 / 3 if kind == "F0" else 1, abs=0.02)
         assert low <= at
-    words = [s.text for s in page.shapes if isinstance(s, layout.Text)]
+    assert text.index('class="B0"') < text.index('class="F0"')  # the upper band first
+    words = drawn.texts
     assert any(re.match(r"Steady, 8\d.*: F 33.3%, B 66.7%\.", line) for line in words), words
     assert "height: share of the time" in words
 
 
 def test_shares_add_up_to_the_time_of_a_lane():
-    (scene,) = scenes(timeline("DualPipeV", 4, 10, "overlap=3,comm=0.1"))
-    for lane in scene.lanes:
-        parts = idle.shares(dense.intervals(lane), [0, 5, scene.total / 2, scene.total])
+    (one,) = scenes(timeline("DualPipeV", 4, 10, "overlap=3,comm=0.1"))
+    for lane in one.lanes:
+        parts = idle.shares(idle.intervals(lane), [0, 5, one.total / 2, one.total])
         assert [sum(part.values()) for part in parts] == pytest.approx([1, 1, 1])
 
 
 def test_pieces_of_a_dense_lane_contain_whole_microbatches():
-    (scene,) = scenes(timeline("1F1B", 4, 400))
-    assert dense.piece(scene, 2) == pytest.approx(3 * round(dense.piece(scene, 2) / 3))
-    assert 2 * dense.piece(scene, 2) >= dense.LEAST
+    (one,) = scenes(timeline("1F1B", 4, 400))
+    assert dense.piece(one, 2) == pytest.approx(3 * round(dense.piece(one, 2) / 3))
+    assert 2 * dense.piece(one, 2) >= dense.LEAST
 
 
 @pytest.mark.parametrize("width", [320, 390, 900])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (16, 64)])
 def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, microbatches: int):
-    page = layout.page(scenes(timeline("ZBV", ranks, microbatches)), Look(width=width))
+    page = Drawn(timeline("ZBV", ranks, microbatches), look=Look(width=width))
     assert page.width == width
-    for shape in page.shapes:
-        if isinstance(shape, layout.Text):
-            wide = text_width(shape.text, shape.size)
-            left = shape.x - {"start": 0, "middle": wide / 2, "end": wide}[shape.anchor]
-            assert left >= -1 and left + wide <= width + 1, shape.text
+    for shape in page.root.iter(f"{SVG}text"):
+        wide = text_width(shape.text or "", float(shape.attrib["font-size"]))
+        anchor = shape.attrib["class"].split()[-1]
+        left = float(shape.attrib["x"]) - {"m": wide / 2, "e": wide}.get(anchor, 0)
+        assert left >= -1 and left + wide <= width + 1, shape.text
 
 
 # ---- figures of matplotlib ----
@@ -583,12 +617,12 @@ def test_a_plot_has_a_bar_for_every_part_at_its_time(name: str):
 def test_a_plot_shows_lines_and_memory_where_they_are_asked_for():
     t = timeline(costs="comm=0.2,I=1.3")
     axes = t.plot(Figure().subplots(), "light", critical=True, messages=True)
-    messages, critical = axes.lines[-2:]
+    messages, critical = axes.lines[:2]
     assert sum(map(isnan, messages.get_xdata())) == t.messages
     assert list(critical.get_xdata()) == [
         pytest.approx(time) for span in t.critical_path for time in (span.start, span.end)
     ]
-    held = [line for line in axes.lines[:-2] if len(line.get_xdata())]
+    held = [line for line in axes.lines[2:] if len(line.get_xdata())]
     assert len(held) == 4
     plain = t.plot(Figure().subplots(), memory=False)
     assert not any(len(line.get_xdata()) for line in plain.lines)
@@ -765,16 +799,15 @@ def test_html_needs_nothing_else(tmp_path: Path):
     assert "default-src 'none'" in text
     assert text.count("<script") == 2
     assert "{{" not in text
-    data = expanded(text.split('id="data">')[1].split("</script>")[0])
+    data = page_data(text)
     assert [scene["label"] for scene in data["scenes"]] == [toy.name, "ZBVZeroBubble"]
-    lane = data["scenes"][0]["lanes"][1]
-    assert (lane["parts"], lane["gaps"], lane["lengths"], data["scenes"][0]["tick"]) == (
-        [1, 2],
-        [3, 0],
-        [1, 4],
-        1,
-    )
-    assert lane["waits"] == [[3], [0], [0], [0]]
+    one = data["scenes"][0]
+    lane, unit = one["lanes"][1], int(one["scale"])
+    assert lane["parts"] == [1, 2]
+    assert (lane["start"], lane["end"]) == ([3 * unit, unit], [4 * unit, 4 * unit])
+    assert [one["codes"][code][0] for code in lane["codes"]] == ["1F", "1F", "1B"]
+    assert lane["units"] == [0, 1, -1]
+    assert lane["waits"] == [[0], [0], [0], [3 * unit]]
 
 
 def test_a_hundred_thousand_spans_make_a_page_of_a_tenth_of_a_megabyte(tmp_path: Path):
@@ -798,7 +831,12 @@ def test_the_ending_says_what_is_written(tmp_path: Path):
 
 
 def test_steps_keeps_peaks_and_drops_dips_without_length():
-    assert _steps([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [(0, 1), (1, 1), (2, 3), (2, 1)]
+    assert without_dips([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [
+        (0, 1),
+        (1, 1),
+        (2, 3),
+        (2, 1),
+    ]
 
 
 def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():

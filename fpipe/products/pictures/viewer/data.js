@@ -19,7 +19,7 @@ function unpack(raw) {
 
 // What follows from the lanes of a scene.
 function finish(scene) {
-  scene.shades = Math.max(...scene.palette.map((entry) => entry.shade)) + 1;
+  scene.shades = Math.max(...scene.palette.map((entry) => +entry.key.slice(1))) + 1;
   scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
   scene.ops = [..."FBIW"].filter((op) => scene.lanes.some((lane) => lane.names.some((name) => name.includes(op))));
   scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
@@ -29,47 +29,40 @@ function finish(scene) {
   return scene;
 }
 
-// The numbers of differences, times `unit`.
-function sums(differences, unit) {
+// The numbers of which these are the differences.
+function sums(differences) {
   let at = 0;
-  return differences.map((difference) => (at += difference) * unit);
+  return differences.map((difference) => at += difference);
 }
 
 function unpackLane(scene, lane, rank) {
-  const count = lane.lengths.length;
+  const times = (differences) => sums(differences).map((time) => time / scene.scale);
+  const units = sums(lane.units), count = lane.start.length;
   lane.rank = rank;
-  lane.start = new Float64Array(count);
-  lane.end = new Float64Array(count);
+  lane.start = Float64Array.from(times(lane.start));
+  lane.end = Float64Array.from(times(lane.end));
   lane.names = new Array(count);
   lane.colour = new Uint8Array(2 * count);  // two palette indices, equal unless the bar is fused
   lane.parts_ = new Array(count);  // filled when first asked for: most are never looked at
-  const at = new Array(scene.codes.length).fill(-1);
-  const entries = Object.fromEntries(scene.palette.map((entry, k) => [entry.op + entry.shade.toString(36), k]));
-  let time = 0, p = 0;
-  for (let k = 0; k < count; k++) {
-    lane.start[k] = (time += lane.gaps[k]) * scene.tick;
-    lane.end[k] = (time += lane.lengths[k]) * scene.tick;
+  for (let k = 0, p = 0; k < count; k++) {
     let name = "";
     for (let part = 0; part < lane.parts[k]; part++, p++) {
-      const code = lane.codes[p];
-      at[code] += lane.steps[p] + 1;
-      name += (part ? ";" : "") + scene.codes[code] + scene.suffixes[at[code]];
-      const colour = entries[scene.codes[code].slice(-1) + lane.shades[p]];
+      const [text, colour] = scene.codes[lane.codes[p]], unit = units[p];
+      const suffix = scene.slices > 1 ? `${Math.floor(unit / scene.slices)}.${unit % scene.slices}` : unit;
+      name += (part ? ";" : "") + text + suffix;
       if (part === 0) lane.colour[2 * k] = lane.colour[2 * k + 1] = colour;
       else if (part === 1) lane.colour[2 * k + 1] = colour;
     }
     lane.names[k] = name;
   }
-  const [waits, indices, ranks, back] = lane.waits;
+  const [indices, ranks, positions] = lane.waits.slice(0, 3).map(sums), waits = times(lane.waits[3]);
   lane.cause = new Map();  // index -> {rank, index, wait}
-  sums(indices, 1).forEach((index, k) =>
-    lane.cause.set(index, {rank: ranks[k], index: index - back[k], wait: waits[k] * scene.tick}));
-  lane.times = sums(lane.times, scene.tick);
-  lane.held = sums(lane.held, scene.amount);
+  indices.forEach((index, k) => lane.cause.set(index, {rank: ranks[k], index: positions[k], wait: waits[k]}));
+  lane.times = times(lane.times);
+  lane.held = sums(lane.held).map((amount) => amount / scene.amount);
   lane.most = lane.held.reduce((most, held) => Math.max(most, held), 0);
-  const [starts, lengths, causes] = lane.idle;
-  lane.idle = sums(starts, scene.tick).map((start, k) =>
-    ({start, end: start + lengths[k] * scene.tick, cause: scene.causes[causes[k]]}));
+  const [starts, ends] = lane.idle.slice(0, 2).map(times), causes = lane.idle[2];
+  lane.idle = starts.map((start, k) => ({start, end: ends[k], cause: causes[k]}));
 }
 
 function partsOf(lane, index) {

@@ -252,7 +252,7 @@ function pieces(scene, view, state, weight = 1) {
 }
 
 function addLane(lane, scene, first, last, add, state) {
-  const kinds = scene.palette.map((entry) => KINDS.indexOf(entry.tint ?? entry.op));
+  const kinds = scene.palette.map((entry) => KINDS.findIndex((kind) => kind === entry.key || kind === entry.key[0]));
   for (let k = first; k <= last; k++) {
     const a = lane.start[k], b = lane.end[k], one = kinds[lane.colour[2 * k]], two = kinds[lane.colour[2 * k + 1]];
     if (one === two) add(a, b, one);
@@ -262,7 +262,7 @@ function addLane(lane, scene, first, last, add, state) {
 }
 
 function shadeOf(scene, op) {
-  const entry = scene.palette.find((one) => one.tint ? one.tint === op : one.op === op && one.shade === 0);
+  const entry = scene.palette.find((one) => one.key === op || one.key === op + "0");
   return entry ? paintOf(entry).colour : "";
 }
 

@@ -348,13 +348,13 @@ function legend() {
   for (const op of "FBIW") {
     if (!plain.some((scene) => scene.ops.includes(op))) continue;
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
-    const entries = scene.palette.filter((entry) => entry.op === op).map(paintOf);
+    const entries = scene.palette.filter((entry) => entry.key[0] === op).map(paintOf);
     swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
   }
   if (shades > 1) items.push(element("span", "paler: a rank's other stages"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   for (const scene of scenes) {
-    for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, "t" + tint), "", ""]), "", word);
+    for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, tint), "", ""]), "", word);
   }
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
