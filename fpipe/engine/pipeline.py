@@ -69,7 +69,8 @@ class Pipeline(Generic[Y, R]):
 
     def _repr_html_(self) -> str:
         count = None if isinstance(self.config.schedule, Chosen) else self.config.microbatches
-        return product("pictures").pipeline(self.config, count and self.schedule(count))
+        picture = self.schedule(count)._repr_html_() if count else ""
+        return product("pictures").pipeline(self.config, picture)
 
     # ---- questions ----
     def schedule(self, microbatches: int) -> Schedule:

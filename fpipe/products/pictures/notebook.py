@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from ...schedule import Schedule
 from . import page
 from .convert import Drawable, scenes
 from .labels import Look
@@ -21,8 +20,8 @@ def figure(timeline: Drawable | Sequence[Drawable]) -> str:
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
 
-def pipeline(config: Any, schedule: Schedule | None) -> str:
-    """What a pipeline is built from, and a picture of its schedule if that is known."""
+def pipeline(config: Any, picture: str) -> str:
+    """What a pipeline is built from, above a picture of its schedule."""
     rows = [
         ("pipeline", repr(config)),
         ("stages of this process", ", ".join(map(str, config.here))),
@@ -31,7 +30,7 @@ def pipeline(config: Any, schedule: Schedule | None) -> str:
         ("loss", getattr(config.loss, "__name__", config.loss)),
         ("reduction", config.reduction),
     ]
-    return table(["", ""], rows) + (schedule._repr_html_() if schedule else "")
+    return table(["", ""], rows) + picture
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
