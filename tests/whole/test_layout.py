@@ -86,8 +86,7 @@ PACKAGES = {
     "products": Entry(
         "pictures, search, clusters, training, the command line",
         "interop",
-        "actions collectives devices engine errors generators saving schedule stage transforms "
-        "tree",
+        "actions collectives devices errors generators saving schedule stage transforms tree",
     ),
     "interop": Entry(
         "other people's models, trainers, files",
