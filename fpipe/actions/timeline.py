@@ -393,7 +393,7 @@ class Timeline:
             messages: Draw a line for every message between ranks.
 
         Returns:
-            The axes. Time is along x, and a lane is 1 high.
+            The axes. Time is along x, and rank r lies between r and r + 1 on y.
 
         Raises:
             FpipeError: matplotlib is missing, or no style has this name.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.products.pictures import notebook
+from fpipe.products.pictures import output
 
 
 def texts(html: str) -> list[str]:
@@ -66,8 +66,8 @@ def test_a_pipeline_and_its_plans_are_shown():
 
 
 def test_long_text_is_cut():
-    lines = texts(notebook.folded("many", "\n".join(map(str, range(1000)))))[-1].splitlines()
-    assert len(lines) == notebook.MOST_LINES + 1
+    lines = texts(output.folded("many", "\n".join(map(str, range(1000)))))[-1].splitlines()
+    assert len(lines) == output.MOST_LINES + 1
     assert lines[-1] == "... and 600 more lines"
 
 

@@ -7,8 +7,18 @@ matplotlib.
 
 from .convert import Drawable
 from .labels import Look
-from .notebook import figure, folded, pipeline, table, titled
-from .output import FORMATS, draw, load, plot, save
+from .output import (
+    FORMATS,
+    draw,
+    figure,
+    folded,
+    load,
+    pipeline,
+    plot,
+    save,
+    table,
+    titled,
+)
 from .plotting import frontier
 from .trace import is_timeline
 

@@ -99,8 +99,7 @@ def ink(colour: str) -> str:
     >>> ink("#0b4b49"), ink("#ffe391")
     ('#ffffff', '#000000')
     """
-    light = luminance(colour)
-    return "#ffffff" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
+    return "#ffffff" if luminance(colour) < 0.179 else "#000000"
 
 
 def luminance(colour: str) -> float:

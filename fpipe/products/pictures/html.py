@@ -112,7 +112,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "slices": scene.slices,
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
-        "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
+        "longest": [round(1.1 * labels.widest_name(scene, detail), 3) for detail in (3, 2)],
         "palette": colour_table(keys, scene.shades),
         "tints": [(entry.colours, entry.text) for entry in labels.tints(scene)],
         "scale": scale,

@@ -11,9 +11,10 @@ in every phase, once the rank has begun.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
-from ...actions import KINDS
-from .scene import Bar, Gap, Lane
+from ...actions import KINDS, OPS
+from .scene import Bar, Gap, Lane, Scene
 
 PHASES = ("warm-up", "steady", "tail")
 
@@ -129,3 +130,62 @@ def shares(
                 pieces[piece][key] = pieces[piece].get(key, 0.0) + inside / (high - low)
             piece += 1
     return pieces
+
+
+# ---- lanes whose actions are too narrow to be drawn ----
+#: colours in a lane, from its foot up
+STACKED = (
+    *(f"t{k}" for k in range(10)),
+    *(f"{op}0" for op in OPS),
+    *("tail", "imbalance", "message", "other", "warmup"),
+)
+LEAST = 6.0  #: the least width of a piece in pixels
+LEAST_CELL = 2.0  #: pixels of a short bar, below which a lane shows shares
+
+
+def piece(scene: Scene, scale: float) -> float:
+    """The length of a piece: the work of a rank on a whole number of microbatches, so that a steady
+    phase is even.
+    """
+    work = scene.work / max(scene.microbatches, 1)
+    if work <= 0 or work * scale > 4 * LEAST:
+        return LEAST / scale
+    return work * ceil(LEAST / (work * scale))
+
+
+def bands(
+    lane: Lane, scene: Scene, scale: float
+) -> tuple[list[float], list[tuple[str, list[float]]]]:
+    """The edges of the pieces, and (colour, height in each piece), the later ones over the
+    earlier: a height is the share of this colour and of those to be drawn over it.
+    """
+    length = piece(scene, scale)
+    edges = [min(k * length, scene.total) for k in range(ceil(scene.total / length - 1e-9) + 1)]
+    unshaded = [(a, b, f"{key[0]}0" if key[0] in OPS else key) for a, b, key in intervals(lane)]
+    parts = shares(unshaded, edges)
+    heights = [0.0] * len(parts)
+    found: list[tuple[str, list[float]]] = []
+    for colour in STACKED:
+        if any(colour in part for part in parts):
+            heights = [
+                min(height + part.get(colour, 0.0), 1.0)
+                for height, part in zip(heights, parts, strict=True)
+            ]
+            found.append((colour, heights))
+    return edges, found[::-1]
+
+
+def envelope(curve: Sequence[tuple[float, float]], length: float) -> list[tuple[float, float]]:
+    """A curve with one point in each ``length`` of time, the greatest there; equal ones are one.
+
+    >>> envelope([(0, 1), (1, 2), (2, 1), (3, 2), (9, 0)], 4)
+    [(0, 2), (8, 0)]
+    """
+    most: dict[int, float] = {}
+    for time, amount in curve:
+        most[int(time / length)] = max(most.get(int(time / length), amount), amount)
+    points: list[tuple[float, float]] = []
+    for at, amount in most.items():
+        if not points or points[-1][1] != amount:
+            points.append((at * length, amount))
+    return points

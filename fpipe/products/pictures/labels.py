@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...actions import KINDS, counted, number
+from ...actions import KINDS, OPS, Action, counted, number
 from .convert import ABSENT, SAME
+from .idle import PHASES, intervals, phases, shares
 from .scene import CAUSES, Lane, Scene
 
 
@@ -129,6 +132,25 @@ def note(scene: Scene) -> str:
     return text
 
 
+def lines_of_phases(scene: Scene) -> list[str]:
+    """For each phase, its share of the time of all ranks and what they do in it."""
+    times: list[Counter[str]] = [Counter() for _ in PHASES]
+    for lane in scene.lanes:
+        edges = [0.0, *phases(lane.bars), scene.total]
+        for k, part in enumerate(shares(intervals(lane, painted=False), edges)):
+            for key, share in part.items():
+                times[k]["idle" if key in CAUSES else key[0]] += share * (edges[k + 1] - edges[k])
+    whole = scene.total * len(scene.lanes) or 1.0
+    lines = []
+    for phase, kinds in zip(PHASES, times, strict=True):
+        if (time := kinds.total()) > 5e-4 * whole:
+            shown = [kind for kind in (*OPS, "idle") if kinds[kind] > 5e-4 * time]
+            does = ", ".join(f"{kind} {percent(kinds[kind] / time)}" for kind in shown)
+            part = f"{phase.capitalize()}, {percent(time / whole)} of all ranks' time"
+            lines.append(f"{part}: {does}.")
+    return lines
+
+
 def _range(low: float, high: float) -> str:
     return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
 
@@ -229,3 +251,87 @@ def legend(scenes: Sequence[Scene], look: Look, dense: bool) -> Iterator[Entry]:
         yield Entry(("mark",), "critical path", 0.2)
     if look.messages and not dense:
         yield Entry(("message-line",), "message", 0.1)
+
+
+# ---- names of actions ----
+def name(part: Action, detail: int) -> str:
+    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its
+    letter, 0 nothing.
+
+    >>> [name(Action(3, "F", 2), detail) for detail in (3, 2, 1, 0)]
+    ['3F2', 'F2', '2', '']
+    """
+    text = str(part)
+    short = text.lstrip("0123456789")
+    return (text, short, short[1:], "")[3 - detail]
+
+
+def short_names(scene: Scene, detail: int) -> set[str]:
+    """Names as long as those of the bars that are about as short as ``cell``; at least one."""
+    short = (bar for bar in scene.bars if bar.end - bar.start < 1.5 * scene.cell)
+    names = {name(part, detail) for bar in short for part in bar.action.parts}
+    return {re.sub("[0-9]", "8", text) for text in names} or {""}
+
+
+def widest_name(scene: Scene, detail: int) -> float:
+    """The width of the widest of :func:`short_names`, in units of the size of its letters."""
+    return max(text_width(text, 1.0) for text in short_names(scene, detail))
+
+
+# ---- letters ----
+_CAPITAL, _SPACING, _OTHER = (
+    7.0,
+    1.5,
+    3.6,
+)  #: height of capitals, between letters, width of an unlisted character
+_WIDTHS = {
+    0.6: "'!",
+    0.8: "il.,:;",
+    1.2: "j",
+    1.4: "()[]",
+    1.6: " ",
+    2.3: "r",
+    2.4: "Ift-",
+    2.8: "/*",
+    3.0: "J",
+    3.3: "s",
+    3.4: "c?<>",
+    3.5: "kz",
+    3.6: "hnux",
+    3.8: "Labdegpqvy+=_",
+    3.9: "F",
+    4.0: "Eo",
+    4.2: "0123456789",
+    4.3: "PS",
+    4.4: "B",
+    4.5: "KRZ",
+    4.6: "HNUXY#",
+    4.8: "ACDTV",
+    5.0: "G&",
+    5.4: "Mw",
+    5.6: "OQ%",
+    5.8: "m",
+    6.6: "W",
+}
+_WIDTH = {char: width for width, chars in _WIDTHS.items() for char in chars}
+
+
+def text_width(text: str, size: float) -> float:
+    """The width of ``text`` in letters of ``size``, whose capitals are 0.72 of that high.
+
+    >>> text_width("11", 10) == 2 * text_width("1", 10)
+    True
+    """
+    return sum(_WIDTH.get(char, _OTHER) + _SPACING for char in text) * (0.72 * size / _CAPITAL)
+
+
+def wrapped(text: str, size: float, space: float) -> Iterator[str]:
+    """The lines of a text that fit the space."""
+    line = ""
+    for word in text.split(" "):
+        if line and text_width(f"{line} {word}", size) > space:
+            yield line
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    yield line

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws timelines as text and into figures, writes them as files and reads them again.
+"""Draws timelines as text, into figures and for notebooks, writes them as files and reads them
+again.
 
 What is drawn is typed by a protocol, :class:`~fpipe.products.pictures.convert.Drawable`, so that
 nothing here knows schedules or simulation.
@@ -12,13 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from html import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...actions import write_bytes
 from ...errors import FpipeError
-from . import html, page, plotting, terminal, trace
+from . import html, plotting, svg, terminal, trace
 from .convert import Drawable, scenes
 from .labels import Look
 from .scene import Scene
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PAINTERS: dict[str, Callable[[Sequence[Scene], Look], str | bytes]] = {
-    ".svg": page.paint,
+    ".svg": svg.paint,
     ".png": partial(plotting.paint, suffix=".png"),
     ".pdf": partial(plotting.paint, suffix=".pdf"),
     ".html": html.paint,
@@ -36,6 +38,7 @@ _PAINTERS: dict[str, Callable[[Sequence[Scene], Look], str | bytes]] = {
 }
 #: the suffixes of pictures
 FORMATS = tuple(_PAINTERS)
+MOST_LINES = 400  #: of text that folds
 
 
 def draw(
@@ -84,7 +87,11 @@ def plot(
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
     look = look or Look()
-    return plotting.plot(scenes(timeline, look.difference), look, style, ax)
+    drawn = scenes(timeline, look.difference)
+    if ax is None:
+        figure = plotting.load("matplotlib.pyplot").figure()
+        ax = plotting.new_axes(figure, drawn, look, style)
+    return plotting.plot(drawn, look, style, ax)
 
 
 def save(
@@ -137,3 +144,48 @@ def _colour_bits() -> int:
     if not (os.environ.get("FORCE_COLOR") or sys.stdout.isatty()):
         return 0
     return 24 if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else 8
+
+
+# ---- pieces of HTML for notebooks ----
+def figure(timeline: Drawable | Sequence[Drawable]) -> str:
+    """A picture that scrolls sideways where the page is narrower."""
+    drawing = svg.paint(scenes(timeline), Look(), inline=True)
+    return f'<div style="overflow-x:auto">{drawing}</div>'
+
+
+def pipeline(config: Any, picture: str) -> str:
+    """What a pipeline is built from, above a picture of its schedule."""
+    rows = [
+        ("pipeline", repr(config)),
+        ("stages of this process", ", ".join(map(str, config.here))),
+        ("placement", repr(config.placement)),
+        ("microbatches", config.microbatches or "by the call"),
+        ("loss", getattr(config.loss, "__name__", config.loss)),
+        ("reduction", config.reduction),
+    ]
+    return table(["", ""], rows) + picture
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; cells are text.
+
+    >>> table(["rank"], [[0]])
+    '<table><tr><th>rank</th></tr><tr><td>0</td></tr></table>'
+    """
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row) for tag, row in lines)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def titled(text: str) -> str:
+    """Text that folds below its first line."""
+    head, _, rest = text.partition("\n")
+    return folded(head, rest)
+
+
+def folded(summary: str, text: str) -> str:
+    """Text in fixed width below a line that opens it; of a long one the beginning."""
+    lines = text.splitlines()
+    more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
+    shown = escape("\n".join(lines[:MOST_LINES]) + more)
+    return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...actions import OPS, Action, AnyAction
-from .text_width import text_width
 
 #: cause of idle time -> its name in the legend
 CAUSES = {
@@ -23,7 +22,6 @@ CAUSES = {
     "tail": "tail",
     "other": "other, or not known",
 }
-_ALIKE = str.maketrans("0123456789", "8888888888")
 
 
 class Gap(NamedTuple):
@@ -146,25 +144,3 @@ class Scene:
             times[gap.cause] += gap.end - gap.start
         whole = self.total * len(self.lanes) or 1.0
         return {cause: times[cause] / whole for cause in CAUSES if times[cause] > 5e-4 * whole}
-
-    def short_names(self, detail: int) -> set[str]:
-        """Names as long as those of the bars that are about as short as ``cell``; at least one."""
-        short = (bar for bar in self.bars if bar.end - bar.start < 1.5 * self.cell)
-        names = {name(part, detail) for bar in short for part in bar.action.parts}
-        return {text.translate(_ALIKE) for text in names} or {""}
-
-    def widest_name(self, detail: int) -> float:
-        """The width of the widest of :meth:`short_names`, in units of the size of its letters."""
-        return max(text_width(text, 1.0) for text in self.short_names(detail))
-
-
-def name(part: Action, detail: int) -> str:
-    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its
-    letter, 0 nothing.
-
-    >>> [name(Action(3, "F", 2), detail) for detail in (3, 2, 1, 0)]
-    ['3F2', 'F2', '2', '']
-    """
-    text = str(part)
-    short = text.lstrip("0123456789")
-    return (text, short, short[1:], "")[3 - detail]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements of SVG, and a document of them that follows its reader's light or dark mode.
+"""A still picture in SVG, which follows its reader's light or dark mode: titles, axis, lanes and
+legend.
 
 The class of an element names its colour, a key of ``colours.palette``: ``F0`` fills it, ``F0l`` is
 a line in it, and ``F0t`` is a text on it, black or white.
@@ -11,13 +12,156 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from html import escape
+from itertools import count, takewhile
+from typing import NamedTuple
 
+from ...actions import OPS
+from . import labels
 from .colours import ink, palette
-from .text_width import text_width
+from .labels import Look, text_width, wrapped
+from .scene import Scene
+from .shapes import (
+    GAP,
+    Frame,
+    Label,
+    Points,
+    Rect,
+    Shape,
+    frame,
+    lane_shapes,
+    line_shapes,
+    natural_size,
+)
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+EDGE = 24  # around the page
+PHONE = 700  # pages narrower than this have short labels beside the lanes
 
 
+class _Sheet(NamedTuple):
+    """Where things are on the page."""
+
+    frame: Frame
+    short: bool  # labels beside the lanes
+    margin: float
+    left: float  # of the lanes
+    width: float  # of the lanes
+    right: float  # of the page
+
+    def x(self, time: float) -> float:
+        """Where a time is."""
+        return self.left + time * self.frame.scale
+
+
+def paint(scenes: Sequence[Scene], look: Look, inline: bool = False) -> str:
+    """The scenes as SVG, one over the other on one axis; ``inline`` for a page of HTML."""
+    sheet = _sheet(scenes, look)
+    elements: list[str] = []
+    y: float = EDGE
+    for scene in scenes:
+        for line, size, height, kind in _heading(scene, sheet):
+            elements.append(text(sheet.margin, y + 14, line, size, kind))
+            y += height
+        y += 30
+        elements += _axis(scenes, scene, sheet, y)
+        for rank in range(len(scene.lanes)):
+            elements += _names(rank, scene, sheet, y)
+            elements += (
+                _element(shape, sheet, y) for shape in lane_shapes(rank, scene, sheet.frame)
+            )
+        elements += (_element(shape, sheet, y) for shape in line_shapes(scene, sheet.frame))
+        y += len(scene.lanes) * sheet.frame.pitch - GAP + 22
+    legend, y = _legend(scenes, sheet, y)
+    return document(
+        [*elements, *legend],
+        (sheet.right, y + EDGE - 8),
+        max(scene.shades for scene in scenes),
+        alt="; ".join(scene.name or "schedule" for scene in scenes),
+        dark=look.dark,
+        inline=inline,
+    )
+
+
+def _sheet(scenes: Sequence[Scene], look: Look) -> _Sheet:
+    last = max(len(scene.lanes) for scene in scenes) - 1
+    short = look.width is not None and look.width < PHONE
+    margin = 12 if short else EDGE
+    left = margin + 10 + 7 * len(str(last) if short else f"rank {last}")
+    beside = 12.0
+    if not short:
+        figures = [labels.figures_of(lane, scene) for scene in scenes for lane in scene.lanes]
+        beside = 24 + max(text_width(figure, 11) for figure in figures)
+    width, lane = natural_size(scenes)
+    if look.width is not None:
+        width = max(look.width - left - beside, 60.0)
+    measures = frame(scenes, look, width, lane)
+    return _Sheet(measures, short, margin, left, width, left + width + beside)
+
+
+def _heading(scene: Scene, sheet: _Sheet) -> Iterator[tuple[str, float, float, str]]:
+    """Title, figures and what they mean: (line, size, height, kind)."""
+    space = sheet.right - sheet.margin - 12
+    for line in wrapped(labels.title(scene), 17, space):
+        yield line, 17, 20, "ink b"
+    notes = [labels.figures(scene), labels.idle(scene), labels.note(scene)]
+    notes += labels.lines_of_phases(scene) if sheet.frame.is_dense(scene) else []
+    for line in (line for note in notes if note for line in wrapped(note, 12.5, space)):
+        yield line, 12.5, 17, "faint"
+
+
+def _axis(scenes: Sequence[Scene], scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
+    step = labels.step_of((45 if sheet.short else 70) / sheet.frame.scale)
+    end = max(scene.total for scene in scenes) * (1 + 1e-9)
+    height = len(scene.lanes) * sheet.frame.pitch - GAP + 10
+    for time in takewhile(lambda time: time <= end, (tick * step for tick in count())):
+        yield rect(sheet.x(time) - 0.5, y - 5, 1, height, "line")
+        label = labels.time(time, scene) if time == 0 else labels.number(time)
+        yield text(sheet.x(time), y - 9, label, 10.5, "faint m")
+
+
+def _names(rank: int, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
+    """What is beside a lane."""
+    foot = y + rank * sheet.frame.pitch + sheet.frame.lane / 2 + 4
+    yield text(sheet.left - 8, foot, str(rank) if sheet.short else f"rank {rank}", 12, "ink e")
+    if not sheet.short:
+        figures = labels.figures_of(scene.lanes[rank], scene)
+        yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
+
+
+def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
+    if isinstance(shape, Rect):
+        x = sheet.x(shape.start) + shape.inset
+        wide = (shape.end - shape.start) * sheet.frame.scale - 2 * shape.inset
+        return rect(x, y + shape.y, wide, shape.height, shape.colour, shape.hint)
+    if isinstance(shape, Label):
+        foot, kind = y + shape.y + 0.36 * shape.size, f"{shape.colour}t m"
+        return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
+    outlines = [[(sheet.x(time), y + at) for time, at in points] for points in shape.outlines]
+    return path(outlines, *shape[1:])
+
+
+def _legend(scenes: Sequence[Scene], sheet: _Sheet, y: float) -> tuple[list[str], float]:
+    """The legend, in as many lines as it needs, and where it ends."""
+    first = sheet.margin if sheet.short else sheet.left
+    x, elements = first, []
+    dense = all(map(sheet.frame.is_dense, scenes))
+    for colours, content, height in labels.legend(scenes, sheet.frame.look, dense):
+        stacked = height == 0.5
+        boxes = 16 if stacked else 16 * len(colours)
+        space = boxes + 7 + 1.1 * text_width(content, 12) + 20
+        if x > first and x + space - 20 > sheet.right - 12:
+            x, y = first, y + 22
+        for k, colour in enumerate(colours):
+            left, top = (x, y + 8 * k) if stacked else (x + 16 * k, y + 16 - 16 * height)
+            elements.append(rect(left, top, 16, 16 * height, colour))
+            if k == 0 and height == 1 and colour[0] in OPS:
+                elements.append(text(left + 8, y + 12, colour[0], 11, f"{colour}t m"))
+        elements.append(text(x + boxes + (7 if boxes else 0), y + 12.5, content, 12))
+        x += space
+    return elements, y + 16
+
+
+# ---- elements and documents ----
 def rect(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
     """A filled rectangle; ``hint`` is shown under the mouse."""
     place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
@@ -41,7 +185,7 @@ def text(
 
 
 def path(
-    outlines: Sequence[Sequence[tuple[float, float]]],
+    outlines: Sequence[Points],
     colour: str,
     width: float = 0.0,
     opacity: float = 1.0,
@@ -52,7 +196,7 @@ def path(
     return f'<path class="{kind} d="{"".join(map(_outline, outlines))}"/>'
 
 
-def _outline(points: Sequence[tuple[float, float]]) -> str:
+def _outline(points: Points) -> str:
     """Steps are written as differences along one axis, which are shorter."""
     x, y = (round(value, 1) for value in points[0])
     text = f"M{_n(x)} {_n(y)}"

@@ -22,7 +22,7 @@ from ...actions import number
 from . import labels
 from .colours import ink, mix, of_256, palette, rgb
 from .idle import intervals, shares
-from .scene import CAUSES, Lane, Scene, name
+from .scene import CAUSES, Lane, Scene
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
@@ -66,7 +66,7 @@ def paint(scenes: Sequence[Scene], width: int = 160, bits: int = 0) -> str:
                 lines.append(label.ljust(layout.margin) + _ansi(row[first:stop], bits))
                 if lane.carried:
                     label = "  link".ljust(layout.margin)[: layout.margin]
-                    lines.append(label + _link(lane, layout, first, stop))
+                    lines.append(label + _ansi(_link(lane, layout)[first:stop], bits))
     lines.append("")
     for scene in scenes:
         head = f"{scene.name or 'schedule'}: " if len(scenes) > 1 else ""
@@ -85,7 +85,7 @@ def _layout(scenes: Sequence[Scene], width: int, bits: int) -> _Layout:
     cell = min(scene.cell for scene in scenes)
     plain = PLAIN if max(scene.shades for scene in scenes) > 1 else PLAIN_ONE_CHUNK
     for detail, budget in COLOURED if bits else plain:
-        need = max(len(name) for scene in scenes for name in scene.short_names(detail)) + 1
+        need = max(len(name) for scene in scenes for name in labels.short_names(scene, detail)) + 1
         if columns < need:
             continue
         panels = ceil(end / cell * need / (columns // need * need) - 1e-9)
@@ -129,20 +129,18 @@ def _row(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
     row: list[Cell] = [(" " if layout.bits else ".", None)] * (layout.columns * layout.panels)
     for bar in lane.bars:
         start, stop = round(bar.start * layout.scale), min(round(bar.end * layout.scale), len(row))
-        count = len(bar.colours)
         colours = bar.painted if layout.bits else bar.colours
+        count = len(colours)
         for k, (part, colour) in enumerate(zip(bar.action.parts, colours, strict=True)):
             a, b = (start + (stop - start) * at // count for at in (k, k + 1))
-            label = name(part, layout.detail)
-            low, high = _piece(a, b, layout.columns)
+            label, (low, high) = labels.name(part, layout.detail), _piece(a, b, layout.columns)
             if layout.bits:
                 row[a:b] = _coloured(label, b - a, low, high, palette(scene.shades)[colour])
-            elif a < b:
+            else:
                 label = _by_chunk(label, colour) if layout.detail < 3 else label
-                text = "-" * low + label[: high - low]
                 end = " " if k + 1 == count else "&"
-                text = text.ljust(b - a - 1, "-") + end if len(text) < b - a else text
-                row[a:b] = [(char, None) for char in text]
+                text = ("-" * low + label[: high - low]).ljust(b - a - 1, "-") + end
+                row[a:b] = [(char, None) for char in text[: b - a]]
     return row
 
 
@@ -155,33 +153,27 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     """The larger piece of a bar that the edge of a panel cuts, counted from its start; all of one
     that it does not.
     """
-    cut = (a // columns + 1) * columns
-    if cut >= b:
-        return 0, b - a
+    cut = min((a // columns + 1) * columns, b)
     return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
 
 
 def _coloured(label: str, width: int, low: int, high: int, ground: str) -> list[Cell]:
     """A bar's cells: a thin line at its left edge, its label in the middle of a piece."""
-    style = (ink(ground), ground)
-    cells: list[Cell] = [(" ", style)] * width
-    space = high - low - len(label)
+    style, space = (ink(ground), ground), high - low - len(label)
+    text = " " * (low + (space + 1) // 2) + label if space >= 0 else ""
+    cells: list[Cell] = [(char, style) for char in text.ljust(width)]
     if space > 0:
         cells[0] = ("▏", (mix(ground, "#000000", 0.45), ground))
-    if space >= 0:
-        at = low + (space + 1) // 2
-        cells[at : at + len(label)] = [(char, style) for char in label]
     return cells
 
 
-def _link(lane: Lane, layout: _Layout, first: int, stop: int) -> str:
+def _link(lane: Lane, layout: _Layout) -> list[Cell]:
     """What a rank's link carries, under its lane."""
-    row = [" "] * (layout.columns * layout.panels + 1)
+    row: list[Cell] = [(" ", None)] * (layout.columns * layout.panels)
     for start, end, _ in lane.carried:
-        a = round(start * layout.scale)
-        b = min(max(round(end * layout.scale), a + 1), len(row))
-        row[a:b] = ">" * (b - a)
-    return "".join(row[first:stop])
+        a, b = round(start * layout.scale), round(end * layout.scale)
+        row[a : max(b, a + 1)] = [(">", None)] * (max(b, a + 1) - a)
+    return row
 
 
 def _overview(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
@@ -240,28 +232,26 @@ def _escape(style: tuple[str, str], bits: int) -> str:
 
 
 def _legend(scenes: Sequence[Scene], layout: _Layout, width: int) -> list[str]:
-    items: list[tuple[str, int]] = []  # and how wide each is
     shades = max(scene.shades for scene in scenes)
-    entries = [(2, entry) for entry in labels.kinds(scenes, shades)]
-    if layout.bits:
-        entries += [(1, entry) for scene in scenes for entry in labels.tints(scene)]
-    for columns, (colours, text, _) in entries:
-        letter = colours[0][0] if columns == 2 else " "
-        swatch: list[Cell] = [(letter, None)]
-        if layout.bits:
-            grounds = [palette(shades)[colour] for colour in colours for _ in range(columns)]
-            swatch = [(" ", (ink(ground), ground)) for ground in grounds]
-            swatch[0] = (letter, swatch[0][1])
-        text = f" {text}"[: max(width - len(swatch), 0)]
-        items.append((_ansi(swatch, layout.bits) + text, len(swatch) + len(text)))
+    items: list[list[Cell]] = []
+    for colours, text, _ in labels.kinds(scenes, shades):
+        swatch = _swatch([colour for colour in colours for _ in range(2)], shades)
+        letter = colours[0][0]
+        swatch = [(letter, swatch[0][1]), *swatch[1:]] if layout.bits else [(letter, None)]
+        items.append([*swatch, *((char, None) for char in f" {text}")])
+    for entry in (entry for scene in scenes for entry in labels.tints(scene) if layout.bits):
+        text = f" {entry.text}"
+        items.append([*_swatch(entry.colours, shades), *((char, None) for char in text)])
     if not layout.bits and shades == 2 and layout.detail < 3:
-        note = "small letters: a rank's other stage"[:width]
-        items.append((note, len(note)))
-    lines, left = [""], width
-    for item, size in items:
-        if size > left and lines[-1]:
-            lines.append("")
-            left = width
-        lines[-1] += item + "  "
-        left -= size + 2
-    return lines
+        items.append([(char, None) for char in "small letters: a rank's other stage"])
+    lines: list[list[Cell]] = [[]]
+    for item in items:
+        if lines[-1] and len(lines[-1]) + len(item) > width:
+            lines.append([])
+        lines[-1] += [*item[:width], (" ", None), (" ", None)]
+    return [_ansi(line, layout.bits) for line in lines]
+
+
+def _swatch(colours: Sequence[str], shades: int) -> list[Cell]:
+    grounds = [palette(shades)[colour] for colour in colours]
+    return [(" ", (ink(ground), ground)) for ground in grounds]

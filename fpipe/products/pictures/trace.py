@@ -93,15 +93,20 @@ class Recorded:
     unit: str
     span: float
     bubble: float
-    rows: list[list[Span]]
-    curves: list[list[tuple[float, float]]]
+    rows: dict[int, list[Span]]  # by rank
+    curves: dict[int, list[tuple[float, float]]]
+    links: dict[int, list[Carried]]
     waits: dict[tuple[int, int], Wait]
-    carried: list[list[Carried]]
 
     @property
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.rows)
+
+    @property
+    def carried(self) -> list[list[Carried]]:
+        """What the links of all ranks carry."""
+        return list(self.links.values())
 
     def of_rank(self, rank: int, /) -> Sequence[Span]:
         """The spans of a rank, in order."""
@@ -147,55 +152,31 @@ def read(path: Path) -> tuple[Drawable, ...]:
 
 
 def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
-    name, unit, span, bubble, ranks = (
-        _value(facts, key, cls)
-        for key, cls in (
-            ("name", str),
-            ("unit", str),
-            ("span", float),
-            ("bubble", float),
-            ("ranks", int),
-        )
-    )
+    unit, ranks = str(facts["unit"]), int(facts["ranks"])
     if ranks > len(events):  # each rank has an event with its name
         raise ValueError(f"{ranks} ranks in {len(events)} events")
-    found = Recorded(
-        name,
-        unit,
-        span,
-        bubble,
-        *([[] for _ in range(ranks)] for _ in "ab"),
-        {},
-        [[] for _ in range(ranks)],
-    )
+    rows, curves, links = ({rank: [] for rank in range(ranks)} for _ in range(3))
+    waits: dict[tuple[int, int], Wait] = {}
     scale = _SCALE.get(unit, 1e3)
     for event in (event for event in events if event["pid"] == pid and event["ph"] in "XC"):
-        start, label = _value(event, "ts", float) / scale, _value(event, "name", str)
+        name, start, rank = str(event["name"]), float(event["ts"]) / scale, int(event["tid"])
+        args = event["args"]
         if event["ph"] == "C":
-            held = _value(event["args"], "held", float)
-            found.curves[int(label.split()[1])].append((start, held))
+            curves[int(name.split()[1])].append((start, float(args["held"])))
             continue
-        rank, end = _value(event, "tid", int), start + _value(event, "dur", float) / scale
+        end = start + float(event["dur"]) / scale
         if event["cat"] == "link":
-            found.carried[rank - ranks].append(Carried(start, end, label))
+            links[rank - ranks].append(Carried(start, end, name))
             continue
-        row, args = found.rows[rank], event["args"]
+        row, action = rows[rank], joined(list(map(_part, name.split(";"))))
         if args:
-            keys = ("of rank", int), ("position", int), ("waited", float)
-            found.waits[rank, len(row)] = Wait(*(_value(args, key, cls) for key, cls in keys))
-        row.append(Span(rank, len(row), joined(list(map(_part, label.split(";")))), start, end))
-    if any(wait.position >= len(found.rows[wait.rank]) for wait in found.waits.values()):
+            wait = Wait(int(args["of rank"]), int(args["position"]), float(args["waited"]))
+            waits[rank, len(row)] = wait
+        row.append(Span(rank, len(row), action, start, end))
+    if any(not 0 <= wait.position < len(rows[wait.rank]) for wait in waits.values()):
         raise ValueError("an action waits for one that does not exist")
-    return found
-
-
-def _value(values: Event, key: str, cls: type) -> Any:
-    """A value of this type; a float may be an int, and an int is at least 0."""
-    value = values[key]
-    allowed = (int, float) if cls is float else (cls,)
-    if type(value) not in allowed or (cls is int and value < 0):
-        raise ValueError(f"{key} is {str(value)[:40]!r}")
-    return value
+    span, bubble = float(facts["span"]), float(facts["bubble"])
+    return Recorded(str(facts["name"]), unit, span, bubble, rows, curves, links, waits)
 
 
 def _no_constant(name: str) -> None:
