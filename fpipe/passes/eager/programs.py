@@ -18,7 +18,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -165,15 +165,20 @@ class _Engine:
             given = [arguments[0], x, arguments[2], state]
             result = run_recording(self.stage, self.signature, given, self.facts.outputs.copies)
         hooked = RemovableHandle.next_id != hooks
-        self._check_writes(before, list(map(versions, groups[:3])))
+        after = map(versions, groups[:3])
+        changed = [old != new for old, new in zip(before, after, strict=True)]
+        refuse_writes(changed)
+        if changed[1]:
+            raise StageError(
+                f"stage {self.stage.label} wrote into its input in place, which it did not do when "
+                "the plan was made; write x = x.clone() first"
+            )
         ys, new_state = self._check(result, x)
-        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {
-            "daux": result.aux
-        }
+        live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
         ends = {
-            name: get_gradient_edge(end)
+            name: get_gradient_edge(live[name])
             for name in self.cotangents
-            if (end := live[name]).requires_grad
+            if live[name].requires_grad
         }
         ps, xs = (
             {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
@@ -185,69 +190,54 @@ class _Engine:
         y = self.outputs.y.avals
         others = callers | set(map(tree.address, (ys[j] for j in self.facts.captured)))
         fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
-        plan = self.outputs.aux
-        aux = (
-            []
-            if plan is None or result.aux is None
-            else [_as_planned(result.aux.detach(), plan, callers)]
-        )
+        if self.outputs.aux is not None and result.aux is not None:
+            fresh.append(_as_planned(result.aux.detach(), self.outputs.aux, callers))
         extra = [result.extra] if self.extra else []
-        return (*fresh, *aux, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
-
-    def _check_writes(self, before: list[list[int]], after: list[list[int]]) -> None:
-        changed = [old != new for old, new in zip(before, after, strict=True)]
-        refuse_writes(changed)
-        if changed[1]:
-            raise StageError(
-                f"stage {self.stage.label} wrote into its input in place, which it did not do "
-                "when the plan was made; "
-                "write x = x.clone() first"
-            )
+        return (*fresh, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
 
     def _check(self, result: Result, xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves of output and state, which must be as the plan expects them."""
         expected = self.facts.outputs
         ys, spec = tree.flatten(result.y)
-        if spec != expected.y.spec:
-            raise self._differs("a pytree of another structure", spec, expected.y.spec)
+        self._expect(spec == expected.y.spec, "another structure", spec, expected.y.spec)
         for j, (value, leaf) in enumerate(zip(ys, expected.y.leaves, strict=True)):
+            name = f"output {j}"
             if not isinstance(leaf, Aval):
-                if value is not leaf.value and (
-                    type(value) is not leaf.type or value != leaf.value
-                ):
-                    raise self._differs(f"output {j}", value, leaf)
+                same = value is leaf.value or (type(value) is leaf.type and value == leaf.value)
+                self._expect(same, name, value, leaf)
                 continue
-            if not _fits(value, leaf):
-                raise self._differs(f"output {j}", tree.describe([value]), leaf)
-            if 0 in leaf.stride and any(
-                a and not b for a, b in zip(value.stride(), leaf.stride, strict=True)
-            ):
-                raise self._differs(f"output {j}", "a tensor stored in full", "an expanded one")
-            if value.requires_grad and not leaf.grad:
-                raise self._differs(f"output {j}", "one that carries a gradient", "none that does")
-            if j in self.facts.passed and value is not xs[self.facts.passed[j]]:
-                raise self._differs(
-                    f"output {j}", "a new tensor", f"its input {self.facts.passed[j]}, unchanged,"
-                )
+            self._expect(_fits(value, leaf), name, value, leaf)
+            steps = zip(value.stride(), leaf.stride, strict=True) if 0 in leaf.stride else ()
+            expanded = all(planned or not step for step, planned in steps)
+            self._expect(expanded, name, "a tensor stored in full", "an expanded one")
+            grad = leaf.grad or not value.requires_grad
+            self._expect(grad, name, "one that carries a gradient", "none that does")
+        for j, i in self.facts.passed.items():
+            self._expect(
+                ys[j] is xs[i], f"output {j}", "a new tensor", f"its input {i}, unchanged,"
+            )
         for j, i in expected.y.repeats:
-            if ys[j] is not ys[i]:
-                raise self._differs(f"output {j}", "another tensor", f"output {i}")
-        if expected.aux is not None and not _fits(result.aux, expected.aux):
-            raise self._differs("its auxiliary loss", tree.describe([result.aux]), expected.aux)
+            self._expect(ys[j] is ys[i], f"output {j}", "another tensor", f"output {i}")
+        if expected.aux is not None:
+            fits = _fits(result.aux, expected.aux)
+            self._expect(fits, "its auxiliary loss", result.aux, expected.aux)
         if expected.state is None:
             return ys, []
         states, spec = tree.flatten(result.state)
-        if spec != expected.state.spec or not all(map(_fits, states, expected.state.leaves)):
-            raise self._differs("its state", tree.describe(states), expected.state)
+        fits = spec == expected.state.spec and all(map(_fits, states, expected.state.leaves))
+        self._expect(fits, "its state", states, expected.state)
         return ys, states
 
-    def _differs(self, what: str, value: object, expected: object) -> StageError:
-        return StageError(
+    def _expect(self, fits: bool, what: str, value: object, expected: object) -> None:
+        if fits:
+            return
+        if isinstance(value, (torch.Tensor, list)):
+            value = tree.describe(value if isinstance(value, list) else [value])
+        raise StageError(
             f"stage {self.stage.label} returned {what} otherwise than the plan was made for: "
-            f"{value}, where {expected} "
-            "was expected. Shapes, dtypes, structure and numbers that leave a stage may not "
-            "depend on data; if fpipe "
-            "found out the wrong ones, declare the right ones: fpipe.Stage(fn, like=lambda p, x: x)"
+            f"{value}, where {expected} was expected. Shapes, dtypes, structure and numbers that "
+            "leave a stage may not depend on data; if fpipe found out the wrong ones, declare the "
+            "right ones: fpipe.Stage(fn, like=lambda p, x: x)"
         )
 
     # ---- B, I and W ----
@@ -293,10 +283,8 @@ class _Engine:
 
     def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
         for i, dx in dxs.items():
-            if dx is not None and i not in self.dxs:
-                raise self._differs(
-                    f"the gradient of its input {i}", "one that is not None", "None"
-                )
+            planned = dx is None or i in self.dxs
+            self._expect(planned, f"the gradient of its input {i}", "one that is not None", "None")
         gradients = ((aval, dxs[i]) for i, aval in self.dx_avals.items())
         return tuple(
             _zeros(aval) if dx is None else _as_planned(dx, aval) for aval, dx in gradients
@@ -323,24 +311,19 @@ class _Engine:
     # ---- all four ----
     def programs(self) -> Programs:
         """The programs with their names."""
-        signature = self.signature
-        facts = self.facts
-        outputs = self.facts.outputs
+        signature, facts, outputs = self.signature, self.facts, self.facts.outputs
         dxs = tuple(self.dxs.values())
         dps = tuple(self.dps.values())
-        passed = {j: f"x{i}" for j, i in facts.passed.items()}
-        ys = {j: passed.get(j, f"y{j}") for j in outputs.y.avals}
-        states = (
-            {}
-            if outputs.state is None
-            else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
-        )
-        aux = () if outputs.aux is None else ("aux",)
-        extra = ("extra",) if self.extra else ()
+        computed = {f"y{j}": a for j, a in outputs.y.avals.items() if j not in facts.passed}
+        ys = {j: f"x{facts.passed[j]}" if j in facts.passed else f"y{j}" for j in outputs.y.avals}
+        state = {} if outputs.state is None else outputs.state.avals
+        states = {f"s{i}": aval for i, aval in state.items()}
+        aux = "aux" if outputs.aux is not None else None
+        extra = "extra" if self.extra else None
         held = ("ctx",) if self.trained else ()
         kept = ("kept",) if self.dps else ()
         back = (*held, *self.cotangents)
-        results = (*(ys[j] for j in ys if j not in passed), *aux, *states, *extra, *held)
+        results = filter(None, (*computed, aux, *states, extra, *held))
         f = self._program("F", self.forward, signature.names, results)
         b = self._program("B", self.backward if self.trained else _nothing, back, [*dxs, *dps])
         if dxs:
@@ -351,16 +334,10 @@ class _Engine:
             w = self._program("W", b.run, back, dps)
             kept = back
         dx_avals = {name: self.dx_avals[i] for i, name in self.dxs.items()}
-        avals = (
-            {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed}
-            | dx_avals
-            | states
-        )
-        avals |= {name: signature.params.avals[i] for i, name in self.dps.items()}
-        sizes = {name: aval.nbytes for name, aval in avals.items()} | {
-            "ctx": facts.saved,
-            "kept": facts.kept,
-        }
+        dp_avals = {name: signature.params.avals[i] for i, name in self.dps.items()}
+        avals = computed | dx_avals | states | dp_avals
+        sizes = {name: aval.nbytes for name, aval in avals.items()}
+        sizes |= {"ctx": facts.saved, "kept": facts.kept}
         return Programs(
             f,
             b,
@@ -369,7 +346,7 @@ class _Engine:
             counts=signature.counts,
             outputs=self.outputs,
             ys=tuple(map(ys.get, range(len(outputs.y.leaves)))),
-            aux="aux" if aux else None,
+            aux=aux,
             new_state=tuple(states),
             dps=tuple(map(self.dps.get, range(signature.counts[0]))),
             dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
@@ -380,7 +357,7 @@ class _Engine:
                 name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None
             },
             eager=True,
-            extra=next(iter(extra), None),
+            extra=extra,
             label=self.stage.label,
             during=self._during(sum(sizes[name] or 0 for name in dps)),
         )
@@ -400,24 +377,17 @@ class _Engine:
         self,
         letter: str,
         run: Callable[[list[Any]], tuple[Any, ...]],
-        inputs: Sequence[str],
-        outputs: Sequence[str],
+        inputs: Iterable[str],
+        outputs: Iterable[str],
     ) -> Program:
-        text = (
-            f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> "
-            f"({', '.join(outputs)})\n"
-        )
-        stage = f"{self.stage.label} {self.signature}"
+        inputs, outputs = tuple(inputs), tuple(outputs)
+        label = self.stage.label
+        text = f"# {letter} of {label}, on autograd: ({', '.join(inputs)}) -> "
+        text += f"({', '.join(outputs)})\n"
         # a backward may draw too: one under remat repeats the draws of F
-        return Program(
-            letter,
-            text,
-            run,
-            tuple(inputs),
-            tuple(outputs),
-            random=run is not _nothing,
-            stage=stage,
-        )
+        random = run is not _nothing
+        stage = f"{label} {self.signature}"
+        return Program(letter, text, run, inputs, outputs, random=random, stage=stage)
 
 
 @contextmanager
