@@ -20,12 +20,7 @@ _SUM = torch.ops.aten.sum.dim_IntList
 
 
 def remove_views(graph: fx.GraphModule) -> None:
-    """Remove views that are not needed.
-
-    >>> gm = fx.symbolic_trace(lambda x: x)  # (
-    ...     a traced graph has values in its nodes' meta; this one has none)
-    >>> remove_views(gm)
-    """
+    """Remove views that are not needed."""
     for node in list(graph.graph.nodes):
         if node.target is VIEW and _drops_axes(node):
             total = argument(node, 0)

@@ -100,11 +100,11 @@ class Operation:
 
 def users(operations: Iterable[Operation]) -> dict[str, list[Operation]]:
     """The operations that read each value."""
-    found: dict[str, list[Operation]] = {}
+    readers: dict[str, list[Operation]] = {}
     for operation in operations:
         for name in operation.inputs:
-            found.setdefault(name, []).append(operation)
-    return found
+            readers.setdefault(name, []).append(operation)
+    return readers
 
 
 def fill(value: Any, values: Mapping[str, Any]) -> Any:
@@ -166,7 +166,7 @@ class Program:
     @cached_property
     def collective(self) -> bool:
         """Whether an operation starts a collective or waits for one."""
-        return any(is_collective(one.target) for one in self.traced)
+        return any(is_collective(op.target) for op in self.traced)
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)
@@ -228,7 +228,7 @@ def _source(
 ) -> str:
     """The operations as source of a function of a box; ``scope`` has the constants."""
     last = dict.fromkeys(inputs, -1)
-    last |= {each: index for index, one in enumerate(body) for each in (one.name, *one.inputs)}
+    last |= {name: index for index, op in enumerate(body) for name in (op.name, *op.inputs)}
     keep = {*outputs, *scope, *(into for targets in adds.values() for into in targets)}
 
     def delete(index: int, names: Iterable[str]) -> list[str]:
@@ -239,10 +239,10 @@ def _source(
     if inputs:
         lines += [f"    {_tuple(inputs)} = box", "    box.clear()"]
     lines += delete(-1, inputs)
-    for index, one in enumerate(body):
-        lines.append(f"    {one.name} = {_call(one, scope)}")
-        lines += [f"    {into}.add_({one.name})" for into in adds.get(one.name, ())]
-        lines += delete(index, [*one.inputs, one.name])
+    for index, op in enumerate(body):
+        lines.append(f"    {op.name} = {_call(op, scope)}")
+        lines += [f"    {into}.add_({op.name})" for into in adds.get(op.name, ())]
+        lines += delete(index, [*op.inputs, op.name])
     lines.append(f"    return ({_tuple(outputs)})")
     return "\n".join(lines) + "\n"
 
@@ -251,12 +251,12 @@ def _tuple(items: Sequence[str]) -> str:
     return f"{items[0]}," if len(items) == 1 else ", ".join(items)
 
 
-def _call(one: Operation, scope: Scope) -> str:
-    args = [_text(value, scope) for value in one.args]
-    if one.target is operator.getitem:
+def _call(op: Operation, scope: Scope) -> str:
+    args = [_text(value, scope) for value in op.args]
+    if op.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
-    args += [f"{key}={_text(value, scope)}" for key, value in one.kwargs.items()]
-    return f"{_target(one.target, scope)}({', '.join(args)})"
+    args += [f"{key}={_text(value, scope)}" for key, value in op.kwargs.items()]
+    return f"{_target(op.target, scope)}({', '.join(args)})"
 
 
 def _target(target: object, scope: Scope) -> str:
@@ -294,7 +294,7 @@ def _text(value: object, scope: Scope) -> str:
 def _enter(name: str, value: object, scope: Scope) -> str:
     """Enter a value under a name, or under the next one that is free."""
     names = chain([name], (f"{name}_{serial}" for serial in count(1)))
-    free = next(each for each in names if scope.get(each, value) is value)
+    free = next(name for name in names if scope.get(name, value) is value)
     scope[free] = value
     return free
 
@@ -391,7 +391,7 @@ class Programs:
         program = self.b if letter == "B" else self.w
         if self.compiled:
             return {}
-        computed = set(program.outputs) if self.eager else {one.name for one in program.traced}
+        computed = set(program.outputs) if self.eager else {op.name for op in program.traced}
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
     def adding(self, letter: str) -> Program:

@@ -70,12 +70,12 @@ def split(joint: Joint) -> Pieces:
     forward |= _items(nodes, forward)
     savable = _savable(forward) - constant
 
-    def known(node: fx.Node) -> bool:  # in the backward without computing it
+    def available(node: fx.Node) -> bool:  # in the backward without computing it
         return node.op == "placeholder" or node in savable
 
     def needed(gradients: Sequence[fx.Node | None]) -> set[fx.Node]:
-        found = _ancestors([node for node in gradients if node is not None], known)
-        return found | {item for item in _items(nodes, found) if not known(item)}
+        computed = _ancestors([node for node in gradients if node is not None], available)
+        return computed | {item for item in _items(nodes, computed) if not available(item)}
 
     for_inputs = needed(joint.dxs)
     for_weights = needed(joint.dps)
@@ -140,17 +140,17 @@ def _items(nodes: Iterable[fx.Node], computed: set[fx.Node]) -> set[fx.Node]:
     return {n for n in nodes if n.target is operator.getitem and n.args[0] in computed}
 
 
-def _ancestors(ends: Iterable[fx.Node], known: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """All call nodes on which ``ends`` depend, without those that are known and what only they
+def _ancestors(ends: Iterable[fx.Node], available: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """All call nodes on which ``ends`` depend, without those that are available and what only they
     depend on.
     """
     seen: set[fx.Node] = set()
-    stack = [node for node in ends if not known(node)]
+    stack = [node for node in ends if not available(node)]
     while stack:
         node = stack.pop()
         if node not in seen and node.op != "placeholder":
             seen.add(node)
-            stack += [used for used in node.all_input_nodes if not known(used)]
+            stack += [used for used in node.all_input_nodes if not available(used)]
     return {node for node in seen if node.op == "call_function"}
 
 

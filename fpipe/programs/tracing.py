@@ -88,19 +88,19 @@ def _recorded(
         outputs = replace(outputs_of(stage, signature, sizes), unused=unused)
         return outputs, joint_graph(stage, signature, outputs, sizes)
 
-    found: list[Any] = []  # what the pass for blocks keeps during this trace, once there is a block
+    calls: list[Any] = []  # those of blocks, in one record, once there is a block
 
     def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = feature("blocks.calls")
-        if not found:
-            found.append(blocks.Calls(stage.label, sizes))
-        return blocks.called(found[0], block, args, kwargs)
+        if not calls:
+            calls.append(blocks.Calls(stage.label, sizes))
+        return blocks.called(calls[0], block, args, kwargs)
 
     token = BLOCKS.set(on_block)
     try:
         outputs, graph = record()
-        for calls in found:
-            feature("blocks.inlining").inline(graph, calls.calls)
+        for record_of_calls in calls:
+            feature("blocks.inlining").inline(graph, record_of_calls.calls)
         return outputs, graph
     except InexactError:
         pass
@@ -246,8 +246,8 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
         return tuple(next(following) for _ in range(count))
 
     def gradients_of(argument: tree.AbstractTree) -> tuple[fx.Node | None, ...]:
-        found = dict(zip(argument.wanted, take(len(argument.wanted)), strict=True))
-        return tuple(map(found.get, range(len(argument.leaves))))
+        nodes = dict(zip(argument.wanted, take(len(argument.wanted)), strict=True))
+        return tuple(map(nodes.get, range(len(argument.leaves))))
 
     state = () if outputs.state is None else outputs.state.avals
     return Joint(
@@ -307,12 +307,12 @@ def _dense(node: fx.Node) -> bool:
 def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operation]:
     """The records of the operations of a graph."""
     values: dict[fx.Node, Value] = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
-    found: dict[fx.Node, Operation] = {}
+    operations: dict[fx.Node, Operation] = {}
     for node, value in values.items():
         if node.op == "call_function":
             assert callable(node.target)
             mark = annotation(node, MARK)
-            found[node] = Operation(
+            operations[node] = Operation(
                 node.name,
                 node.target,
                 _argument(tuple(node.args), sizes),
@@ -322,7 +322,7 @@ def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operati
                 value,
                 mark if isinstance(mark, str) else None,
             )
-    return found
+    return operations
 
 
 def _argument(value: Any, sizes: Sizes) -> Any:
