@@ -79,7 +79,8 @@ class Bound:
 
     def _tensors(self, names: Sequence[Iterable[str]]) -> ByStage:
         """The modules' tensors of these names, by stage, as they are now."""
-        held = {module: tensors_of(module) for module in {*self.modules} - {None}}
+        bound = {module for module in self.modules if module is not None}
+        held = {module: tensors_of(module) for module in bound}
         return [
             None if module is None else {name: held[module][name] for name in row}
             for module, row in zip(self.modules, names, strict=True)
@@ -136,8 +137,8 @@ class Bound:
         added = set[Tensor]()
         totals, addends = list[Tensor](), list[Tensor]()
         for stage, (row, results) in enumerate(zip(parameters, grads, strict=True)):
-            for name, grad in () if row is None else (results or {}).items():
-                if grad is None:
+            for name, grad in (results or {}).items():
+                if grad is None or row is None:
                     continue
                 if name not in row:
                     raise StageError(
@@ -160,8 +161,9 @@ class Bound:
                 else:
                     totals.append(parameter.grad)
                     addends.append(grad)
+        fused: Tree = torch  # type checkers do not know its operations on lists
         if totals:
-            torch._foreach_add_(totals, addends)
+            fused._foreach_add_(totals, addends)
 
     def write_state(self, state: Results) -> None:
         """Write the state that a call returned into the buffers of the modules.
@@ -185,7 +187,9 @@ class Bound:
             )
         pairs = list[tuple[Tensor, Tensor]]()
         for stage, (row, values) in enumerate(zip(self.state, state, strict=True)):
-            for name, buffer in () if values is None else (row or {}).items():
+            for name, buffer in (row or {}).items():
+                if values is None:
+                    break
                 value = values.get(name)
                 if value is None:
                     raise StageError(
@@ -268,9 +272,10 @@ def bound_to(
     """
     places = dict[Tensor, list[tuple[int, str]]]()
     for number, fn in enumerate(functions):
-        for name, tensor in () if fn is None else tensors_of(fn.module).items():
-            if name in fn.leaves and isinstance(tensor, nn.Parameter):
-                places.setdefault(tensor, []).append((number, name))
+        tensors = {} if fn is None else tensors_of(fn.module)
+        for name in () if fn is None else fn.leaves:
+            if isinstance(tensors[name], nn.Parameter):
+                places.setdefault(tensors[name], []).append((number, name))
     groups = {
         place: "{}.{}".format(*shared[0])
         for shared in places.values()

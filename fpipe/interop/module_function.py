@@ -308,10 +308,10 @@ def as_node(cls: type[dict]) -> None:
     (None, [2])
     """
 
-    def parts(node: dict) -> tuple:
+    def parts(node: Tree) -> Tree:
         return tuple(node.values()), tuple(node), tuple(node)
 
-    def rebuild(keys: Sequence[str], children: Sequence[Tree]) -> dict:
+    def rebuild(keys: Tree, children: Tree) -> Tree:
         node = cls.__new__(cls)  # and not __init__, which may look at the values
         for key, child in zip(keys, children, strict=True):
             node[key] = child

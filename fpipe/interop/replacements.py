@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -38,7 +38,7 @@ _COMPILED = "_compiled_call_impl"
 class Replacement(NamedTuple):
     """A name in the namespace of a Python module or of a torch module, and what it stands for."""
 
-    namespace: dict[str, object]
+    namespace: dict[str, Any]
     name: str
     value: object
 
@@ -50,10 +50,10 @@ def replacements(module: nn.Module) -> list[Replacement]:
     ['checkpoint']
     """
     homes = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    spaces = [vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules]
+    spaces = [sys.modules[home].__dict__ for home in sorted(homes) if home in sys.modules]
     result = [
         Replacement(names, name, _recomputed)
-        for names in (vars(torch_checkpoint), *spaces)
+        for names in (torch_checkpoint.__dict__, *spaces)
         for name, value in names.items()
         if value is _CHECKPOINT
     ]

@@ -8,11 +8,10 @@ This module must not know models or trainers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 
 class Scores(NamedTuple):
@@ -62,7 +61,7 @@ def scores(
 class _ScoresInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         logits: Tensor,
         labels: Tensor,
         temperature: Tensor | None,
@@ -74,7 +73,7 @@ class _ScoresInChunks(torch.autograd.Function):
         ctx.chunk, ctx.entropy = chunk, entropy
         parts = [
             _of_chunk(*part, entropy, squares)
-            for _, *part in _chunks(logits, labels, temperature, chunk)
+            for _, part in _chunks(logits, labels, temperature, chunk)
         ]
         columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         if squares:
@@ -82,12 +81,12 @@ class _ScoresInChunks(torch.autograd.Function):
         return columns
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, temperature = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for rows, part, *more in _chunks(logits.detach(), labels, temperature, ctx.chunk):
+        for rows, (part, target, scale) in _chunks(logits.detach(), labels, temperature, ctx.chunk):
             with torch.enable_grad():
-                outputs = _of_chunk(part.requires_grad_(), *more, ctx.entropy, False)
+                outputs = _of_chunk(part.requires_grad_(), target, scale, ctx.entropy, False)
             here = [column[rows] for column in cotangents[: len(outputs)]]
             (gradient[rows],) = torch.autograd.grad(outputs, part, here)
         return gradient, None, None, None, None, None
@@ -95,10 +94,11 @@ class _ScoresInChunks(torch.autograd.Function):
 
 def _chunks(
     logits: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
     for first in range(0, max(len(logits), 1), chunk):
         rows = slice(first, first + chunk)
-        yield rows, logits[rows], labels[rows], None if temperature is None else temperature[rows]
+        scale = None if temperature is None else temperature[rows]
+        yield rows, (logits[rows], labels[rows], scale)
 
 
 def _of_chunk(

@@ -110,9 +110,9 @@ class Weights:
 
     def scale_grads(self, factor: Tensor) -> None:
         """Multiply the gradients here."""
-        grads = [leaf.grad for leaf in self.trained() if leaf.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        for leaf in self.trained():
+            if leaf.grad is not None:
+                leaf.grad.mul_(factor.to(leaf.grad.device))
 
     # ---- devices ----
     def move(

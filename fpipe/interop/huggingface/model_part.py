@@ -39,7 +39,7 @@ class Split(NamedTuple):
     inputs: tuple[str, ...]  #: names of the arguments that the first stage gets
     sides: tuple[str, ...]  #: names of side inputs
     always: tuple[str, ...]  #: those that every call has
-    keywords: Mapping[str, object]  #: further arguments
+    keywords: Mapping[str, Tree]  #: further arguments
     router: Router | None
     collector: str  #: the module that collects the routers' logits
 
@@ -283,7 +283,9 @@ class ModelPart(ModuleFunction):
             blank = torch.full((), float("nan"), dtype=like.dtype, device=device)
             tensors[name] = blank.expand(like.shape)
         run = _Run(self, values, side)
-        arguments = {n: run.value(Value(INPUT, leaf)) for leaf, n in enumerate(split.inputs)}
+        arguments: dict[str, Tree] = {
+            name: run.value(Value(INPUT, leaf)) for leaf, name in enumerate(split.inputs)
+        }
         arguments |= {n: value for n, value in side.items() if n != "position_embeddings"}
         arguments |= split.keywords
         if router is not None:
@@ -300,8 +302,10 @@ class ModelPart(ModuleFunction):
             mask = side.get("attention_mask")
             mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
             totals = router.add(totals or router.start(device), run.router_logits, mask)
+            if self.last:
+                return y, router.loss(totals)
         if self.last:
-            return y if router is None else (y, router.loss(totals))
+            return y
         sent = (*(values[value] for value in self.part.sends), *(totals or ()))
         return sent[0] if len(sent) == 1 else sent
 

@@ -135,7 +135,7 @@ def trainer(
         self: Any, _: nn.Module, inputs: Mapping[str, Tensor], items: int | Tensor | None = None
     ) -> Tensor:
         names = ("attention_mask", "position_ids")
-        sides = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        sides: dict[str, Tree] = {n: inputs[n] for n in names if inputs.get(n) is not None}
         labels = inputs["labels"]
         loss, grads = step(bound.params, inputs["input_ids"], labels, **sides)
         if items is None:

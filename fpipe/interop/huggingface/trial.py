@@ -21,7 +21,7 @@ from ...errors import StageError
 from ...programs import fake_tensors
 from ...tree import Tree
 from ..module_function import tensors_of
-from .crossing import flow_of
+from .crossing import Flow, flow_of
 from .model_part import ModelPart, Split, result_of, with_configs
 from .recording import Recording, record
 from .router import Router
@@ -83,22 +83,23 @@ def try_forward(
     except StageError:
         without_values = None
     training = [without_values] if model.training and without_values is not None else []
-    attempts = [{name: value[:_ROWS] for name, value in large.items()}]
-    ids = next(value for name, value in attempts[0].items() if name not in _SIDES)
+    large = {name: value[:_ROWS] for name, value in large.items()}
+
+    def compared(arguments: dict[str, Tensor]) -> tuple[Recording, Flow]:
+        second = run(arguments)
+        return second, flow_of(model, [first, second, *training])
+
+    outcome = None
+    ids = next(value for name, value in large.items() if name not in _SIDES)
     maskable = ids.dim() == 2 and not ids.is_floating_point()
     if maskable and "attention_mask" in sides and "attention_mask" not in large:
         mask = torch.ones_like(ids)
         mask[1, :_PADDED] = 0
-        attempts.insert(0, {**attempts[0], "attention_mask": mask})
-    for arguments in attempts:
         try:
-            second = run(arguments)
-            flow = flow_of(model, [first, second, *training])
-            break
+            outcome = compared({**large, "attention_mask": mask})
         except StageError:
-            if arguments is attempts[-1]:
-                raise
             sides.remove("attention_mask")
+    second, flow = outcome or compared(large)
     always = tuple(name for name in first.side if name in second.side)
     names = (*sides, "position_embeddings")
     collector = next(visit.unit for visit in flow.visits if visit.unit in units.layers)

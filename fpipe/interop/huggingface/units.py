@@ -81,8 +81,8 @@ def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         inside = [] if _is_layer(child) else list(_module_lists(child, path))
-        is_list = isinstance(child, nn.ModuleList) and len(child)
-        if is_list and (not inside or any(map(_is_layer, child))):
+        has_layers = isinstance(child, nn.ModuleList) and any(map(_is_layer, child))
+        if isinstance(child, nn.ModuleList) and len(child) and (has_layers or not inside):
             yield path, child
         else:
             yield from inside

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
         return Microbatches({"target": row, "kwargs": numbers} for row in rows)
 
 
-def batch_of(whole: Sequence[Tree], parts: Sequence[object], number: int, specs: Specs) -> Batch:
+def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: Specs) -> Batch:
     """A batch from (args, kwargs, target), whole and already split, as ``step`` takes them."""
     names = ("arg_mbs", "kwarg_mbs", "target_mbs")
     for one, rows, name in zip(whole, parts, names, strict=True):

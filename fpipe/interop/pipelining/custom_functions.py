@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...engine import around_actions
 from ...errors import WeaveError
-from .orders import Action, ComputationType
+from ...tree import Tree
+from .orders import Action, ComputationType, action_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Part(Protocol):
     def __call__(self) -> object: ...
 
 
-def overlap_of(custom: CustomFunctions, context: NewContext) -> str | Callable[..., object]:
+def overlap_of(custom: CustomFunctions, context: NewContext) -> Tree:
     """How fused actions run: by the function for them, else one part after the other.
 
     So each part is an action.
@@ -64,7 +65,7 @@ def overlap_of(custom: CustomFunctions, context: NewContext) -> str | Callable[.
                 raise WeaveError(f"ctx.run({action}): run each of {', '.join(parts)} once")
             results[str(action)] = parts[str(action)]()
 
-        subs = tuple(map(Action.from_str, parts))
+        subs = tuple(map(action_of, parts))
         function(Action(-1, ComputationType("OVERLAP_F_B"), None, subs), context(run))
         if len(results) != 2:
             raise WeaveError(
@@ -83,7 +84,7 @@ def hooked(custom: CustomFunctions, context: NewContext) -> AbstractContextManag
         return nullcontext()
 
     def hook(text: str, run: Callable[[], None]) -> None:
-        action = Action.from_str(text)
+        action = action_of(text)
         function = functions.get(action.computation_type.value)
         if function is None:
             run()

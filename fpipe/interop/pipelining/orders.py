@@ -21,13 +21,14 @@ from ...schedule import Schedule
 
 Format: TypeAlias = Literal["compute_only", "compute_comms"]
 #: By rank, its actions; None where a rank is idle.
-Order: TypeAlias = dict[int, list[Action | None]]
+Order: TypeAlias = Mapping[int, Sequence[Action | None]]
 
 __all__ = [
     "Action",
     "ComputationType",
     "Format",
     "Order",
+    "action_of",
     "dump",
     "load",
     "order_of",
@@ -36,18 +37,27 @@ __all__ = [
 ]
 
 
-def order_of(schedule: Schedule) -> Order:
+def action_of(text: str) -> Action:
+    """An action by its text in a schedule.
+
+    >>> action_of("0F0").microbatch_index
+    0
+    """
+    action = Action.from_str(text)
+    assert action is not None, "empty texts are idle steps"
+    return action
+
+
+def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     """The order that a schedule is, in torch's actions.
 
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
     """
-    return {
-        rank: [Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule)
-    }
+    return {rank: [action_of(str(a)) for a in row] for rank, row in enumerate(schedule)}
 
 
-def schedule_of(order: Mapping[int, Sequence[Action | None]], name: str = "") -> Schedule:
+def schedule_of(order: Order, name: str = "") -> Schedule:
     """The schedule of an order; idle steps and messages in it are left out.
 
     >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})

@@ -103,7 +103,7 @@ class StepRunner:
         stages: Sequence[PipelineStage],
         loss: Loss | None,
         mean: bool,
-        overlap: str | Callable[..., object],
+        overlap: Tree,
     ):
         if any(isinstance(part, FSDPModule) for stage in stages for part in stage.submod.modules()):
             raise UnsupportedError(
@@ -154,15 +154,16 @@ class StepRunner:
         bound, pipes = self._bound()
         plain = _plain_values(self.loss)
         if (schedule, plain) not in pipes:
-            loss = None if self.loss is None else _StepLoss(self.loss, plain)
-            eager_loss = loss is not None and self.fallbacks.eager_loss
+            loss: Tree = None if self.loss is None else _StepLoss(self.loss, plain)
+            if loss is not None and self.fallbacks.eager_loss:
+                loss = Stage(loss, engine="eager")
             pipe = pipes[schedule, plain] = pipeline(
                 bound.stages,
                 schedule,
                 microbatches=schedule.microbatches,
                 group=self.group,
                 outputs="last",
-                loss=Stage(loss, engine="eager") if eager_loss else loss,
+                loss=loss,
                 reduction="mean" if self.mean else "sum",
                 overlap=self.overlap,
                 dp=self._copies(),

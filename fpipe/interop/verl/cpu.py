@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -70,4 +71,5 @@ PlatformCPU = platforms.PlatformRegistry.register(platform="cpu")(_platform())
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     # verl composes the backends "cpu:gloo,<device>:<backend>", and torch refuses a device that is
     # named twice.
-    import_module("verl.utils.distributed").get_device_name = lambda: "cuda"
+    distributed: Any = import_module("verl.utils.distributed")
+    distributed.get_device_name = lambda: "cuda"

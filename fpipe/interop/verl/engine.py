@@ -111,7 +111,7 @@ class FpipeEngine(base.BaseEngine):
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps, self.adapted = 0, True
         self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.scheduler: Any = None
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
             self.optimizer = optimizer
@@ -135,9 +135,11 @@ class FpipeEngine(base.BaseEngine):
             attention=config.attn_implementation,
             trust=model.trust_remote_code,
         )
-        module = load(empty=True) if config.load_by_stage and model.lora_rank <= 0 else None
-        from_files = module is not None and models.has_files(model.local_path, module)
-        if not from_files:
+        module, from_files = None, False
+        if config.load_by_stage and model.lora_rank <= 0:
+            module = load(empty=True)
+            from_files = models.has_files(model.local_path, module)
+        if module is None or not from_files:
             # what the files do not have must be alike on all processes
             torch.manual_seed(config.seed)
             module = load()
@@ -262,7 +264,7 @@ class FpipeEngine(base.BaseEngine):
         if self.cut.moded:
             pipe = pipe.train(not forward_only and self.mode != "eval")
         x = Microbatches([one.input_ids for one in tokens])
-        side = {"position_ids": Microbatches([one.position_ids for one in tokens])}
+        side: dict[str, Any] = {"position_ids": Microbatches([one.position_ids for one in tokens])}
         if tokens[0].attention_mask is not None:
             side["attention_mask"] = Microbatches([one.attention_mask for one in tokens])
         numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
