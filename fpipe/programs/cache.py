@@ -239,16 +239,14 @@ def measured() -> Iterator[list[Spent]]:
 
 @contextmanager
 def timed(part: Part) -> Iterator[None]:
-    """Measure a part; one that is in another of its kind counts once."""
+    """Measure a part; no part is in another of its kind."""
     parts = _PARTS.get()
     if parts is None:
         yield
         return
     begin = time.perf_counter()
-    count = len(parts)
     try:
         yield
     finally:
-        inside = sum(getattr(each, part) for each in parts[count:])
-        seconds = time.perf_counter() - begin - inside
+        seconds = time.perf_counter() - begin
         parts.append(Spent(**{part: seconds}, traces=int(part == "tracing")))

@@ -29,13 +29,13 @@ from .simplify import annotation
 class Joint:
     """The nodes of a traced forward and backward, and those of its results.
 
-    ``extras`` are auxiliary scalar and new state; ``dps`` and ``dxs`` have one entry for each leaf,
-    ``None`` where no gradient flows.
+    ``extras`` are auxiliary scalar and new state. ``ys``, ``dps`` and ``dxs`` have one entry for
+    each leaf: ``None`` for an output that is no tensor, and where no gradient flows.
     """
 
     nodes: tuple[fx.Node, ...]
     cotangents: frozenset[str]
-    ys: tuple[fx.Node, ...]
+    ys: tuple[fx.Node | None, ...]
     extras: tuple[fx.Node, ...]
     dps: tuple[fx.Node | None, ...]
     dxs: tuple[fx.Node | None, ...]
@@ -66,7 +66,8 @@ def split(joint: Joint) -> Pieces:
     """Split ``joint`` in four."""
     nodes = joint.nodes
     constant = _constants(nodes)
-    forward = _ancestors([*joint.ys, *joint.extras, *filter(draws, nodes)], lambda node: False)
+    ends = [*filter(None, joint.ys), *joint.extras, *filter(draws, nodes)]
+    forward = _ancestors(ends, lambda node: False)
     forward |= _items(nodes, forward)
     savable = _savable(forward) - constant
 

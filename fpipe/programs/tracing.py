@@ -10,7 +10,7 @@ and signatures, no schedules, ranks or microbatches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -209,7 +209,9 @@ def _programs(
         inputs = [name for name in piece.inputs if name not in inside]
         return Program.of(letter, body, inputs, piece.outputs, inside, stage=label)
 
-    ys = dict(zip(outputs.y.avals, joint.ys, strict=True))
+    def names(nodes: Iterable[fx.Node | None]) -> tuple[str | None, ...]:
+        return tuple(None if node is None else node.name for node in nodes)
+
     extras = [node.name for node in joint.extras]
     aux = extras.pop(0) if outputs.aux is not None else None
     return Programs(
@@ -218,12 +220,12 @@ def _programs(
         program("I", pieces.i),
         program("W", pieces.w),
         counts=signature.counts,
-        outputs=_with_strides(outputs, joint.ys, sizes),
-        ys=tuple(ys[j].name if j in ys else None for j in range(len(outputs.y.leaves))),
+        outputs=_with_strides(outputs, filter(None, joint.ys), sizes),
+        ys=names(joint.ys),
         aux=aux,
         new_state=tuple(extras),
-        dps=tuple(None if node is None else node.name for node in joint.dps),
-        dxs=tuple(None if node is None else node.name for node in joint.dxs),
+        dps=names(joint.dps),
+        dxs=names(joint.dxs),
         saved=pieces.saved,
         kept=pieces.kept,
         grad_avals={
@@ -245,18 +247,19 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
     def take(count: int) -> tuple[Any, ...]:
         return tuple(next(following) for _ in range(count))
 
-    def gradients_of(argument: tree.AbstractTree) -> tuple[fx.Node | None, ...]:
-        nodes = dict(zip(argument.wanted, take(len(argument.wanted)), strict=True))
-        return tuple(map(nodes.get, range(len(argument.leaves))))
+    def by_leaf(leaves: Collection[int], count: int) -> tuple[fx.Node | None, ...]:
+        nodes = dict(zip(leaves, take(len(leaves)), strict=True))
+        return tuple(map(nodes.get, range(count)))
 
+    params, x = signature.params, signature.x
     state = () if outputs.state is None else outputs.state.avals
     return Joint(
         nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
         cotangents=frozenset(outputs.cotangents),
-        ys=take(len(outputs.y.avals)),
+        ys=by_leaf(outputs.y.avals, len(outputs.y.leaves)),
         extras=take((outputs.aux is not None) + len(state)),
-        dps=gradients_of(signature.params),
-        dxs=gradients_of(signature.x),
+        dps=by_leaf(params.wanted, len(params.leaves)),
+        dxs=by_leaf(x.wanted, len(x.leaves)),
     )
 
 
