@@ -32,7 +32,7 @@ MOST_BYTES, MOST_LEVELS = 1 << 30, 100
 #: A tag, and what follows from it.
 Node: TypeAlias = list[Any]
 #: Called for each value or node and its path; NotImplemented: it is treated as any other.
-Special: TypeAlias = Callable[[Any, str], Any]
+Special: TypeAlias = Callable[[Any, str], object]
 _LENGTH = struct.Struct("<Q")
 #: torch's dtypes by name.
 DTYPES = {
@@ -60,7 +60,7 @@ def under(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def plain(value: object, path: str) -> Any:
+def plain(value: object, path: str) -> object:
     """No value and no node is special."""
     return NotImplemented
 
@@ -78,7 +78,7 @@ def encode(value: object) -> bytes:
     """
     buffers: list[bytes | bytearray] = []
 
-    def special(part: object, path: str) -> Any:
+    def special(part: object, path: str) -> object:
         if type(part) is bytes:
             buffers.append(part)
             return ["bytes", len(buffers) - 1]
@@ -115,7 +115,7 @@ def decode(raw: bytes) -> Any:
         ) from error
 
 
-def _decoded(raw: bytes) -> Any:
+def _decoded(raw: bytes) -> object:
     if len(raw) > MOST_BYTES:
         raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES}")
     stream = BytesIO(raw)
@@ -126,7 +126,7 @@ def _decoded(raw: bytes) -> Any:
         raise ValueError(f"{left} bytes are left, and {sum(sizes)} announced")
     buffers = dict(enumerate(map(stream.read, sizes)))  # each is used once
 
-    def special(node: Node, path: str) -> Any:
+    def special(node: Node, path: str) -> object:
         if node[0] == "bytes":
             return buffers.pop(node[1])
         if node[0] == "tensor":
@@ -182,8 +182,8 @@ class _Scalar(NamedTuple):
     """Values without parts: their classes, the JSON of a value, and the value of that JSON."""
 
     classes: tuple[type, ...]
-    to_json: Callable[[Any], Sequence[Any]]
-    from_json: Callable[..., Any]
+    to_json: Callable[[Any], Sequence[object]]
+    from_json: Callable[..., object]
 
 
 class _Leaf:
@@ -210,14 +210,14 @@ _SCALARS = {
     "device": _Scalar((torch.device,), lambda device: (str(device),), torch.device),
     "any leaf": _Scalar((_Leaf,), lambda _: (), lambda: _LEAF),
 }
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "size": torch.Size,
 }
-_MAPPINGS: dict[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "ordered": OrderedDict}
+_MAPPINGS: dict[str, Callable[[Iterable[Any]], object]] = {"dict": dict, "ordered": OrderedDict}
 _TAGS: dict[object, str] = {
     **{cls: tag for tag, kind in _SCALARS.items() for cls in kind.classes},
     **{cls: tag for tag, cls in [*_SEQUENCES.items(), *_MAPPINGS.items()]},
@@ -264,7 +264,7 @@ class _Writer(NamedTuple):
                 "value cannot be sent or saved"
             )
         found = self.special(value, path)
-        if found is not NotImplemented:
+        if isinstance(found, list):
             return found
         tag = _TAGS.get(type(value), "")
         if tag in _SCALARS:
@@ -282,7 +282,7 @@ class _Writer(NamedTuple):
     def part(self, item: object, name: object) -> Node:
         return self.node(item, under(self.path, name))
 
-    def row(self, name: object, item: object) -> list[Any]:
+    def row(self, name: object, item: object) -> Node:
         """A key with the node of its value."""
         if type(name) in (str, int):
             return [name, self.part(item, name)]
@@ -382,7 +382,7 @@ def _named_class(module: str, name: str) -> type | None:
     return found if named else None
 
 
-def _named(module: str, name: str, values: Mapping[str, Any], path: str) -> Any:
+def _named(module: str, name: str, values: Mapping[str, object], path: str) -> object:
     cls: Any = _named_class(module, name)
     if cls is None:
         raise ValueError(
@@ -402,7 +402,9 @@ def _node_classes() -> Mapping[type, Any]:
     return optree.register_pytree_node.get(namespace=NAMESPACE)  # type: ignore[attr-defined]
 
 
-def _node(module: str, name: str, metadata: Any, children: Sequence[Any], path: str) -> Any:
+def _node(
+    module: str, name: str, metadata: object, children: Sequence[object], path: str
+) -> object:
     found = [
         entry
         for cls, entry in _node_classes().items()

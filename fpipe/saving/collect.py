@@ -24,8 +24,9 @@ from ..collectives.codec import Node, dtype_name, to_bytes, to_node
 from ..errors import CheckpointError
 from ._processes import Pipe, is_first
 from .files import Entry, plain
-from .leaf_names import Names, StageLeaf, StageNames, StageTree, Structures, describe_stage
+from .leaf_names import Names, StageLeaf, StageNames, StageTree
 from .manifest import Span
+from .structures import Structures, describe_stage
 
 #: Names of trees that would be taken for arguments of ``load``.
 RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})

@@ -30,8 +30,9 @@ from ..tree import Tree
 from ._processes import Pipe, agree, check_unused, everyone, folder_of, wait_for_writers
 from .collect import own_key
 from .files import hashed, opened
-from .leaf_names import Names, StageLeaf, StageTree, Structures
+from .leaf_names import Names, StageLeaf, StageTree
 from .manifest import Leaf, Manifest, damaged
+from .structures import Structures, tied_parts
 
 
 def load(
@@ -168,7 +169,7 @@ def _recorded(reader: Reader, stage: int) -> Tree:
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
 
     # tied parts were one in the cut that was saved
-    stages = {**names.tied_parts(stage), **manifest.stages}
+    stages = {**tied_parts(names, stage), **manifest.stages}
     return Structures(stages, manifest.layers).expand(names.stages[stage], leaf)
 
 

@@ -21,7 +21,8 @@ from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import Pipe, agree, check_unused
 from .files import stored
-from .leaf_names import Names, StageTree, after, joined, nested
+from .leaf_names import Names, StageTree, after, joined
+from .structures import nested
 
 #: Names with tensors, or with functions that read them.
 Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]

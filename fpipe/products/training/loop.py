@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ... import Pipeline, Transform, apply_updates, value_and_grad
 from ...errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
 from ...saving import Saving, groups_of, load, save
 from ...transforms import LossScaleState
-from ...tree import flatten, unflatten
+from ...tree import Tree, flatten, unflatten
 from .quorum import Quorum
 from .records import Record, figures, log_to, part_of
 from .run_folder import RunFolder
 
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
-Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
+Batch: TypeAlias = Sequence[Tree] | tuple[Sequence[Tree], dict[str, Tree]]
 
 
 @runtime_checkable
@@ -40,10 +41,10 @@ class Stateful(Protocol):
     them.
     """
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Tree:
         """The position, after the batches that were taken."""
 
-    def load_state_dict(self, state: Any) -> object:
+    def load_state_dict(self, state: Tree) -> object:
         """Go to a position."""
 
 
@@ -53,8 +54,8 @@ class Trained(NamedTuple):
     If stages carry state, ``state`` is ``(state of the transform, states of the stages)``.
     """
 
-    params: Any
-    state: Any
+    params: Sequence[Tree]
+    state: Tree
     step: int
 
 
@@ -179,12 +180,6 @@ class Loop:
         """Whether this process writes the log."""
         return self._leads and all(0 in group.here for group in groups_of(self.pipe))
 
-    @property
-    def _copy(self) -> tuple[int, int]:
-        """Which copy of the pipeline this is, and of how many that save together."""
-        copies = self.pipe.copies
-        return (0, 1) if copies is None else (copies.part, copies.group.size)
-
     def _save(self, now: Trained, batch: object, last: Saving | None) -> Saving | None:
         """Wait for the last checkpoint, and begin the next one."""
         self._finish(last)
@@ -211,7 +206,7 @@ class Loop:
             if self._first:
                 self._folder.remove_old(self.keep, self.keep_every)
 
-    def _load(self, params: Sequence[Any], batch: object) -> Trained:
+    def _load(self, params: Sequence[Tree], batch: object) -> Trained:
         """The last complete checkpoint, or the beginning."""
         step = self._folder.latest()
         if step is None:
@@ -226,18 +221,19 @@ class Loop:
                 "run in another folder"
             )
         if isinstance(batch, Stateful):
-            copy, copies = self._copy
-            if len(data) != copies or data[str(copy)] is None:
+            copies = self.pipe.copies
+            copy, count = (0, 1) if copies is None else (copies.part, copies.group.size)
+            if len(data) != count or data[str(copy)] is None:
                 raise CheckpointError(
                     f"the run in {self.path} has positions in the data of {len(data)} copies of "
-                    f"the pipeline, and there are {copies}; continue with as many, or with data "
+                    f"the pipeline, and there are {count}; continue with as many, or with data "
                     "that depend on the step alone"
                 )
             batch.load_state_dict(data[str(copy)])
         return Trained(params, state, step)
 
     # ---- training ----
-    def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
+    def run(self, params: Sequence[Tree], batch: Callable[[int], Batch], steps: int) -> Trained:
         """Train until ``steps`` steps are done, in this run and those that it continues; every
         process calls it.
 
@@ -298,32 +294,32 @@ class Loop:
             signal.raise_signal(signalled[0])
         return now
 
-    def _initial(self, params: Sequence[Any]) -> Trained:
+    def _initial(self, params: Sequence[Tree]) -> Trained:
         """Before the first step."""
-        state: Any = self.tx.init(params)
+        state: Tree = self.tx.init(params)
         if self.pipe.config.stateful:
             stages = enumerate(self.pipe.config.functions)
             here = self.pipe.here
             state = state, [stage.initial_state if i in here else None for i, stage in stages]
         return Trained(list(params), state, 0)
 
-    def _of_tx(self, now: Trained) -> Any:
+    def _of_tx(self, now: Trained) -> Tree:
         """The state of the transform."""
         return now.state[0] if self.pipe.config.stateful else now.state
 
     def _step(
         self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]
-    ) -> tuple[Any, Trained]:
+    ) -> tuple[Tensor, Trained]:
         if self.quorum is not None and self.quorum.changed:
             now = self._joined(now)
         args: Any = batch(now.step)
-        sides: dict[str, Any] = {}
+        sides: dict[str, Tree] = {}
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
         copy = 0 if self.quorum is None else self.quorum.copy
         state, stateful = self._of_tx(now), self.pipe.config.stateful
         scaled = part_of(state, LossScaleState)
-        options: dict[str, Any] = {"state": now.state[1]} if stateful else {}
+        options: dict[str, Tree] = {"state": now.state[1]} if stateful else {}
         loss, grads = step_of(
             now.params,
             *args,
@@ -353,7 +349,7 @@ class Loop:
         return log_to(Path(self.path) / "log.jsonl", step)
 
     # ---- copies of which some may be lost ----
-    def _begin(self, params: Sequence[Any], batch: object) -> Trained:
+    def _begin(self, params: Sequence[Tree], batch: object) -> Trained:
         """Where the other copies are, the last complete checkpoint, or the beginning."""
         if self.quorum is None:
             return self._load(params, batch)
@@ -374,7 +370,7 @@ class Loop:
         (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
         return Trained(params, state, step)
 
-    def _mean(self, quorum: Quorum, loss: Any, grads: Any, now: Trained) -> Any:
+    def _mean(self, quorum: Quorum, loss: Tensor, grads: Tree, now: Trained) -> Tree:
         """The means over the copies that take part; those that were lost in this step have no share
         in it.
         """
