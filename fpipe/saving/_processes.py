@@ -92,11 +92,15 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
 
 
 def check_unused(
-    pipe: Pipe, there: Iterable[str], taken: Iterable[str], text: Callable[[str], str], strict: bool
+    pipe: Pipe,
+    there: Iterable[str],
+    taken: Iterable[str],
+    text: Callable[[str], str],
+    remedy: str | None,
 ) -> None:
-    """Names of tensors that no process takes are an error, or a warning on the first process.
+    """Names of tensors that no process takes are an error.
 
-    ``text`` is the message for such names.
+    ``text`` is the message for such names. Without a remedy it is a warning on the first process.
     """
     rows = everyone(pipe, json.dumps(sorted(taken)))
     unused = sorted(set(there).difference(*map(json.loads, rows)))
@@ -104,10 +108,8 @@ def check_unused(
         return
     more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
     message = text(f"{unused[0]!r}{more}")
-    if strict:
-        raise CheckpointError(
-            f"{message}; take the tensors of this model alone, or pass strict=False"
-        )
+    if remedy is not None:
+        raise CheckpointError(f"{message}; {remedy}, or pass strict=False")
     if is_first(pipe):
         warnings.warn(message, stacklevel=3)
 

@@ -86,7 +86,7 @@ def load(
         manifest.slots.get("params", {}),
         {leaf.key for here in reader.templates.values() for leaf in here.leaves},
         lambda unused: f"{folder} has a parameter {unused} that no stage takes",
-        strict,
+        "load it into the whole model" if strict else None,
     )
     with progress(f"loading {path}") as track:
         values = agree(pipe, lambda: [reader.value(name) for name in track(names)])

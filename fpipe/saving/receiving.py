@@ -88,7 +88,8 @@ def receive(
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
     params = agree(pipe, lambda: _built(names, templates, taken, fault))
-    check_unused(pipe, there, taken, lambda unused: f"no stage takes {unused}", strict)
+    remedy = "pass the tensors of this model alone" if strict else None
+    check_unused(pipe, there, taken, lambda unused: f"no stage takes {unused}", remedy)
     return pipe.shard(params)
 
 
