@@ -227,7 +227,9 @@ class C10dGroup(Group):
             return work
 
         transport = self._near(src)
-        return Receiver(post, transport and transport.fetcher(wire_format(specs), src))
+        if transport is None:
+            return Receiver(post)
+        return Receiver(post, transport.fetcher(wire_format(specs), src))
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the oldest sends to a rank, which are known to have been
@@ -261,7 +263,9 @@ class C10dGroup(Group):
         except RuntimeError as error:
             raise self._monitor.diagnose(error, peer, doing) from error
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
         if self._blocking:
             work.wait(timedelta(seconds=self._monitor.timeout))
         else:
@@ -377,9 +381,8 @@ class C10dGroup(Group):
             work, result = start()
 
         def finish() -> tuple[Tensor, ...]:
-            if work is not None:
-                with self._monitor.waiting(None, doing):
-                    self._wait(work)
+            with self._monitor.waiting(None, doing):
+                self._wait(work)
             return (result(),)
 
         return Pending(finish, lambda: work is None or work.is_completed())

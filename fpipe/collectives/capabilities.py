@@ -78,7 +78,7 @@ def _facts(
     source: str,
     *rows: tuple[str, str, Status] | tuple[str, str, Status, str],
 ) -> tuple[Fact, ...]:
-    return tuple(Fact(device, backend, source, *row) for row in rows)
+    return tuple(Fact._make((device, backend, source, *row)) for row in rows)
 
 
 #: What every backend of torch.distributed must support; the only facts about backends that are not

@@ -26,11 +26,12 @@ SWITCH = "FPIPE_SHARED_MEMORY"
 
 
 class Transport(Protocol):
-    """What carries messages to some ranks; ``rank in transport`` tells which. ``exchange`` is the
-    exchange through which these ranks compare their calls.
-    """
+    """What carries messages to some ranks; ``rank in transport`` tells which."""
 
-    exchange: Exchange
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange through which these ranks compare their calls."""
+        ...
 
     def __contains__(self, rank: int) -> bool:
         """Whether it carries messages to a rank."""

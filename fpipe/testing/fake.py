@@ -10,7 +10,6 @@ before it has arrived is detected.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import astuple, dataclass, field
@@ -175,7 +174,7 @@ class FakeGroup(Group):
     def _meet(self, present: Container[int], what: str) -> None:
         """Pause until all ranks are present."""
         for rank in range(self.size):
-            self._until(partial(operator.contains, present, rank), rank, what.format(rank))
+            self._until(lambda rank=rank: rank in present, rank, what.format(rank))
 
     # ---- calls ----
     def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:

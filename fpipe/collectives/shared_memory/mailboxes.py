@@ -202,8 +202,8 @@ class SharedMemory:
         return partial(self._fetch, self._inboxes[src, PLANS], form)
 
     def _fetch(self, inbox: _Inbox, form: WireFormat) -> tuple[Tensor, ...] | None:
-        reader, message = inbox.reader, pieces(form.sizes)
-        if inbox.requested or len(message) > 1 or self._monitor.broken is not None:
+        reader, (piece, *more) = inbox.reader, pieces(form.sizes)
+        if inbox.requested or more or self._monitor.broken is not None:
             return None
         number = reader.count
         if not reader.has(number):
@@ -212,7 +212,7 @@ class SharedMemory:
                 if time.perf_counter() >= end:
                     return None
         buffers = form.empty(_CPU)
-        return form.unpack(buffers, _CPU) if reader.read(buffers, message[0]) else None
+        return form.unpack(buffers, _CPU) if reader.read(buffers, piece) else None
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Sleep until the next piece has arrived."""
