@@ -78,7 +78,10 @@ def _facts(
     source: str,
     *rows: tuple[str, str, Status] | tuple[str, str, Status, str],
 ) -> tuple[Fact, ...]:
-    return tuple(Fact._make((device, backend, source, *row)) for row in rows)
+    return tuple(
+        Fact(device, backend, source, what, dtypes, status, *note)
+        for what, dtypes, status, *note in rows
+    )
 
 
 #: What every backend of torch.distributed must support; the only facts about backends that are not

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def _gloo() -> dict:
     }
     found["names"] = conform(group)
     found["held"], found["at_once"] = [], group.at_once
+    found["memory"] = any(name.endswith(".mailboxes") for name in sys.modules)
     if group.at_once:
         return found
     if group.rank == 0:
@@ -62,6 +64,7 @@ def _gloo() -> dict:
 def test_gloo_conforms(ranks: int, over: str):
     for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env=OVER[over])):
         assert found["at_once"] == (over != "gloo")
+        assert found["memory"] == (over == "memory"), "it is imported only where it is used"
         assert found["names"] == [case.__name__ for case in CASES]
         assert found["again"]
         assert found["protocol"]
