@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
-from ...actions import KINDS, Action, Placement, Row, Span, Wait
+from ...actions import KINDS, Action, Carried, Placement, Row, Span, Wait
 from ...errors import FpipeError, ScheduleError
 from .idle import gaps
-from .scene import Bar, Lane, Scene
+from .scene import Bar, Lane, Points, Scene
 
 #: unit, how many of it are a second, and the least total in seconds that is shown in it
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
@@ -58,7 +58,7 @@ class Drawable(Protocol):
         """The spans of a rank, in order."""
         ...
 
-    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]:
+    def curve(self, rank: int, /) -> Points:
         """(time, amount that the rank holds from then on)."""
         ...
 
@@ -67,7 +67,10 @@ class Drawable(Protocol):
         ...
 
 
-def scenes(timelines: Drawable | Sequence[Drawable], difference: bool = False) -> tuple[Scene, ...]:
+Timelines: TypeAlias = Drawable | Sequence[Drawable]
+
+
+def scenes(timelines: Timelines, difference: bool = False) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
     Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as
@@ -120,7 +123,7 @@ def _scene(
 
     key_of, shades = _colouring([tuple(span.action for span in row) for row in rows])
     lanes: list[Lane] = []
-    links = getattr(timeline, "carried", ()) or [()] * len(rows)
+    links: Sequence[Sequence[Carried]] = getattr(timeline, "carried", ()) or [()] * len(rows)
     for rank, (row, link) in enumerate(zip(rows, links, strict=True)):
         bars = []
         for span in row:
@@ -157,7 +160,7 @@ def _scene(
     )
 
 
-def without_dips(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def without_dips(curve: Points) -> Points:
     """A curve without dips of no length, where one action frees memory at the moment at which the
     next one takes it.
     """

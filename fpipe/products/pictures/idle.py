@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from ...actions import KINDS, OPS
-from .scene import Bar, Gap, Lane, Scene
+from .scene import Bar, Gap, Lane, Points, Scene
 
 PHASES = ("warm-up", "steady", "tail")
 
@@ -175,7 +175,7 @@ def bands(
     return edges, found[::-1]
 
 
-def envelope(curve: Sequence[tuple[float, float]], length: float) -> list[tuple[float, float]]:
+def envelope(curve: Points, length: float) -> Points:
     """A curve with one point in each ``length`` of time, the greatest there; equal ones are one.
 
     >>> envelope([(0, 1), (1, 2), (2, 1), (3, 2), (9, 0)], 4)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...actions import KINDS, OPS, Action, counted, number
+from ...actions import KINDS, OPS, Action, Op, counted, number
 from .convert import ABSENT, SAME
 from .idle import PHASES, intervals, phases, shares
 from .scene import CAUSES, Lane, Scene
@@ -134,7 +134,7 @@ def note(scene: Scene) -> str:
 
 def lines_of_phases(scene: Scene) -> list[str]:
     """For each phase, its share of the time of all ranks and what they do in it."""
-    times: list[Counter[str]] = [Counter() for _ in PHASES]
+    times: list[dict[str, float]] = [defaultdict(float) for _ in PHASES]
     for lane in scene.lanes:
         edges = [0.0, *phases(lane.bars), scene.total]
         for k, part in enumerate(shares(intervals(lane, painted=False), edges)):
@@ -143,7 +143,7 @@ def lines_of_phases(scene: Scene) -> list[str]:
     whole = scene.total * len(scene.lanes) or 1.0
     lines = []
     for phase, kinds in zip(PHASES, times, strict=True):
-        if (time := kinds.total()) > 5e-4 * whole:
+        if (time := sum(kinds.values())) > 5e-4 * whole:
             shown = [kind for kind in (*OPS, "idle") if kinds[kind] > 5e-4 * time]
             does = ", ".join(f"{kind} {percent(kinds[kind] / time)}" for kind in shown)
             part = f"{phase.capitalize()}, {percent(time / whole)} of all ranks' time"
@@ -156,26 +156,24 @@ def _range(low: float, high: float) -> str:
 
 
 def hint(k: int, lane: Lane, scene: Scene) -> str:
-    """What is known of bar ``k`` of a lane: its times, what it waited for, and the difference."""
+    """What is known of bar ``k`` of a lane: its times, what it waited for, and how much earlier or
+    later it ends than in the timeline that the scene is compared with.
+    """
     bar = lane.bars[k]
     text = f"{bar.action}: {number(bar.start)} to {time(bar.end, scene)}"
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
         before = scene.lanes[rank].bars[position].action
         text += f", waited {number(bar.wait)} for {before} of rank {rank}"
-    return f"{text}; {shift(bar.shift, scene)}" if scene.against else text
-
-
-def shift(amount: float | None, scene: Scene) -> str:
-    """How much earlier or later an action ends than in the timeline that a scene is compared
-    with.
-    """
-    other = scene.against.name if scene.against else ""
-    if amount is None:
-        return f"not in {other}"
-    if not amount:
-        return f"as in {other}"
-    return f"{time(abs(amount), scene)} {'later' if amount > 0 else 'earlier'} than in {other}"
+    if not scene.against:
+        return text
+    if bar.shift is None:
+        than = "not"
+    elif not bar.shift:
+        than = "as"
+    else:
+        than = f"{time(abs(bar.shift), scene)} {'later' if bar.shift > 0 else 'earlier'} than"
+    return f"{text}; {than} in {scene.against.name}"
 
 
 def step_of(least: float) -> float:
@@ -205,7 +203,8 @@ class Entry(NamedTuple):
 
 def kinds(scenes: Sequence[Scene], shades: int) -> Iterator[Entry]:
     """The kinds of work that occur, with all their shades."""
-    for op in dict.fromkeys(op for scene in scenes for op in scene.ops):
+    found: dict[Op, None] = dict.fromkeys(op for scene in scenes for op in scene.ops)
+    for op in found:
         yield Entry(tuple(f"{op}{shade}" for shade in range(shades)), KINDS[op].name)
 
 

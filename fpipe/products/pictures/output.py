@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, plotting, svg, terminal, trace
-from .convert import Drawable, scenes
+from .convert import Drawable, Timelines, scenes
 from .labels import Look
 from .scene import Scene
 
@@ -42,7 +42,7 @@ MOST_LINES = 400  #: of text that folds
 
 
 def draw(
-    timeline: Drawable | Sequence[Drawable],
+    timeline: Timelines,
     *,
     width: int | None = None,
     color: bool | None = None,
@@ -76,7 +76,7 @@ def draw(
 
 
 def plot(
-    timeline: Drawable | Sequence[Drawable],
+    timeline: Timelines,
     ax: Axes | None = None,
     style: str = "paper",
     look: Look | None = None,
@@ -87,16 +87,10 @@ def plot(
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
     look = look or Look()
-    drawn = scenes(timeline, look.difference)
-    if ax is None:
-        figure = plotting.load("matplotlib.pyplot").figure()
-        ax = plotting.new_axes(figure, drawn, look, style)
-    return plotting.plot(drawn, look, style, ax)
+    return plotting.plot(scenes(timeline, look.difference), look, style, ax)
 
 
-def save(
-    timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], look: Look | None = None
-) -> None:
+def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = None) -> None:
     """Write a picture of ``timeline``, or of several, to ``path``; its suffix selects the format
     (see ``FORMATS``).
 
@@ -147,7 +141,7 @@ def _colour_bits() -> int:
 
 
 # ---- pieces of HTML for notebooks ----
-def figure(timeline: Drawable | Sequence[Drawable]) -> str:
+def figure(timeline: Timelines) -> str:
     """A picture that scrolls sideways where the page is narrower."""
     drawing = svg.paint(scenes(timeline), Look(), inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from io import BytesIO
 from math import nan
@@ -21,15 +22,16 @@ from ...errors import FpipeError
 from . import labels
 from .colours import ink, palette
 from .labels import Look, text_width, wrapped
-from .scene import Scene
+from .scene import Points, Scene
 from .shapes import (
+    CURVE,
     GAP,
     Frame,
     Label,
-    Points,
     Rect,
     Shape,
     frame,
+    has_curves,
     lane_shapes,
     line_shapes,
     natural_size,
@@ -88,69 +90,63 @@ def new_axes(figure: Figure, scenes: Sequence[Scene], look: Look, style: str) ->
     return figure.add_axes((0.3 * MARGIN / wide, HEADING / high, width / wide, height / high))
 
 
-def plot(scenes: Sequence[Scene], look: Look, style: str, axes: Axes) -> Axes:
-    """Draw scenes one over the other into axes.
+def plot(
+    scenes: Sequence[Scene], look: Look, style: str = "paper", axes: Axes | None = None
+) -> Axes:
+    """Draw scenes one over the other into axes, or into those of a new figure of pyplot.
 
     Raises:
-        FpipeError: if there is no such style.
+        FpipeError: if there is no such style, or matplotlib is not installed.
     """
     if style not in STYLES:
         raise FpipeError(f"no style is called {style!r}; use {', '.join(STYLES)}")
+    if axes is None:
+        axes = new_axes(load("matplotlib.pyplot").figure(), scenes, look, style)
     window, pixel = axes.get_window_extent(), axes.figure.dpi / 96
     width, height = window.width / pixel, window.height / pixel
     ranks = sum(len(scene.lanes) for scene in scenes)
     pitch = (height - (len(scenes) - 1) * HEADING) / ranks
-    memory = any(lane.curve for scene in scenes for lane in scene.lanes) and look.memory
-    f = frame(scenes, look, width, (pitch - GAP) / (1.45 if memory else 1), LETTERS)
+    curves = has_curves(scenes, look)
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + CURVE * curves), LETTERS)
     colours = palette(max(scene.shades for scene in scenes), style == "dark")
+    write = partial(
+        axes.annotate,
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        annotation_clip=False,
+        color=colours["faint"],
+        fontsize=8,
+    )
     y, ticks = 0.0, {}
     for scene in scenes:
         notes = [labels.figures(scene), labels.idle(scene)] if style != "paper" else []
         lines = [line for note in notes for line in wrapped(note, 12, width)]
-        title, above = "\n".join(wrapped(labels.title(scene), 18, width)), 6 + 11 * len(lines)
-        _write(axes, title, (0, y), (0, above), colours["ink"], fontsize=11, fontweight="bold")
-        _write(axes, "\n".join(lines), (0, y), (0, 5), colours["faint"])
-        shapes = [*line_shapes(scene, f)]
+        title = "\n".join(wrapped(labels.title(scene), 18, width))
+        bold = {"fontsize": 11, "fontweight": "bold", "color": colours["ink"]}
+        write(title, (0, y), (0, 6 + 11 * len(lines)), va="bottom", **bold)
+        write("\n".join(lines), (0, y), (0, 5), va="bottom")
+        shapes: list[Shape] = [*line_shapes(scene, f)]
         for rank, lane in enumerate(scene.lanes):
             shapes += lane_shapes(rank, scene, f)
             middle = y + rank + 0.5 * f.lane / f.pitch
             ticks[middle] = f"rank {rank}"
             if style != "paper":
-                figures = labels.figures_of(lane, scene)
-                _write(axes, figures, (1, middle), (6, 0), colours["faint"], va="center")
+                write(labels.figures_of(lane, scene), (1, middle), (6, 0), va="center")
         _draw(axes, shapes, y, f, colours)
         y += len(scene.lanes) + HEADING / f.pitch
     axes.set_xlim(0, width / f.scale)
     axes.set_ylim(y - HEADING / f.pitch, 0)
     axes.set_yticks(list(ticks), list(ticks.values()))
-    _decorate(axes, scenes[0].unit, colours)
-    _legend(axes, scenes, f, colours, width, height)
+    unit = scenes[0].unit
+    axes.set_xlabel(f"time in {unit}" if unit else "time", color=colours["faint"], fontsize=8)
+    axes.tick_params(length=0, labelsize=8, colors=colours["faint"])
+    axes.tick_params(axis="y", labelsize=9, labelcolor=colours["ink"])
+    axes.set_facecolor(colours["paper"])
+    axes.grid(axis="x", color=colours["line"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    _legend(f, scenes, axes, colours, (width, height))
     return axes
-
-
-def _write(
-    axes: Axes,
-    text: str,
-    place: tuple[float, float],
-    offset: tuple[float, float],
-    colour: str,
-    va: str = "bottom",
-    fontsize: float = 8,
-    fontweight: str = "normal",
-) -> None:
-    """Write a text so many points from a place: a share of the width, and a lane."""
-    axes.annotate(
-        text,
-        place,
-        offset,
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        annotation_clip=False,
-        color=colour,
-        va=va,
-        fontsize=fontsize,
-        fontweight=fontweight,
-    )
 
 
 def _draw(
@@ -159,8 +155,9 @@ def _draw(
     """Put shapes into axes. Rectangles of one colour and height are one collection, and so are
     equal texts.
     """
-    rectangles: defaultdict[tuple[str, float, float, float], Points] = defaultdict(list)
-    texts: defaultdict[tuple[str, float, str], Points] = defaultdict(list)
+    rectangles: defaultdict[tuple[str, float, float, float], list[tuple[float, float]]]
+    texts: defaultdict[tuple[str, float, str], list[tuple[float, float]]]
+    rectangles, texts = defaultdict(list), defaultdict(list)
     for shape in shapes:
         if isinstance(shape, Rect):
             span = shape.start, shape.end - shape.start
@@ -197,23 +194,12 @@ def _stamp(axes: Axes, text: str, size: float, colour: str, places: Points) -> N
     axes.add_collection(stamps)
 
 
-def _decorate(axes: Axes, unit: str, colours: Mapping[str, str]) -> None:
-    axes.set_facecolor(colours["paper"])
-    axes.set_xlabel(f"time in {unit}" if unit else "time", color=colours["faint"], fontsize=8)
-    axes.tick_params(length=0, labelsize=8, colors=colours["faint"])
-    axes.tick_params(axis="y", labelsize=9, labelcolor=colours["ink"])
-    axes.grid(axis="x", color=colours["line"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
-
-
 def _legend(
-    axes: Axes,
-    scenes: Sequence[Scene],
     f: Frame,
+    scenes: Sequence[Scene],
+    axes: Axes,
     colours: Mapping[str, str],
-    width: float,
-    height: float,
+    size: tuple[float, float],
 ) -> None:
     """The legend below the axis, in as many columns as fit."""
     patch, line = load("matplotlib.patches").Patch, load("matplotlib.lines").Line2D
@@ -230,10 +216,10 @@ def _legend(
         handles,
         [entry.text for entry in entries],
         loc="upper left",
-        bbox_to_anchor=(0, -42 / height),
+        bbox_to_anchor=(0, -42 / size[1]),
         borderaxespad=0,
         borderpad=0,
-        ncols=max(int(width // (40 + widest)), 1),
+        ncols=max(int(size[0] // (40 + widest)), 1),
         frameon=False,
         fontsize=8,
         labelcolor=colours["ink"],
@@ -248,8 +234,8 @@ def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> b
     A point is a name, a memory, a bubble, and whether no other one has less of both.
     """
     names: defaultdict[tuple[float, float, bool], list[str]] = defaultdict(list)
-    for label, *place in points:
-        names[tuple(place)].append(label)
+    for label, memory, bubble, is_best in points:
+        names[memory, bubble, is_best].append(label)
     figure = load("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
     axes, colours = figure.subplots(), palette(1)
     best = sorted((memory, bubble) for memory, bubble, is_best in names if is_best)

@@ -6,13 +6,14 @@ This is plain data that every format reads. It knows nothing of where the times 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from ...actions import OPS, Action, AnyAction
+from ...actions import KINDS, Action, AnyAction, Op
 
 #: cause of idle time -> its name in the legend
 CAUSES = {
@@ -22,6 +23,7 @@ CAUSES = {
     "tail": "tail",
     "other": "other, or not known",
 }
+Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
 
 
 class Gap(NamedTuple):
@@ -56,7 +58,7 @@ class Lane(NamedTuple):
     bars: tuple[Bar, ...]
     bubble: float
     peak: float
-    curve: tuple[tuple[float, float], ...]  # (time, held from then on)
+    curve: Points  # (time, held from then on)
     carried: tuple[tuple[float, float, str], ...]  # (start, end, what) that its link carries
     gaps: tuple[Gap, ...] = ()
 
@@ -87,10 +89,10 @@ class Scene:
         return tuple(part for bar in self.bars for part in bar.action.parts)
 
     @cached_property
-    def ops(self) -> tuple[str, ...]:
+    def ops(self) -> tuple[Op, ...]:
         """The ops that occur, in the order of the legend."""
         seen = {part.op for part in self.parts}
-        return tuple(op for op in OPS if op in seen)
+        return tuple(op for op in KINDS if op in seen)
 
     @cached_property
     def microbatches(self) -> int:
@@ -139,7 +141,7 @@ class Scene:
     @cached_property
     def idle(self) -> dict[str, float]:
         """cause -> the share of the time of all ranks, if it is not negligible."""
-        times: Counter[str] = Counter()
+        times: defaultdict[str, float] = defaultdict(float)
         for gap in (gap for lane in self.lanes for gap in lane.gaps):
             times[gap.cause] += gap.end - gap.start
         whole = self.total * len(self.lanes) or 1.0

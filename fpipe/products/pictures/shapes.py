@@ -15,16 +15,15 @@ from typing import NamedTuple, TypeAlias
 from . import labels
 from .idle import LEAST_CELL, bands, critical, envelope, messages
 from .labels import Look, name, text_width, widest_name
-from .scene import CAUSES, Lane, Scene
+from .scene import CAUSES, Lane, Points, Scene
 
 GAP = 4.0  # between lanes
+CURVE = 0.45  # the height of a memory curve, in lanes
 HEIGHTS = {8: 26, 32: 20, 10**9: 14}  # of a lane, up to so many ranks
 CELL, NARROWEST, WIDEST = 26, 560, 2200  # of a short bar, if space allows; of all bars together
 TIGHT, WIDER = 15, 4200  # the same for long schedules
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
-
-Points: TypeAlias = list[tuple[float, float]]
 
 
 class Rect(NamedTuple):
@@ -89,7 +88,6 @@ def frame(
 ) -> Frame:
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.total for scene in scenes) or 1.0)
-    curves = look.memory and any(lane.curve for scene in scenes for lane in scene.lanes)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
     for detail in (3, 2, 1):  # the fullest names that fit into a short bar
@@ -99,8 +97,13 @@ def frame(
             break
     else:
         detail, size = 0, 0.0
-    curve = round(0.45 * lane) if curves else 0
+    curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     return Frame(look, scale, lane, curve, detail, size, letters, hints)
+
+
+def has_curves(scenes: Sequence[Scene], look: Look) -> bool:
+    """Whether memory curves are drawn."""
+    return look.memory and any(lane.curve for scene in scenes for lane in scene.lanes)
 
 
 def natural_size(scenes: Sequence[Scene]) -> tuple[float, float]:

@@ -19,12 +19,11 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import Look, text_width, wrapped
-from .scene import Scene
+from .scene import Points, Scene
 from .shapes import (
     GAP,
     Frame,
     Label,
-    Points,
     Rect,
     Shape,
     frame,

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from ...actions import MOST_SLICES, OPS, Action, Carried, Slice, Span, Wait, joined, read_bytes
 from ...errors import FpipeError
 from .convert import Drawable
-from .scene import Scene
+from .scene import Points, Scene
 
 Event: TypeAlias = dict[str, Any]
 
@@ -112,7 +112,7 @@ class Recorded:
         """The spans of a rank, in order."""
         return self.rows[rank]
 
-    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]:
+    def curve(self, rank: int, /) -> Points:
         """(time, amount that the rank holds from then on)."""
         return self.curves[rank]
 
