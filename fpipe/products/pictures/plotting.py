@@ -137,7 +137,12 @@ def plot(
     axes.set_xlim(0, width / f.scale)
     axes.set_ylim(y - HEADING / f.pitch, 0)
     axes.set_yticks(list(ticks), list(ticks.values()))
-    unit = scenes[0].unit
+    _decorate(axes, scenes[0].unit, colours)
+    _legend(f, scenes, axes, colours, (width, height))
+    return axes
+
+
+def _decorate(axes: Axes, unit: str, colours: Mapping[str, str]) -> None:
     axes.set_xlabel(f"time in {unit}" if unit else "time", color=colours["faint"], fontsize=8)
     axes.tick_params(length=0, labelsize=8, colors=colours["faint"])
     axes.tick_params(axis="y", labelsize=9, labelcolor=colours["ink"])
@@ -145,8 +150,6 @@ def plot(
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
-    _legend(f, scenes, axes, colours, (width, height))
-    return axes
 
 
 def _draw(
