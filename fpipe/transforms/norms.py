@@ -107,7 +107,8 @@ class Norm(NamedTuple):
         stages = at.stages()
         for index, norm in zip(chosen, norms, strict=True):
             if stages[index] in parts:
-                parts[stages[index]][matches(every[index], differing)].append(norm)
+                differs = differing != () and matches(every[index], differing)
+                parts[stages[index]][differs].append(norm)
         return parts
 
     def _of_copies(
@@ -156,9 +157,11 @@ class Norm(NamedTuple):
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
             return torch.zeros((), device=device)
-        kind = device, reduce(torch.promote_types, [norm.dtype for norm in norms])
-        parts = [norm if (norm.device, norm.dtype) == kind else norm.to(*kind) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(parts), self.p)
+        kinds = {(norm.device, norm.dtype) for norm in norms}
+        dtype = reduce(torch.promote_types, [dtype for _, dtype in kinds])
+        if kinds != {(device, dtype)}:
+            norms = [norm.to(device, dtype) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms), self.p)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:

@@ -136,10 +136,11 @@ def optimizer(
                 return arithmetic(step, *old)
             return _in_one_pass(how, arithmetic, kernel, step, old)
 
-        keys: Sequence[Hashable] = [(x.device, x.dtype) for x in [*before, at.leaves][0]]
         if how is not None and blocks:
             once = kernel is not None and donate and how.donate and how.factor is None
             keys = _blocks(weights, decays, math.inf if once else _BLOCK)
+        else:
+            keys = [(x.device, x.dtype) for x in [*before, at.leaves][0]]
         after: Sequence[Column] = [[]] * (1 + moments)
         if at.leaves:
             after = by_kind(kind, at.stages(), at.leaves, weights, decays, *before, keys=keys)
