@@ -78,7 +78,7 @@ class Bound:
         self.modules, self.stages, self._leaves = tuple(modules), list(stages), list(leaves)
 
     def _tensors(self, names: Sequence[Iterable[str]]) -> ByStage:
-        """The modules' tensors of these names, by stage, as they are now."""
+        """Return the modules' tensors of these names, by stage, as they are now."""
         bound = {module for module in self.modules if module is not None}
         held = {module: tensors_of(module) for module in bound}
         return [
@@ -98,7 +98,8 @@ class Bound:
         return [row or None for row in rows]
 
     def unfrozen(self) -> bool:
-        """Whether a parameter requires a gradient now that did not when the stages were built.
+        """Return whether a parameter requires a gradient now that did not when the stages were
+        built.
 
         Returns:
             True if stages must be bound again.
@@ -263,7 +264,8 @@ def _function(module: nn.Module, side: Sequence[str], state: Sequence[str]) -> B
 def bound_to(
     functions: Sequence[BoundFunction | None], others: Sequence[Stage] = (), **options: str | None
 ) -> Bound:
-    """Functions as stages, which know their frozen leaves and those that other stages have too.
+    """Return functions as stages, which know their frozen leaves and those that other stages have
+    too.
 
     Args:
         functions: one per stage, None for a stage of another process.

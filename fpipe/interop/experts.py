@@ -12,7 +12,7 @@ from torch import nn
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a mixture, by the name of its class.
+    """Return whether a module is the experts of a mixture, by the name of its class.
 
     >>> is_experts(nn.Linear(2, 2))
     False
@@ -21,7 +21,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def configs_of(model: nn.Module, experts: str | None) -> tuple[dict[int, object], bool]:
-    """The configs that stages use in place of the model's, by their identity.
+    """Return the configs that stages use in place of the model's, by their identity.
 
     They name an implementation of experts that can be traced, or the one that is asked for.
 

@@ -28,7 +28,8 @@ from ..stage import Stage
 def from_fsdp(
     module: nn.Module, *, like: Callable[..., Any] = lambda p, x: x
 ) -> tuple[Stage, dict[str, Tensor]]:
-    """A module under ``fully_shard`` as a stage, and its parameters: this process's shards by name.
+    """Return a module under ``fully_shard`` as a stage, and its parameters: this process's shards
+    by name.
 
     Gradients are summed over FSDP's mesh, by sums alone, which every device has. Pass the pipeline
     that axis as ``dp=`` and ``own=["*"]``; gradients and the loss are then means over it.

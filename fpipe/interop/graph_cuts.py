@@ -96,7 +96,7 @@ def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
 
 
 def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
-    """The index of the first node that calls each cut's submodule, or a submodule inside it."""
+    """Return the index of the first node that calls each cut's submodule, or one inside it."""
     calls = [f"{node.target}." if node.op == "call_module" else "" for node in nodes]
     positions = list[int]()
     for index, cut in enumerate(cuts):
@@ -121,7 +121,7 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
 
 
 def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Piece:
-    """The graph of the nodes from ``low`` to before ``high``.
+    """Return the graph of the nodes from ``low`` to before ``high``.
 
     Values that depend on side inputs and the module's tensors alone are not passed on: each piece
     computes those that it needs.
@@ -134,7 +134,7 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
             repeated.add(node)
 
     def crossing(index: int) -> list[fx.Node]:
-        """The values from before a node that it or a later one uses."""
+        """Return the values from before a node that it or a later one uses."""
         later = {*nodes[index:], output} - repeated
         return [
             node
@@ -172,7 +172,7 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
 
 
 def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
-    """Whether a value depends on side inputs and the module's tensors alone, and is no draw."""
+    """Return whether a value depends on side inputs and tensors alone, and is no draw."""
     if node.op == "get_attr":
         return True
     if node.op == "call_module" or not repeated.issuperset(node.all_input_nodes):
@@ -234,7 +234,9 @@ def _traced(module: nn.Module, cuts: Sequence[str], fixed: dict[str, object]) ->
         return _Tracer(cuts, outcomes).trace(module, concrete_args=fixed)
 
     def raising(outcomes: list[bool], test: tuple[CodeType, int]) -> int:
-        """Whether a test's statement then raises in any case (2), in some (1), or in none (0)."""
+        """Return whether a test's statement then raises in any case (2), in some (1), or in none
+        (0).
+        """
         try:
             trace(outcomes)
         except _UndecidedError as error:
@@ -262,7 +264,7 @@ def _traced(module: nn.Module, cuts: Sequence[str], fixed: dict[str, object]) ->
 
 
 def _place(error: Exception) -> tuple[CodeType, int]:
-    """The code of the user in which an error was raised, and the index of its instruction."""
+    """Return the code of the user that raised an error, and the index of its instruction."""
     entries = list[TracebackType]()
     entry = error.__traceback__
     while entry is not None:
@@ -274,7 +276,7 @@ def _place(error: Exception) -> tuple[CodeType, int]:
 
 
 def _ends_statement(code: CodeType, low: int, high: int) -> bool:
-    """Whether a statement ends between two instructions."""
+    """Return whether a statement ends between two instructions."""
     ends = ("STORE", "POP_TOP", "RETURN")
     return any(
         i.opname.startswith(ends) for i in dis.get_instructions(code) if low < i.offset < high
@@ -331,7 +333,7 @@ def _is_internal(filename: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Why a forward cannot be recorded, by the line of it that fails."""
+    """Return why a forward cannot be recorded, by the line of it that fails."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

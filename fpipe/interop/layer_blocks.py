@@ -102,7 +102,7 @@ _OF_LAYER: WeakKeyDictionary[nn.Module, SharedLayer] = WeakKeyDictionary()
 
 
 def shared_by_equals(layer: nn.Module) -> SharedLayer:
-    """What a layer shares with its equals."""
+    """Return what a layer shares with its equals."""
     key = _key(layer)
     shared = _SHARED.get(key) or SharedLayer(layer)
     _SHARED[key] = _OF_LAYER[layer] = shared
@@ -110,7 +110,7 @@ def shared_by_equals(layer: nn.Module) -> SharedLayer:
 
 
 def _key(module: nn.Module) -> Hashable:
-    """Equal for equal modules: all that they hold but their tensors."""
+    """Return a key that equal modules share: all that they hold but their tensors."""
     held = frozenset(
         (name, "number" if name in _NUMBERS else _token(value))
         for name, value in vars(module).items()
@@ -123,7 +123,7 @@ def _key(module: nn.Module) -> Hashable:
 
 
 def _token(value: object) -> Hashable:
-    """A value for comparisons; of what has no plain value, its identity."""
+    """Return a value for comparisons; of what has no plain value, its identity."""
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, (list, tuple)):

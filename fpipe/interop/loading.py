@@ -21,7 +21,7 @@ def filled(
     *,
     device: str | torch.device = "cpu",
 ) -> list[dict[str, Tensor] | None]:
-    """Parameters with values, for stages that were cut from a model on the device "meta".
+    """Return parameters with values, for stages that were cut from a model on the device "meta".
 
     Keep the entries of this process's stages first, as ``pipe.place(params)`` does: only these are
     read. A leaf that has values already is moved to the device.

@@ -29,7 +29,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, under all of their names."""
+    """Return the parameters and buffers of a module, under all of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -37,7 +37,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def clone(module: nn.Module) -> nn.Module:
-    """The same tree of modules, with parameters that hold no data.
+    """Return the same tree of modules, with parameters that hold no data.
 
     Buffers and all other attributes are shared, not copied.
 
@@ -74,7 +74,7 @@ def clone(module: nn.Module) -> nn.Module:
 
 
 def hooks_of(module: nn.Module) -> dict[str, dict]:
-    """The containers of a module's hooks, by the names of its attributes."""
+    """Return the containers of a module's hooks, by the names of its attributes."""
     return {n: v for n, v in vars(module).items() if "hooks" in n and isinstance(v, dict)}
 
 
@@ -101,7 +101,7 @@ class Claim(NamedTuple):
 
 
 def claims(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Claim]:
-    """Parameters for each stage from the names that it uses.
+    """Return parameters for each stage from the names that it uses.
 
     The same parameter in two stages becomes a tie. Buffers on "meta" have no values and cannot be
     constants: they are parameters without gradients.
@@ -146,7 +146,7 @@ def claims(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Claim]:
 def changing_buffers(
     module: nn.Module, patterns: Sequence[str] = (), always: bool = False
 ) -> list[str]:
-    """The buffers that a forward changes: statistics of norms in training, and those named.
+    """Return the buffers that a forward changes: statistics of norms in training, and those named.
 
     Args:
         module: the module.
@@ -224,7 +224,7 @@ class ModuleFunction:
         engine: Engine | None = None,
         aux_loss: bool = False,
     ) -> Stage:
-        """This function as a Stage."""
+        """Return this function as a Stage."""
         return Stage(
             self,
             state=self.initial_state is not None,
@@ -258,11 +258,11 @@ class ModuleFunction:
         return functional_call(self.module, tensors, (x,), side, tie_weights=False)
 
     def in_mode(self, training: bool) -> InMode:
-        """The same function with its module in training or in evaluation."""
+        """Return the same function with its module in training or in evaluation."""
         return InMode(self, training)
 
     def constants_on(self, device: torch.device | None) -> dict[str, Tensor]:
-        """The constant buffers on a device."""
+        """Return the constant buffers on a device."""
         if device is None or all(value.device == device for value in self.constants.values()):
             return self.constants
         if device not in self._moved:
@@ -296,7 +296,7 @@ class InMode:
                 module.training = training
 
     def in_mode(self, training: bool) -> InMode:
-        """The function in a mode."""
+        """Return the function in a mode."""
         return InMode(self.fn, training)
 
 

@@ -90,7 +90,7 @@ def from_module(
 def _states(
     graphs: Sequence[nn.Module], names: Sequence[str], changing: Sequence[str]
 ) -> list[list[str]]:
-    """The buffers of each stage that forward changes."""
+    """Return the buffers of each stage that forward changes."""
     stage_of = dict[str, str]()
     states = list[list[str]]()
     for graph, stage in zip(graphs, names, strict=True):
@@ -159,7 +159,7 @@ def to_module(
 def _values(
     params: ByStage, state: ByStage | None, pipe: Pipeline | None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The tensors to write, each with the place that it comes from, for messages."""
+    """Return the tensors to write, each with the place that it comes from, for messages."""
     if pipe is not None:
         for name, value in stream(pipe, params):
             yield "", name, value

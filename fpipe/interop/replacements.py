@@ -44,7 +44,8 @@ class Replacement(NamedTuple):
 
 
 def replacements(module: nn.Module) -> list[Replacement]:
-    """What is replaced in a module: torch's ``checkpoint``, its wrapper, and compiled modules.
+    """Return what is replaced in a module: torch's ``checkpoint``, its wrapper, and compiled
+    modules.
 
     >>> [replacement.name for replacement in replacements(nn.Linear(1, 1))]
     ['checkpoint']
@@ -68,13 +69,13 @@ def replacements(module: nn.Module) -> list[Replacement]:
 
 
 def has_compiled(replacements: Sequence[Replacement]) -> bool:
-    """Whether a compiled module is among them."""
+    """Return whether a compiled module is among them."""
     return any(name in ("forward", _COMPILED) for _, name, _ in replacements)
 
 
 @contextmanager
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """A context in which the names stand for their replacements."""
+    """Return a context in which the names stand for their replacements."""
     before = [namespace[name] for namespace, name, _ in replacements]
     for namespace, name, value in replacements:
         namespace[name] = value

@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 
 
 def settings(model: nn.Module, job_config: Any) -> Settings:
-    """The schedule and the submodules of each stage, from a configuration.
+    """Return the schedule and the submodules of each stage, from a configuration.
 
     It reads ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``,
     ``_layers_per_stage``, ``_first_stage_less_layers``, ``_last_stage_less_layers``,
@@ -108,7 +108,7 @@ def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[st
 def pipeline(
     model: nn.Module, job_config: Any, *, loss: Callable[..., Any] | None = None, **keywords: Any
 ) -> tuple[Pipeline, list[dict[str, torch.Tensor]]]:
-    """The pipeline of a configuration, and the model's parameters; keywords are those of
+    """Return the pipeline of a configuration, and the model's parameters; keywords are those of
     ``fpipe.pipeline``.
 
     ```python
@@ -195,8 +195,8 @@ class _Rescaled:
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of a model with these submodules alone; lists keep their layers by name, others become
-    None.
+    """Return a copy of a model with these submodules alone; lists keep their layers by name, others
+    become None.
     """
     part = copy.deepcopy(model)
     for name, child in part.named_children():

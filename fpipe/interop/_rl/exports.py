@@ -20,7 +20,7 @@ Named: TypeAlias = Iterable[tuple[str, Tensor]]
 def exported(
     pipe: Pipeline, values: Sequence[Any], aliases: Mapping[str, Sequence[str]], bucket_bytes: int
 ) -> Named:
-    """All parameters, a tied one under each of its names.
+    """Return all parameters, a tied one under each of its names.
 
     Args:
         pipe: the pipeline.
@@ -35,7 +35,7 @@ def exported(
 
 
 def adapters(named: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of LoRA adapters alone, by the names that peft saves them under.
+    """Return the tensors of LoRA adapters alone, by the names that peft saves them under.
 
     >>> list(adapters([("q.base_layer.weight", 0), ("q.lora_A.default.weight", 1)]))
     [('base_model.model.q.lora_A.weight', 1)]
@@ -46,7 +46,7 @@ def adapters(named: Named) -> Iterator[tuple[str, Tensor]]:
 
 
 def without_adapters(named: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model below its adapters.
+    """Return the tensors of the model below its adapters.
 
     >>> list(without_adapters([("q.base_layer.weight", 0), ("q.lora_A.default.weight", 1)]))
     [('q.base_layer.weight', 0)]
@@ -57,8 +57,8 @@ def without_adapters(named: Named) -> Iterator[tuple[str, Tensor]]:
 def with_merged_adapters(
     named: Named, scaling: Mapping[str, float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model with its adapters added to them, by the names that the model had
-    without adapters.
+    """Return the tensors of the model with its adapters added to them, by the names that the model
+    had without adapters.
 
     Args:
         named: tensors by name, those of a layer one after another.

@@ -33,7 +33,7 @@ def scores(
     entropy: bool = False,
     squares: bool = False,
 ) -> Scores:
-    """Scores of rows of logits, in float32 at least; differentiable but for the squares.
+    """Return scores of rows of logits, in float32 at least; differentiable but for the squares.
 
     Forward saves the logits. Backward allocates their gradient, and computes a chunk again at a
     time.
@@ -104,7 +104,7 @@ def _chunks(
 def _of_chunk(
     logits: Tensor, labels: Tensor, temperature: Tensor | None, entropy: bool, squares: bool
 ) -> list[Tensor]:
-    """The scores of some rows."""
+    """Return the scores of some rows."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature is not None:
         wide = wide / temperature[:, None].to(wide.dtype)

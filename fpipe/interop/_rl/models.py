@@ -60,7 +60,7 @@ def load(
     trust: bool,
     empty: bool = False,
 ) -> nn.Module:
-    """A causal language model, or one with a value for each token, on the host.
+    """Return a causal language model, or one with a value for each token, on the host.
 
     Args:
         path: of the model's folder.
@@ -91,8 +91,8 @@ def load(
 
 
 def has_files(path: str, model: nn.Module) -> bool:
-    """Whether the safetensors files in a folder have all parameters of a model, a tied one under
-    one of its names.
+    """Return whether the safetensors files in a folder have all parameters of a model, a tied one
+    under one of its names.
     """
     try:
         names = model_files(path).keys()
@@ -102,7 +102,7 @@ def has_files(path: str, model: nn.Module) -> bool:
 
 
 def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
-    """The parameters of the stages here (with ``zero=``, the parts here) from the files of a
+    """Return the parameters of the stages here (with ``zero=``, the parts here) from the files of a
     model.
     """
     with warnings.catch_warnings():
@@ -113,8 +113,8 @@ def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
 
 
 def with_adapters(model: nn.Module, options: Options, path: str | None = None) -> Any:
-    """The model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in a
-    folder.
+    """Return the model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in
+    a folder.
     """
     peft = import_module("peft")
     if path is not None:
@@ -137,7 +137,7 @@ def cut(
     peft: Any = None,
     checkpointing: bool = False,
 ) -> Cut:
-    """A model as ``n`` stages.
+    """Return a model as ``n`` stages.
 
     Args:
         model: a causal language model, without the wrapper of adapters.
@@ -183,7 +183,7 @@ def _cut(
 
 
 def scaling(model: Any) -> dict[str, float]:
-    """The factor of the adapters of each layer that has some, by the layer's name."""
+    """Return the factor of the adapters of each layer that has some, by the layer's name."""
     return {
         name: module.scaling["default"]
         for name, module in model.named_modules()

@@ -37,18 +37,18 @@ class Tokens(NamedTuple):
         return int(self.offsets[-1])
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """The values of the tokens in a line, from those of all places."""
+        """Return the values of the tokens in a line, from those of all places."""
         if self.attention_mask is None:
             return values.reshape(-1)[: self.total]
         return values[self.attention_mask.bool()]
 
     def nested(self, values: Tensor) -> Tensor:
-        """The values of the tokens, sequence by sequence."""
+        """Return the values of the tokens, sequence by sequence."""
         return torch.nested.nested_tensor_from_jagged(self.without_padding(values), self.offsets)
 
 
 def longest(input_ids: Tensor, packed: bool) -> int:
-    """The length of a row of the sequences: of all together, or of the longest.
+    """Return the length of a row of the sequences: of all together, or of the longest.
 
     >>> ids = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
     >>> longest(ids, packed=True), longest(ids, packed=False)
@@ -59,12 +59,12 @@ def longest(input_ids: Tensor, packed: bool) -> int:
 
 
 def offsets_of(nested: Any) -> Tensor:
-    """Where the parts of a nested tensor begin, and its length."""
+    """Return where the parts of a nested tensor begin, and its length."""
     return nested.offsets().to(torch.long)
 
 
 def padded_lengths(lengths: Sequence[int], multiple: int = 1, uniform: bool = False) -> list[int]:
-    """Lengths with padding: multiples of a number, and all alike if they shall be uniform.
+    """Return lengths with padding: multiples of a number, and all alike if they shall be uniform.
 
     >>> padded_lengths([3, 5], multiple=4), padded_lengths([3, 5], uniform=True)
     ([4, 8], [5, 5])
@@ -84,8 +84,8 @@ def tokens_of(
     length: int,
     pad_token: int = 0,
 ) -> Tokens:
-    """A microbatch of nested (jagged) tokens and positions as a model takes it, padded on the right
-    to a length.
+    """Return a microbatch of nested (jagged) tokens and positions as a model takes it, padded on
+    the right to a length.
 
     ``packed`` puts all sequences in one row, without padding between them. ``temperature`` is that
     of all sequences, or of each.
@@ -139,7 +139,7 @@ def tokens_of(
 
 
 def _placed(line: Tensor, mask: Tensor | None, length: int, fill: float) -> Tensor:
-    """A line of tokens as one row, or as rows where the mask is 1."""
+    """Return a line of tokens as one row, or as rows where the mask is 1."""
     if mask is None:
         return pad(line, (0, length - len(line)), value=fill)[None]
     return line.new_full(mask.shape, fill).masked_scatter(mask.bool(), line)
@@ -148,7 +148,7 @@ def _placed(line: Tensor, mask: Tensor | None, length: int, fill: float) -> Tens
 def _temperatures(
     temperature: float | Tensor, lengths: Tensor, device: torch.device
 ) -> Tensor | None:
-    """The temperature of each token; None where it is 1."""
+    """Return the temperature of each token; None where it is 1."""
     if not isinstance(temperature, Tensor):
         if float(temperature) == 1.0:
             return None

@@ -61,7 +61,9 @@ class Weights:
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
     ) -> dict[str, nn.Parameter]:
-        """The leaves of a stage; one for tied parameters of stages here, unless these are parts."""
+        """Return the leaves of a stage; one for tied parameters of stages here, unless these are
+        parts.
+        """
         config = self.pipe.config
         ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
         trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
@@ -77,15 +79,15 @@ class Weights:
                 yield stage, name, leaf
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer gets, a tied one of two stages here once."""
+        """Return the parameters that the optimizer gets, a tied one of two stages here once."""
         return list({leaf: None for _, _, leaf in self if leaf.requires_grad})
 
     def values(self) -> ByStage:
-        """The parameters (with ``zero=``, the parts here), sharing memory with the leaves."""
+        """Return the parameters (with ``zero=``, the parts here), in the memory of the leaves."""
         return self._mapped(lambda leaf: leaf.detach())
 
     def for_call(self) -> ByStage:
-        """The parameters for a call of the pipeline."""
+        """Return the parameters for a call of the pipeline."""
         return self._mapped(
             lambda leaf: leaf.detach().to(dtype=self.compute if leaf.is_floating_point() else None)
         )
@@ -105,7 +107,7 @@ class Weights:
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
 
     def norm(self) -> Tensor:
-        """The norm of all gradients of the model, on every process; every process calls it."""
+        """Return the norm of all gradients of the model; every process calls it."""
         return global_norm(self._mapped(lambda leaf: leaf.grad), over=self.pipe)
 
     def scale_grads(self, factor: Tensor) -> None:
@@ -139,7 +141,7 @@ class Weights:
                 leaf.copy_((values[stage] or {})[name])
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
-        """What an optimizer holds, by stage and leaf: a dict each, for ``fpipe.save``.
+        """Return what an optimizer holds, by stage and leaf: a dict each, for ``fpipe.save``.
 
         Tensors of one number become numbers, which are the same in all processes.
 
@@ -165,7 +167,7 @@ class Weights:
         ]
 
     def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
-        """The inverse of ``state_of``; numbers become tensors, as torch's optimizers have them."""
+        """Undo ``state_of``; numbers become tensors, as torch's optimizers have them."""
         for stage, name, leaf in self:
             state = (states[stage] or {}).get(name)
             if state and leaf.requires_grad:

@@ -34,12 +34,14 @@ class Flow(NamedTuple):
     draws: list[set[int]]  #: for each draw between units in training, the calls that depend on it
 
     def used(self, first: int, stop: int) -> Labels:
-        """What calls depend on; if the last is among them, the result too."""
+        """Return what calls depend on; if the last is among them, the result too."""
         final = self.uses if stop == len(self.visits) else NONE
         return final.union(*(visit.uses for visit in self.visits[first:stop]))
 
     def blank_sizes(self, value: Value, known: Collection[Source]) -> list[Size] | None:
-        """The size of each axis of a value; None if known values and side inputs do not tell."""
+        """Return the size of each axis of a value; None if known values and side inputs do not
+        tell.
+        """
         result = list[Size]()
         for pair in self.sizes.get(value, ((0, 1),)):
             sources = (
@@ -56,7 +58,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(model: nn.Module, runs: Sequence[Recording]) -> Flow:
-    """The flow of values of a model, from two forwards, and perhaps one in training.
+    """Return the flow of values of a model, from two forwards, and perhaps one in training.
 
     Raises:
         StageError: if the forwards run different units.
@@ -113,7 +115,7 @@ class Part(NamedTuple):
 def parts_of(
     model: nn.Module, flow: Flow, inputs: int, bounds: Sequence[int], sides: Sequence[str]
 ) -> list[Part]:
-    """The parts between the calls in ``bounds``, for a model with so many inputs.
+    """Return the parts between the calls in ``bounds``, for a model with so many inputs.
 
     Raises:
         StageError: if several parts depend on the same random numbers.
@@ -137,7 +139,7 @@ def parts_of(
 def _crossing(
     flow: Flow, inputs: int, first: int, later: Sequence[Value], sides: Sequence[str]
 ) -> set[Value]:
-    """The values from before a call that it and those after it need.
+    """Return the values from before a call that it and those after it need.
 
     They depend on them, or no blank can be built in their place.
     """

@@ -45,7 +45,7 @@ class Split(NamedTuple):
 
 
 def result_of(out: Tree) -> Tensor:
-    """The tensor that the last stage returns: logits, or the last hidden state."""
+    """Return the tensor that the last stage returns: logits, or the last hidden state."""
     named = (getattr(out, name, None) for name in ("logits", "last_hidden_state"))
     for leaf in (*named, *tree.leaves(out)):
         if isinstance(leaf, Tensor):
@@ -54,7 +54,7 @@ def result_of(out: Tree) -> Tensor:
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether a module computes rotary embeddings, by the name of its class.
+    """Return whether a module computes rotary embeddings, by the name of its class.
 
     >>> is_rotary(nn.Linear(1, 1))
     False
@@ -77,7 +77,7 @@ class _Run:
         self.known = [*sorted(values), *part.split.always]
 
     def value(self, value: Value) -> Tensor:
-        """A value that is known, or a blank: not a number, so that a use of it shows."""
+        """Return a value that is known, or a blank: not a number, so that a use of it shows."""
         if value in self.values:
             return self.values[value]
         flow = self.part.split.flow
@@ -103,7 +103,7 @@ _RUN: ContextVar[_Run | None] = ContextVar("_RUN", default=None)
 
 
 def _visit(name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
-    """A call of a unit: run by this stage, or in its place the values of another one."""
+    """Run a call of a unit, or return the values that another stage sent in its place."""
     run = _RUN.get()
     if run is None:  # within another unit
         return forward(*args, **kwargs)
@@ -161,7 +161,7 @@ class _NoLayerDrop:
 
 
 def with_configs(model: nn.Module, configs: Mapping[int, object]) -> nn.Module:
-    """A clone of a model with other configs in place of some, which are given by identity."""
+    """Clone a model with other configs in place of some, which are given by identity."""
     new = clone(model)
     for old_part, part in zip(list(model.modules()), list(new.modules()), strict=True):
         if getattr(old_part, "layerdrop", None) == 0:
@@ -175,7 +175,7 @@ def with_configs(model: nn.Module, configs: Mapping[int, object]) -> nn.Module:
 def part_module(
     model: nn.Module, units: Units, split: Split, part: Part, configs: Mapping[int, object]
 ) -> tuple[nn.Module, list[str]]:
-    """A clone of the model whose units know that they run in a stage.
+    """Clone the model such that its units know that they run in a stage.
 
     Returns:
         The clone, and the names of the parameters (and of the buffers without values) it uses.
@@ -229,14 +229,14 @@ def _fill(rotary: nn.Module) -> None:
 
 
 def _is_checkpointed(model: nn.Module, unit: str) -> bool:
-    """Whether a layer, or what contains it, checkpoints."""
+    """Return whether a layer, or what contains it, checkpoints."""
     names = [unit.rsplit(".", up)[0] for up in range(unit.count(".") + 1)]
     modules = map(model.get_submodule, names)
     return any(getattr(module, "gradient_checkpointing", False) for module in modules)
 
 
 def _checkpointed(layer: nn.Module) -> Callable[..., Tree]:
-    """The forward of a layer that is computed again in the backward.
+    """Return the forward of a layer that is computed again in the backward.
 
     It is computed with the parameters of this call, not with those that the module has then.
     """
@@ -310,7 +310,7 @@ class ModelPart(ModuleFunction):
         return sent[0] if len(sent) == 1 else sent
 
     def _received(self, x: Tree) -> tuple[dict[Value, Tensor], Totals | None]:
-        """The values that a stage gets, and the totals of its routers."""
+        """Return the values that a stage gets, and the totals of its routers."""
         inputs = self.split.inputs
         if self.first:
             arguments = x if isinstance(x, Mapping) else {inputs[0]: x}

@@ -87,7 +87,7 @@ class _Notes(NamedTuple):
     read: set[Value | str]
 
     def among(self, values: Tree) -> Labels:
-        """The labels of all tensors in a tree."""
+        """Return the labels of all tensors in a tree."""
         leaves = filter(_is_dense, tree.leaves(values))
         return NONE.union(*(self.labels.get(leaf.untyped_storage(), NONE) for leaf in leaves))
 
@@ -167,7 +167,7 @@ def _add(notes: _Notes, tensor: Tensor, labels: Labels) -> None:
 
 
 def _keep(notes: _Notes, tensor: Tensor, value: Value) -> None:
-    """A tensor is a value."""
+    """Note that a tensor is a value."""
     _add(notes, tensor, frozenset([value]))
     notes.tensors[value] = tensor.clone()
 
@@ -175,7 +175,7 @@ def _keep(notes: _Notes, tensor: Tensor, value: Value) -> None:
 def _visit(
     notes: _Notes, name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree
 ) -> Tree:
-    """A call of a unit, whose tensors get memory of their own."""
+    """Run a call of a unit, and give the tensors that it returns memory of their own."""
     if _INSIDE.get():
         return forward(*args, **kwargs)
     uses, dicts = notes.among((args, kwargs)), dicts_in(args, kwargs)
@@ -200,7 +200,7 @@ def _visit(
 
 # ---- what a call returns: its output, and what it writes into dicts that it was passed ----
 def dicts_in(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, dict]:
-    """The dicts among the arguments of a call.
+    """Return the dicts among the arguments of a call.
 
     >>> dicts_in([1, {}], {"more": {2: 3}})
     {'1': {}, 'more': {2: 3}}
@@ -212,7 +212,7 @@ def dicts_in(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, dict
 def returned(
     out: Tree, dicts: Mapping[str, Mapping], before: Mapping[str, Mapping]
 ) -> tuple[list[Tree], tree.Structure]:
-    """The leaves and the structure of an output, and of the new entries of dicts."""
+    """Return the leaves and the structure of an output, and of the new entries of dicts."""
     for item in out if isinstance(out, (tuple, list)) else [out]:
         if isinstance(item, dict) and type(item) is not dict:
             as_node(type(item))
@@ -224,7 +224,7 @@ def returned(
 
 
 def restored(structure: tree.Structure, leaves: Sequence[Tree], dicts: Mapping[str, dict]) -> Tree:
-    """The output of a call from its leaves; the entries that it writes are written."""
+    """Return the output of a call from its leaves; the entries that it writes are written."""
     out, written = tree.unflatten(structure, leaves)
     for name, entries in written.items():
         dicts[name].update(entries)

@@ -33,12 +33,14 @@ class Router(NamedTuple):
     coefficient: float
 
     def start(self, device: torch.device) -> Totals:
-        """Totals of no layer."""
+        """Return totals of no layer."""
         zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
         return Totals(zeros, zeros, torch.zeros((), dtype=torch.float32, device=device))
 
     def add(self, totals: Totals, logits: Sequence[Tensor], mask: Tensor | None) -> Totals:
-        """Totals with more layers; rows that the mask (batch, length) leaves out do not count."""
+        """Return totals with more layers; rows that the mask (batch, length) leaves out do not
+        count.
+        """
         for layer in logits:
             shares = nn.functional.softmax(layer, dim=-1)
             chosen = torch.topk(shares, self.top_k, dim=-1).indices
@@ -54,7 +56,7 @@ class Router(NamedTuple):
         return totals
 
     def loss(self, totals: Totals) -> Tensor:
-        """The loss with its coefficient.
+        """Return the loss with its coefficient.
 
         >>> router = Router(experts=2, top_k=1, coefficient=0.5)
         >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)],
@@ -66,7 +68,7 @@ class Router(NamedTuple):
 
 
 def router_of(model: nn.Module) -> Router:
-    """The router of a causal model, from the attributes that these models have in common."""
+    """Return the router of a causal model, from the attributes that these models have in common."""
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     experts, top_k, coefficient = (getattr(model, name, None) for name in names)
     if experts is None or top_k is None or coefficient is None:

@@ -96,7 +96,7 @@ def stages(
 
 
 def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
-    """The parameters of each stage; those that no stage uses are frozen ones of the first."""
+    """Return the parameters of each stage; those that none uses are frozen ones of the first."""
     used = {weight.key for claim in claims(model, names) for weight in claim.weights.values()}
     unused = [name for name, _ in model.named_parameters() if name not in used]
     first, *others = claims(model, [[*names[0], *unused], *names[1:]])
@@ -110,7 +110,7 @@ def _first_layers(
     n: int | None,
     cuts: Sequence[int] | None,
 ) -> list[int]:
-    """The layers that begin stages 1, 2, ...
+    """Return the layers that begin stages 1, 2, ...
 
     It is ``len(layers)`` where the last stage is the head alone.
     """
@@ -132,7 +132,7 @@ def _first_layers(
 
 
 def _even_starts(sizes: Sequence[int], n: int) -> list[int]:
-    """Where parts 1, 2, ... begin such that the sum of the squares of their sizes is least.
+    """Return where parts 1, 2, ... begin such that the sum of the squares of their sizes is least.
 
     >>> _even_starts([1, 1, 1, 1, 4], 3)
     [2, 4]

@@ -23,7 +23,8 @@ from .splitting import stages
 
 
 def causal_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The loss of transformers' causal models: each position predicts the next label, in float32.
+    """Return the loss of transformers' causal models: each position predicts the next label, in
+    float32.
 
     It is a mean over the labels of a microbatch, and 0 where all are ignored. If microbatches have
     different numbers of labels, weight them in the pipeline:
@@ -54,7 +55,8 @@ def side_inputs(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> dict[str, Tree]:
-    """Position ids and rotary embeddings of a batch, computed once; pass them as side inputs.
+    """Return position ids and rotary embeddings of a batch, computed once; pass them as side
+    inputs.
 
     Stages compute theirs if none are passed. Embeddings have one row for each row of ``tokens``, so
     that they are split like the batch.
@@ -87,7 +89,8 @@ def trainer(
     group: Group | None = None,
     **options: Any,
 ) -> Callable[..., Tensor]:
-    """The ``training_step`` of a ``transformers.Trainer`` as a pipeline over ranks of one process.
+    """Return the ``training_step`` of a ``transformers.Trainer`` as a pipeline over ranks of one
+    process.
 
     Gradients go into ``.grad``, where the Trainer's optimizer, clipping and schedulers expect them.
     The loss is that of causal models: a mean over the labels of all accumulated batches. A Trainer
@@ -150,7 +153,7 @@ def trainer(
 def load(
     path: str | os.PathLike[str], pipe: Pipeline, *, dtype: torch.dtype | None = None
 ) -> list[dict[str, Tensor] | None]:
-    """Parameters for a pipeline of :func:`stages` from the files of a model.
+    """Return parameters for a pipeline of :func:`stages` from the files of a model.
 
     Each process reads its own tensors. The model may be on the device "meta" when it is cut.
     Tensors of single experts are joined as the stages have them. Every process calls it; other

@@ -117,7 +117,7 @@ def _recorded(
     keywords: Mapping[str, object],
     real: bool,
 ) -> Recording:
-    """A forward in eval mode; or, if not ``real``, in the model's modes and without values."""
+    """Record a forward in eval mode; or, if not ``real``, in the model's modes without values."""
     whole = with_configs(model, configs)
     pairs = zip(list(model.modules()), list(whole.modules()), strict=True)
     named = {new: units.names[old] for old, new in pairs if old in units.names}
@@ -150,13 +150,13 @@ def _recorded(
 
 
 def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the same shapes on the host, one for all names of a tensor."""
+    """Return tensors of the same shapes on the host, one for all names of a tensor."""
     empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()}
     return {name: empty[id(t)] for name, t in tensors.items()}
 
 
 def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:
-    """Token ids for a model."""
+    """Return token ids for a model."""
     name = getattr(model, "main_input_name", "input_ids")
     if name != "input_ids":
         raise StageError(
@@ -222,7 +222,7 @@ def compare(
 
 
 def _difference(one: Tree, want: Tensor) -> str:
-    """How two tensors differ, for a message; "" if they agree."""
+    """Return how two tensors differ, for a message; "" if they agree."""
     if not isinstance(one, Tensor) or one.shape != want.shape:
         shape = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
         return f"{shape} in place of shape {list(want.shape)}"
@@ -240,7 +240,7 @@ def _difference(one: Tree, want: Tensor) -> str:
 
 @contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
-    """A context without dropout, after which all attributes are those from before it."""
+    """Switch dropout off; afterwards all attributes are those from before."""
     before = [(child, dict(vars(child))) for child in module.modules()]
     try:
         for child, _ in before:

@@ -30,7 +30,7 @@ class Units(NamedTuple):
 
 
 def units_of(model: nn.Module) -> Units:
-    """The units of a model of the transformers package.
+    """Return the units of a model of the transformers package.
 
     Raises:
         StageError: if the model is none, or has no list of layers.
@@ -60,7 +60,7 @@ def units_of(model: nn.Module) -> Units:
 def _units(
     module: nn.Module, prefix: str, opened: Collection[str]
 ) -> Iterator[tuple[nn.Module, str]]:
-    """The outermost modules that are called as a whole: neither opened ones nor containers.
+    """Return the outermost modules that are called as a whole: neither opened ones nor containers.
 
     Those without parameters count where they are random, since only one stage may draw.
     """
@@ -77,7 +77,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The lists of modules that are in no layer, by name; of nested lists, the inner ones only."""
+    """Return the lists of modules that are in no layer, by name; of nested lists, the inner ones
+    only.
+    """
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         inside = [] if _is_layer(child) else list(_module_lists(child, path))
@@ -91,7 +93,8 @@ def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 def outside(
     module: nn.Module, units: Collection[nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """A module and those in it that are not in one of the units alone, with their names and a dot.
+    """Return a module and those in it that are not in one of the units alone, with their names and
+    a dot.
 
     >>> model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
     >>> [name for name, _ in outside(model, [model[1]])]

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     target: Tree  # None where there is none
 
     def targets(self, loss_kwargs: Mapping[str, Tree]) -> Tree:
-        """The targets with the keyword arguments of the loss, which are not split.
+        """Return the targets with the keyword arguments of the loss, which are not split.
 
         Numbers among these become tensors without axes: as numbers they would be part of a trace.
         """
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: Specs) -> Batch:
-    """A batch from (args, kwargs, target), whole and already split, as ``step`` takes them."""
+    """Return a batch from (args, kwargs, target), whole and split, as ``step`` takes them."""
     names = ("arg_mbs", "kwarg_mbs", "target_mbs")
     for one, rows, name in zip(whole, parts, names, strict=True):
         if rows is not None and not isinstance(rows, list):
@@ -77,7 +77,7 @@ def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: S
 
 
 def microbatches(value: Tree, number: int) -> list[Tree]:
-    """A part of a batch, microbatch by microbatch."""
+    """Return a part of a batch, microbatch by microbatch."""
     if isinstance(value, Microbatches):
         return list(value)
     if not tree.leaves(value):
@@ -91,7 +91,7 @@ def _as_tensor(leaf: Tree) -> Tree:
 
 
 def _is_even(value: Tree, number: int) -> bool:
-    """Whether fpipe splits tensors as torch does: into equal parts of plain tensors."""
+    """Return whether fpipe splits tensors as torch does: into equal parts of plain tensors."""
     leaves = [leaf for leaf in tree.leaves(value) if not isinstance(leaf, (int, float, str, bool))]
     return all(
         type(leaf) is torch.Tensor and leaf.dim() > 0 and len(leaf) > 0 and not len(leaf) % number
@@ -100,7 +100,7 @@ def _is_even(value: Tree, number: int) -> bool:
 
 
 def merged(outputs: Sequence[Tree], spec: Tree) -> Tree:
-    """The outputs of the microbatches as one batch."""
+    """Return the outputs of the microbatches as one batch."""
     if spec is None and all(isinstance(y, torch.Tensor) and y.dim() > 0 for y in outputs):
         return torch.cat(list(outputs))
     return merge_chunks(list(outputs), spec)

@@ -48,7 +48,7 @@ class _Part(Protocol):
 
 
 def overlap_of(custom: CustomFunctions, context: NewContext) -> Tree:
-    """How fused actions run: by the function for them, else one part after the other.
+    """Return how fused actions run: by the function for them, else one part after the other.
 
     So each part is an action.
     """
@@ -78,7 +78,7 @@ def overlap_of(custom: CustomFunctions, context: NewContext) -> Tree:
 
 
 def hooked(custom: CustomFunctions, context: NewContext) -> AbstractContextManager[None]:
-    """A context in which actions run through the functions that are registered for them."""
+    """Return a context in which actions run through the functions that are registered for them."""
     functions = {kind.value: fn for kind, fn in custom.items() if kind.value != "OVERLAP_F_B"}
     if not functions:
         return nullcontext()

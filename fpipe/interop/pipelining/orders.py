@@ -38,7 +38,7 @@ __all__ = [
 
 
 def action_of(text: str) -> Action:
-    """An action by its text in a schedule.
+    """Return an action by its text in a schedule.
 
     >>> action_of("0F0").microbatch_index
     0
@@ -49,7 +49,7 @@ def action_of(text: str) -> Action:
 
 
 def order_of(schedule: Schedule) -> dict[int, list[Action]]:
-    """The order that a schedule is, in torch's actions.
+    """Return the order that a schedule is, in torch's actions.
 
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
@@ -58,7 +58,7 @@ def order_of(schedule: Schedule) -> dict[int, list[Action]]:
 
 
 def schedule_of(order: Order, name: str = "") -> Schedule:
-    """The schedule of an order; idle steps and messages in it are left out.
+    """Return the schedule of an order; idle steps and messages in it are left out.
 
     >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})
     Schedule(ranks=1, microbatches=1, stages=1)
@@ -70,7 +70,7 @@ def schedule_of(order: Order, name: str = "") -> Schedule:
 
 
 def with_messages(schedule: Schedule) -> Order:
-    """The order with the sends and receives that torch's own runtime would add."""
+    """Return the order with the sends and receives that torch's own runtime would add."""
     if schedule.placement.replicated:
         raise ScheduleError(
             "a schedule with replicas of stages has no form with messages; dump it as compute_only"

@@ -125,7 +125,7 @@ class StepRunner:
         self.built = dict[Hashable, tuple[Bound, dict[Hashable, Pipeline]]]()
 
     def _bound(self) -> tuple[Bound, dict[Hashable, Pipeline]]:
-        """The modules in their present modes, and the pipelines over them by schedule."""
+        """Return the modules in their present modes, and the pipelines over them by schedule."""
         modes = [part.training for module in self.modules.values() for part in module.modules()]
         key = (self.fallbacks, *modes)
         if key not in self.built or self.built[key][0].unfrozen():
@@ -147,7 +147,7 @@ class StepRunner:
         return _StepFunction(module, state)
 
     def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
-        """The modules and the pipeline of a schedule over them.
+        """Return the modules and the pipeline of a schedule over them.
 
         The first call of a process is one of all.
         """
@@ -178,7 +178,7 @@ class StepRunner:
 
     @contextmanager
     def reporting(self, schedule: Schedule) -> Iterator[None]:
-        """A context around checks of arguments: the other processes learn of an error."""
+        """Return a context around checks of arguments: the other processes learn of an error."""
         pipe = self._pipe(schedule)[1]
         try:
             yield
@@ -235,7 +235,7 @@ class StepRunner:
 
 
 def _plain_values(loss: object) -> tuple[Hashable, ...]:
-    """The numbers and flags of a loss that is an object, and of those that it wraps."""
+    """Return the numbers and flags of a loss that is an object, and of those that it wraps."""
     values = list[Hashable]()
     while hasattr(loss, "__dict__"):
         held = vars(loss)
@@ -245,7 +245,7 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
 
 
 def _away(value: Tree) -> Tree:
-    """What stands for an argument that other processes read.
+    """Return what stands for an argument that other processes read.
 
     It has shapes where this process was passed the argument too.
     """

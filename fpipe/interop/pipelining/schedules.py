@@ -78,7 +78,7 @@ class _PipelineSchedule:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _checked(self) -> Schedule:
-        """The schedule, whose stages on this rank are those that were passed."""
+        """Return the schedule, whose stages on this rank are those that were passed."""
         if self._schedule is None:
             if not self.pipeline_order:
                 raise ScheduleError(
@@ -159,7 +159,7 @@ class _PipelineSchedule:
         target_mbs: list[Tree] | None = None,
         **kwargs: Tree,
     ) -> Tree:
-        """The forwards of a step alone; the arguments are those of :meth:`step`."""
+        """Run the forwards of a step alone; the arguments are those of :meth:`step`."""
         whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         return self._run(whole, parts, losses, return_outputs, loss_kwargs, False)
 
@@ -193,7 +193,7 @@ class _PipelineSchedule:
         return merged([y for y, _ in results], self._output_merge_spec) if last and keep else None
 
     def _context(self, run: Callable[[Action], None]) -> Context:
-        """What a custom function gets beside its action."""
+        """Return what a custom function gets beside its action."""
         batch, losses = self._batch
         x, kwargs = (microbatches(value, batch.number) for value in (batch.x, batch.kwargs or {}))
         target = None if batch.target is None else microbatches(batch.target, batch.number)
@@ -346,8 +346,8 @@ def of_schedule(
     loss_fn: Callable[..., Tensor] | None,
     **options: Any,
 ) -> _PipelineScheduleRuntime:
-    """The class that runs any schedule of fpipe; gradients are those of the sum of the losses of
-    all microbatches.
+    """Return the class that runs any schedule of fpipe; gradients are those of the sum of the
+    losses of all microbatches.
     """
     runtime = _PipelineScheduleRuntime(
         stages, schedule.microbatches, loss_fn, scale_grads=False, **options
@@ -375,7 +375,8 @@ _CLASSES: dict[str, type[_PipelineSchedule]] = {
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of a schedule by its name in torch or in fpipe's catalogue; case does not matter.
+    """Return the class of a schedule by its name in torch or in fpipe's catalogue; case does not
+    matter.
 
     Classes of names that torch does not have take a list of stages, as ``PipelineScheduleMulti``
     does.

@@ -20,7 +20,7 @@ _GROUPS: dict[tuple[dist.ProcessGroup, str], Group] = {}
 
 
 def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = "pp") -> Group:
-    """The group of fpipe over a process group, by default that of all processes."""
+    """Return the group of fpipe over a process group, by default that of all processes."""
     source = dist.group.WORLD if pg is None else pg
     assert source is not None, "torch.distributed is initialized"
     if (source, purpose) not in _GROUPS:

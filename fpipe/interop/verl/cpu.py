@@ -54,7 +54,7 @@ def _returning(result: object) -> Callable[..., object]:
 
 
 def _platform() -> type:
-    """The class of the platform."""
+    """Return the class of the platform."""
     module = ModuleType("cpu")
     for name, result in _DEVICE_MODULE.items():
         setattr(module, name, _returning(result))

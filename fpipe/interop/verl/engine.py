@@ -124,7 +124,9 @@ class FpipeEngine(base.BaseEngine):
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
     def _cut(self) -> tuple[models.Cut, bool]:
-        """The model as stages, and whether its parameters are still to be read from its files."""
+        """Return the model as stages, and whether its parameters are still to be read from its
+        files.
+        """
         config, model = self.engine_config, self.model_config
         load = partial(
             models.load,
@@ -196,11 +198,11 @@ class FpipeEngine(base.BaseEngine):
             self.adapted = True
 
     def train_mode(self, **keywords: Any) -> Any:
-        """A context in which the engine trains."""
+        """Return a context in which the engine trains."""
         return _Mode(self, "train", **keywords)
 
     def eval_mode(self, **keywords: Any) -> Any:
-        """A context in which the engine evaluates."""
+        """Return a context in which the engine evaluates."""
         return _Mode(self, "eval", **keywords)
 
     # ---- steps ----
@@ -323,27 +325,27 @@ class FpipeEngine(base.BaseEngine):
 
     # ---- groups ----
     def get_data_parallel_rank(self) -> int:
-        """The number of this copy of the pipeline."""
+        """Return the number of this copy of the pipeline."""
         return self.mesh.get_local_rank("dp")
 
     def get_data_parallel_size(self) -> int:
-        """How many copies of the pipeline there are."""
+        """Return how many copies of the pipeline there are."""
         return self.mesh.size(0)
 
     def get_data_parallel_group(self) -> Any:
-        """The process group of the copies of this rank."""
+        """Return the process group of the copies of this rank."""
         return self.mesh.get_group("dp")
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whether this rank has losses and outputs."""
+        """Return whether this rank has losses and outputs."""
         return self.schedule.output_rank in self.group.here
 
     # ---- weights ----
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """All parameters by their names in the model, whole and in one order on all ranks, and the
-        adapters' options.
+        """Return all parameters by their names in the model, whole and in one order on all ranks,
+        and the adapters' options.
 
         With adapters that are not to be merged (``lora.merge``): first the model below them, and
         after ``base_sync_done`` the adapters.

@@ -14,7 +14,7 @@ functional = import_module("verl.utils.torch_functional")
 
 
 def numbers_of(state: dict[str, Any] | None) -> dict[str, Any]:
-    """What of a scheduler's state can be stored: not its functions."""
+    """Return what of a scheduler's state can be stored: not its functions."""
     kept = (bool, int, float, str)
 
     def plain(value):

@@ -23,6 +23,10 @@ from .._rl.sequences import Tokens
 tensordicts = import_module("verl.utils.tensordict_utils")
 
 
+#: Further outputs by verl's names -> what a batch says that asks for them, in the order of Scores.
+_FLAGS = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
+
+
 @dataclass(frozen=True)
 class Row:
     """What verl wants to know of a microbatch; of no type that pytrees look into."""
@@ -44,7 +48,7 @@ class Batch:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A context in which losses are those of this batch."""
+        """Return a context in which losses are those of this batch."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -72,7 +76,7 @@ class Loss:
     device: torch.device
 
     def __call__(self, logits: Tensor, number: Tensor) -> tuple[Tensor, Row]:
-        """The loss of a microbatch, and what verl wants to know of it."""
+        """Return the loss of a microbatch, and what verl wants to know of it."""
         call, index = _CURRENT.get(), int(number)
         batch = call.parts[index].to(self.device)
         outputs = self._outputs(logits, call.tokens[index], batch)
@@ -85,49 +89,38 @@ class Loss:
         return loss.to(_wide(logits)), Row(content)
 
     def _outputs(self, logits: Tensor, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
-        """Nested tensors by verl's names."""
+        """Return nested tensors by verl's names."""
         if self.values:
             return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
-        found = scores(
+        row = scores(
             logits,
             tokens.labels,
             tokens.temperature,
             chunk=self.chunk,
-            entropy=asked(batch, "calculate_entropy"),
-            squares=asked(batch, "calculate_sum_pi_squared"),
+            entropy=asked(batch, _FLAGS["entropy"]),
+            squares=asked(batch, _FLAGS["sum_pi_squared"]),
         )
-        named = {
-            "log_probs": found.log_probs,
-            "entropy": found.entropy,
-            "sum_pi_squared": found.squares,
-        }
-        return {name: tokens.nested(value) for name, value in named.items() if value is not None}
+        named = zip(("log_probs", *_FLAGS), row, strict=True)
+        return {name: tokens.nested(value) for name, value in named if value is not None}
 
     def zeros(self, call: Batch) -> list[dict[str, Any]]:
-        """Outputs of zeros, for a rank that does not have the real ones."""
-        return [
-            {"model_output": self._zeros(*pair)}
-            for pair in zip(call.tokens, call.parts, strict=True)
-        ]
-
-    def _zeros(self, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
-        names = ["values"] if self.values else ["log_probs"]
-        for name, flag in {
-            "entropy": "calculate_entropy",
-            "sum_pi_squared": "calculate_sum_pi_squared",
-        }.items():
-            names += [name] if not self.values and asked(batch, flag) else []
-        zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
-        return {name: tokens.nested(zeros) for name in names}
+        """Return outputs of zeros, for a rank that does not have the real ones."""
+        rows = list[dict[str, Any]]()
+        for tokens, batch in zip(call.tokens, call.parts, strict=True):
+            wanted = [name for name, flag in _FLAGS.items() if asked(batch, flag)]
+            names = ["values"] if self.values else ["log_probs", *wanted]
+            zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
+            rows.append({"model_output": {name: tokens.nested(zeros) for name in names}})
+        return rows
 
 
 def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:
-    """What a loss returns: a number in float32 at least, and anything."""
+    """Return what a loss returns: a number in float32 at least, and anything."""
     return logits.sum().to(_wide(logits)), None
 
 
 def asked(batch: Any, name: str, default: Any = False) -> Any:
-    """What a batch says under a name beside its tensors."""
+    """Return what a batch says under a name beside its tensors."""
     return tensordicts.get_non_tensor_data(data=batch, key=name, default=default)
 
 
