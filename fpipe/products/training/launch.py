@@ -242,8 +242,8 @@ def _end(children: Sequence[_Child], reported: Container[int]) -> None:
         if child.process.is_alive():
             warnings.warn(
                 f"rank {rank} (process {child.process.pid}) did not end within {_KILLED:g} s "
-                "after it was killed: a "
-                "call of the system keeps it, such as one of a device or of a network file system",
+                "after it was killed: a call of the system keeps it, such as one of a device or of "
+                "a network file system",
                 stacklevel=2,
             )
         child.pipe.close()

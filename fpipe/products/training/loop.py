@@ -265,9 +265,8 @@ class Loop:
         if not callable(batch):
             raise BatchError(
                 f"batch is a {type(batch).__name__}; it must be a function of the step that "
-                "returns (x, *targets). For "
-                "a loader, give a function that takes the batch of that step from it (docs: A "
-                "training run, Data)"
+                "returns (x, *targets). For a loader, give a function that takes the batch of that "
+                "step from it (docs: A training run, Data)"
             )
         with _signalled() as signalled:
             now, saving = self._begin(params, batch), None

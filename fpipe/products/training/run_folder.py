@@ -65,8 +65,7 @@ class RunFolder(NamedTuple):
         if others:
             raise CheckpointError(
                 f"the run in {self.path} has a checkpoint {others} with another number of ranks a "
-                "stage (tp=); "
-                "continue with that number, or begin a run in another folder"
+                "stage (tp=); continue with that number, or begin a run in another folder"
             )
         if is_first(self.pipe):
             self._give_up_after(step)
