@@ -41,31 +41,29 @@ def start_reduce(
     """
     rank, size = group.rank(), group.size()
     part_of(memory, 0, size if scatter else 1)
-    carried = (
-        memory.detach().to("cpu" if method.staged else memory.device, method.carry).contiguous()
-    )
     if not memory.numel():
         return None, lambda: memory
+    device = torch.device("cpu") if method.staged else memory.device
+    carried = memory.detach().to(device, method.carry).contiguous()
+    pieces = [carried]
     if method.ask == "gather":
         pieces = [torch.empty_like(carried) for _ in range(size)]
-        work = dist.all_gather(
-            [_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True
-        )
+        work = dist.all_gather(list(map(_raw, pieces)), _raw(carried), group=group, async_op=True)
     elif scatter and native:
         pieces = [torch.empty_like(part_of(carried, rank, size))]
         work = _SCATTER(pieces[0], carried, _ASK[method.ask], group=group, async_op=True)
     else:
-        pieces = [carried]
         work = dist.all_reduce(carried, _ASK[method.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
         result = add_up(pieces, method.op) if method.ask == "gather" else pieces[0]
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
-        result = result.div_(size) if method.divide else result
-        return (result != 0 if memory.dtype == torch.bool else result).to(
-            memory.device, memory.dtype
-        )
+        if method.divide:
+            result = result.div_(size)
+        if memory.dtype == torch.bool:
+            result = result != 0
+        return result.to(memory.device, memory.dtype)
 
     return work, finish
 

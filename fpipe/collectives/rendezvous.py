@@ -61,7 +61,11 @@ class Rendezvous:
         number = self._next()
         if monitor.size == 1:
             return [obj]
-        raw = self._encoded(obj)
+        try:
+            raw = encode(obj)
+        except GroupError as error:
+            monitor.failed(error)  # the others wait for this rank
+            raise
         with monitor.waiting(None, "to meet"):
             store.set(f"round/{number}/{monitor.rank}", raw)
             if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
@@ -72,13 +76,6 @@ class Rendezvous:
         ]
         self._leave(number)
         return objects
-
-    def _encoded(self, obj: object) -> bytes:
-        try:
-            return encode(obj)
-        except GroupError as error:
-            self._monitor.failed(error)  # the others wait for this rank
-            raise
 
     def _read(self, number: int, rank: int) -> Any:
         key = f"round/{number}/{rank}"

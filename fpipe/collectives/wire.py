@@ -28,32 +28,29 @@ ALONE = 256 * 1024
 
 
 class Buffer(NamedTuple):
-    """One buffer: (index of a tensor, its offset in bytes). The buffer of a single tensor has its
-    dtype.
-    """
+    """One buffer of bytes: (index of a tensor, its offset) of each tensor in it."""
 
     items: tuple[tuple[int, int], ...]
     bytes: int
-    dtype: torch.dtype
 
 
 def layout(specs: tuple[Spec, ...]) -> tuple[Buffer, ...]:
     """The buffers of a message. Tensors without elements need none.
 
     >>> row = Spec((8,), (1,), torch.float32)
-    >>> [(buffer.items, buffer.dtype) for buffer in layout((row, row))]
-    [(((0, 0), (1, 64)), torch.uint8)]
+    >>> layout((row, row))
+    (Buffer(items=((0, 0), (1, 64)), bytes=128),)
     """
     sizes = [spec.bytes for spec in specs]
     small = [index for index, size in enumerate(sizes) if 0 < size < ALONE]
     alone = [index for index, size in enumerate(sizes) if size >= ALONE or small == [index]]
-    buffers = [Buffer(((index, 0),), sizes[index], specs[index].dtype) for index in alone]
+    buffers = [Buffer(((index, 0),), sizes[index]) for index in alone]
     if len(small) > 1:
         items, end = [], 0
         for index in small:
             items.append((index, end))
             end += -(-sizes[index] // ALIGN) * ALIGN
-        buffers.append(Buffer(tuple(items), end, torch.uint8))
+        buffers.append(Buffer(tuple(items), end))
     return tuple(buffers)
 
 
@@ -65,8 +62,8 @@ class WireFormat(NamedTuple):
 
     >>> x = torch.arange(6.).view(2, 3).T
     >>> form = wire_format((Spec.of(x),))
-    >>> form.pack((x,), src=0, dst=1)
-    [tensor([0., 1., 2., 3., 4., 5.])]
+    >>> form.pack((x,), src=0, dst=1)[0].view(torch.float32)
+    tensor([0., 1., 2., 3., 4., 5.])
     >>> form.unpack(form.pack((x,), src=0, dst=1))[0].equal(x)
     True
     """
@@ -82,18 +79,18 @@ class WireFormat(NamedTuple):
         if self.plain:
             return list(tensors)
         flat = [
-            tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+            tensor.as_strided((spec.stored,), (1,), tensor.storage_offset()).view(torch.uint8)
             for tensor, spec in zip(tensors, self.specs, strict=True)
         ]
         return [
             flat[items[0][0]] if len(items) == 1 else self._joined(flat, items)
-            for items, _, _ in self.buffers
+            for items, _ in self.buffers
         ]
 
     def _joined(self, flat: Sequence[Tensor], items: tuple[tuple[int, int], ...]) -> Tensor:
         parts = []
         for index, _ in items:
-            parts.append(flat[index].view(torch.uint8))
+            parts.append(flat[index])
             short = -self.specs[index].bytes % ALIGN
             if short:
                 parts.append(_padding(flat[index].device, short))
@@ -104,10 +101,7 @@ class WireFormat(NamedTuple):
         if self.plain:
             shape, stride, dtype = self.specs[0]  # empty_strided is faster than empty
             return [torch.empty_strided(shape, stride, dtype=dtype, device=device)]
-        return [
-            torch.empty(buffer.bytes // buffer.dtype.itemsize, dtype=buffer.dtype, device=device)
-            for buffer in self.buffers
-        ]
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in self.sizes]
 
     def unpack(
         self, buffers: Sequence[Tensor], device: torch.device | None = None
@@ -118,7 +112,7 @@ class WireFormat(NamedTuple):
         if self.plain:
             return tuple(buffers)
         tensors: dict[int, Tensor] = {}
-        for (items, _, _), received in zip(self.buffers, buffers, strict=True):
+        for (items, _), received in zip(self.buffers, buffers, strict=True):
             for index, start in items:
                 shape, stride, dtype = self.specs[index]
                 memory = received.view(dtype)

@@ -96,7 +96,7 @@ def test_few_buffers():
     assert len(layout((small,) * 7)) == 1
     assert len(layout((small, large, small, large, none))) == 3
     assert layout((none,)) == () and layout(()) == ()
-    assert layout((large,))[0].dtype == torch.int8
+    assert layout((large,))[0].bytes == ALONE
 
 
 def test_a_large_tensor_is_not_copied():
@@ -112,7 +112,7 @@ def test_planned_strides_win_over_real_ones():
     x = torch.arange(6.0).view(2, 3)
     spec = Spec((2, 3), (1, 2), torch.float32)
     (buffer,) = wire_format((spec,)).pack((x,), 0, 1)
-    assert buffer.tolist() == [0, 3, 1, 4, 2, 5]
+    assert buffer.view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
     with pytest.raises(MismatchError, match=r"contiguous\(\)"):
         wire_format((Spec((2, 3), (0, 1), torch.float32),)).pack((x,), 0, 1)
 
@@ -124,7 +124,8 @@ def test_lazy_conjugates_are_made_real():
         3 + 4j,
     ]
     y = x.expand(3, 2)
-    assert wire_format((Spec.of(y),)).pack((y,), 0, 1)[0].tolist() == [1 - 2j, 3 + 4j]
+    (buffer,) = wire_format((Spec.of(y),)).pack((y,), 0, 1)
+    assert buffer.view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
 
 
 @pytest.mark.parametrize(
