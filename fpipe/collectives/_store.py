@@ -62,9 +62,8 @@ def connection(store: Store, timeout: timedelta) -> Store:
 
 def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
     """The time-out of a process group for operations that are started from now on."""
-    public = getattr(
-        distributed_c10d, "set_timeout", None
-    )  # in torch 2.15, where the private one warns
+    # public since torch 2.15, where the private one warns
+    public = getattr(distributed_c10d, "set_timeout", None)
     (public or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), pg)
 
 

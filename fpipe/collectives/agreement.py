@@ -80,9 +80,8 @@ class Difference(NamedTuple):
         (one, other), (first, second) = self.ranks, self.values
         remedy = _REMEDIES.get(self.fact, "pass the same arguments and options on every rank")
         return (
-            f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank "
-            f"{names[other]} has {second}"
-            f"{where}; {remedy}"
+            f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank {names[other]} "
+            f"has {second}{where}; {remedy}"
         )
 
 
@@ -282,8 +281,7 @@ def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | N
         if _REFUSAL in facts:
             return PeerError(
                 f"rank {names[rank]} refused the arguments of this call, so no rank completes it: "
-                f"{facts[_REFUSAL]}. "
-                "All ranks can go on with their next call"
+                f"{facts[_REFUSAL]}. All ranks can go on with their next call"
             )
     return None
 

@@ -98,7 +98,6 @@ def _call_roll(
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise GroupError(
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did "
-            "not come within "
-            f"{seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it may start so "
-            "much later"
+            f"not come within {seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it "
+            "may start so much later"
         )

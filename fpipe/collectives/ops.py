@@ -95,8 +95,7 @@ def all_to_all(
     if len(sent) != size or len(received) != size or sum(sent) != x.shape[0]:
         raise GroupError(
             f"all_to_all with send={sent} and receive={received} does not fit {x.shape[0]} rows "
-            f"and {size} members; "
-            "give one number a member, those to send adding up to the rows"
+            f"and {size} members; give one number a member, those to send adding up to the rows"
         )
     return _apply("all_to_all", x, pg, sent, received)
 

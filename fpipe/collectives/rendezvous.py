@@ -20,10 +20,8 @@ from .journal import BEAT, Entry
 
 #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
 _LINGER = 5.0
-_POLL, _SLICE = (
-    0.02,
-    0.2,
-)  #: seconds between two polls, at most, and between two looks at the calls of all ranks
+_POLL = 0.02  #: seconds between two polls, at most
+_SLICE = 0.2  #: seconds between two looks at the calls of all ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
 _ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal

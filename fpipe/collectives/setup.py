@@ -143,8 +143,7 @@ def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) ->
     except RuntimeError as error:
         raise GroupError(
             f"the processes could not connect ({error}). Look at {host()[0]}, which hosts the "
-            "store of the job, first"
-            f"{too_many_files(error)}"
+            f"store of the job, first{too_many_files(error)}"
         ) from error
 
 
@@ -208,9 +207,8 @@ def _process_group(source: object) -> dist.ProcessGroup:
     if not isinstance(source, dist.ProcessGroup):
         raise GroupError(
             "adopt takes a ProcessGroup or a DeviceMesh with one axis, not "
-            f"{type(source).__name__} {source!r}; "
-            "torch.distributed.group.WORLD is that of all processes, once torch.distributed is "
-            "initialized"
+            f"{type(source).__name__} {source!r}; torch.distributed.group.WORLD is that of all "
+            "processes, once torch.distributed is initialized"
         )
     return source
 
@@ -235,11 +233,10 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         raise
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the processes could not meet at the store of the job ({error}). Look at "
-            f"{host()[0]}, which hosts it, "
-            "first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, "
-            "and that "
-            f"backend={backend!r} is in this build of torch{too_many_files(error)}"
+            f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, "
+            "which hosts it, first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which "
+            f"torchrun sets, and that backend={backend!r} is in this build of "
+            f"torch{too_many_files(error)}"
         ) from error
 
 
@@ -249,8 +246,7 @@ def _shape(pp: int | None, dp: int, tp: int) -> int:
     if ranks * dp * tp != world:
         raise GroupError(
             f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} "
-            "processes that were "
-            f"started; start {max(ranks, 1) * dp * tp}, or leave pp out"
+            f"processes that were started; start {max(ranks, 1) * dp * tp}, or leave pp out"
         )
     return ranks
 

@@ -69,9 +69,8 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     if index >= count:
         raise GroupError(
             f"device '{picked.type}:{index}' is not available: {count} of its type are visible; "
-            "start at most one "
-            f"process per device, or set {kind(picked.type).visible or 'the visible devices'} so "
-            "that more are visible"
+            "start at most one process per device, or set "
+            f"{kind(picked.type).visible or 'the visible devices'} so that more are visible"
         )
     return torch.device(picked.type, index)
 

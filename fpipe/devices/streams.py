@@ -100,9 +100,8 @@ def _take() -> None:
     if not _LOCK.acquire(timeout=PATIENCE):
         raise GroupError(
             f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
-            "seconds, and only one "
-            "thread of a process can; run pipelines that draw inside collectives in processes of "
-            "their own"
+            "seconds, and only one thread of a process can; run pipelines that draw inside "
+            "collectives in processes of their own"
         )
 
 

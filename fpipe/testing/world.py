@@ -92,9 +92,8 @@ class World:
             if before == self._turns:
                 self._given_up = True
                 raise DeadlockError(
-                    f"rank {self._running} has run for {LIMIT:g} s without a call of its group; "
-                    "it computes without an "
-                    "end, or waits for something else than the group"
+                    f"rank {self._running} has run for {LIMIT:g} s without a call of its group; it "
+                    "computes without an end, or waits for something else than the group"
                 )
             before = self._turns
         for thread in threads:
