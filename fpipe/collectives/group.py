@@ -210,7 +210,7 @@ class Group(Protocol):
     def gather_objects(self, obj: object) -> list[Any]:
         """What every rank passed, by rank; the ranks of one process pass one object together.
 
-        Between processes it is sent as data (``data.py``): numbers, text, plain tensors, and
+        Between processes it is sent as data (``codec.py``): numbers, text, plain tensors, and
         containers of them. Tensors arrive on the CPU. GroupError, which names the type, for
         anything else.
         """

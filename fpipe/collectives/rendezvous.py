@@ -2,7 +2,7 @@
 """Gathering of objects through the store: no device and no backend is needed, and an error names a
 missing rank.
 
-Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per
+Objects are data (``codec.py``): to read them runs no code. For handshakes and barriers, a few per
 step at most. This module must not know messages.
 """
 
