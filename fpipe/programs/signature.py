@@ -6,8 +6,7 @@ The results are known from a run on fake tensors. Nothing here knows graphs, sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -199,17 +198,6 @@ class Running(NamedTuple):
 RUNNING: ContextVar[Running | None] = ContextVar("RUNNING", default=None)
 
 
-@contextmanager
-def running(label: str) -> Iterator[Marks]:
-    """While the function of a stage is called; returns the parts that it names."""
-    marks: Marks = []
-    token = RUNNING.set(Running(label, marks))
-    try:
-        yield marks
-    finally:
-        RUNNING.reset(token)
-
-
 def stage_that_runs() -> str | None:
     """The label of the stage, or of the loss, whose function calls this; None outside of stages."""
     now = RUNNING.get()
@@ -242,18 +230,22 @@ def call(
     p, x, side, state = (
         tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
     )
-    with running(stage.label) as marks, torch.enable_grad():
-        try:
+    now = Running(stage.label, [])
+    token = RUNNING.set(now)
+    try:
+        with torch.enable_grad():
             if copies:
                 clones = {
                     id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)
                 }
                 x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
-        except BaseException as error:
-            feature("explain").leave_checkpoints(error)
-            raise
-    return result_of(stage, out)._replace(marks=marks)
+    except BaseException as error:
+        feature("explain").leave_checkpoints(error)
+        raise
+    finally:
+        RUNNING.reset(token)
+    return result_of(stage, out)._replace(marks=now.marks)
 
 
 def result_of(stage: Stage, out: object) -> Result:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -43,6 +43,8 @@ from .signature import Outputs, Signature, call, entering, outputs_of
 from .simplify import annotation, constants, memory, normalize, value_of
 from .split import Joint, Piece, Pieces, split
 
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Handed: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
 #: The annotation of operations in a part of a function that has a name.
 MARK = "fpipe_segment"
 
@@ -128,12 +130,18 @@ def make_graph(
 
 
 def joint_graph(
-    stage: Stage, signature: Signature, outputs: Outputs, sizes: Sizes
+    stage: Stage,
+    signature: Signature,
+    outputs: Outputs,
+    sizes: Sizes,
+    handed: Handed = lambda ends, inputs, cotangents: cotangents,
 ) -> fx.GraphModule:
     """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x),
     tensors only.
 
-    Its inputs are the tensors of the signature and the cotangents.
+    Its inputs are the tensors of the signature and the cotangents. ``handed`` is called between
+    forward and backward, with the outputs that have a cotangent, the params and x as the function
+    got them, and the cotangents, which it returns.
     """
     mode = sizes.mode()
     with mode:
@@ -141,7 +149,7 @@ def joint_graph(
         cotangents = [empty(aval) for aval in outputs.cotangents.values()]
     names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
     slots = signature.slots
-    cached = torch.is_autocast_cache_enabled()
+    cached = torch.is_autocast_cache_enabled()  # make_fx switches it off
 
     def joint(*flat: Any) -> tuple[Any, ...]:
         arguments = [list(group) for group in groups]
@@ -155,7 +163,15 @@ def joint_graph(
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
-            grads = gradients(stage.label, live, wrt, flat[len(slots) :], result.marks)
+            given = handed(live, [*arguments[0], *arguments[1]], flat[len(slots) :])
+            with ExitStack() as stack:
+                stack.enter_context(without_autocast())
+                if result.marks:
+                    stack.enter_context(feature("marks").followed(live, result.marks))
+                # A checkpoint computes again what functional_call computed, but with the module's
+                # parameters.
+                stack.enter_context(pure_on_fakes(stage.label, "other_parameters_error"))
+                grads = torch.autograd.grad(live, wrt, given, allow_unused=True)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
                 raise feature("explain").sparse_gradient_error(stage.label, grad.shape)
@@ -164,24 +180,6 @@ def joint_graph(
     with mode:  # tensors that the function creates (arange, zeros, ...) must be fake, too
         flat = [*(groups[g][i] for g, i in slots), *cotangents]
         return make_graph(joint, flat, sizes)
-
-
-def gradients(
-    label: str,
-    ends: Sequence[torch.Tensor],
-    wrt: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    marks: Sequence[tuple[int, int, str]],
-) -> Sequence[torch.Tensor | None]:
-    """Gradients as a part of a trace; ``marks`` are the parts that the forward has named."""
-    with ExitStack() as stack:
-        stack.enter_context(without_autocast())
-        if marks:
-            stack.enter_context(feature("marks").followed(ends, marks))
-        # A checkpoint computes again what functional_call computed, but with the module's
-        # parameters.
-        stack.enter_context(pure_on_fakes(label, "other_parameters_error"))
-        return torch.autograd.grad(ends, wrt, cotangents, allow_unused=True)
 
 
 # ---- its programs ----

@@ -28,19 +28,15 @@ from ...programs.internals import (
     ambient,
     caching,
     empty,
-    is_fake,
     mutates,
     operator_of,
-    pure_on_fakes,
-    storage_id,
     transforming,
-    unseeded,
-    versions,
 )
-from ...programs.signature import LITERALS, running
-from ...programs.tracing import InexactError, gradients, make_graph
-from ...stage import Block
-from ...tree import Aval, Structure
+from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
+from ...programs.simplify import storage, value_of
+from ...programs.tracing import InexactError, joint_graph
+from ...stage import Block, Stage
+from ...tree import AbstractTree, Aval, Structure
 from ..operators import viewed
 from .outside import outside
 
@@ -53,8 +49,6 @@ _LIBRARY.define("block_backward(Tensor[] cotangents, int call) -> Tensor[]")
 FORWARD = torch.ops.fpipe.block.default
 BACKWARD = torch.ops.fpipe.block_backward.default
 HERE = -1
-
-_ALIAS = torch.ops.aten.alias.default
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -80,31 +74,21 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A block for arguments of one shape, as a function ``fn`` of their tensors.
+    """A block for arguments of one shape, as a stage.
 
-    ``computed`` are the tensors that are no leaves of autograd. ``captured`` is what the function
-    of the user, ``written``, had closed over. ``cached``: whether autocast has a cache. ``result``
-    is the structure of its results, all of them new tensors, ``graphs`` by the cotangents.
+    Its params are the tensors that are leaves of autograd, its x all others. ``captured`` is what
+    the function of the user, ``written``, had closed over; ``cached``: whether autocast has a
+    cache. ``graphs`` are its graphs by the cotangents. ``refused`` says why no graph is exact.
     """
 
+    stage: Stage
+    signature: Signature
+    outputs: Outputs
     written: Callable[..., Any]
-    fn: Callable[[Sequence[torch.Tensor]], Any]
-    tensors: tuple[Aval, ...]
-    computed: tuple[bool, ...]
     captured: tuple[Any, ...]
     cached: bool
-    result: Structure | None = None
-    outputs: tuple[Aval, ...] = ()
     graphs: dict[Key, Graph] = field(default_factory=dict)
-
-    def fakes(self) -> list[torch.Tensor]:
-        """Its tensors without data; call inside a mode."""
-        return [empty(aval) for aval in self.tensors]
-
-    def entering(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors as the function gets them: what was computed is no leaf of autograd."""
-        pairs = zip(tensors, self.computed, strict=True)
-        return [_ALIAS(t) if computed and t.requires_grad else t for t, computed in pairs]
+    refused: list[str] = field(default_factory=list)
 
 
 #: The definitions of a block by its arguments; None where its calls cannot be one operation.
@@ -139,7 +123,7 @@ class Call:
         """The graph of the call; without a backward where it has none."""
         if self.traced:
             return self.traced[0]
-        return _graph(self, (None,) * len(self.definition.outputs))
+        return _graph(self, (None,) * len(self.definition.outputs.y.leaves))
 
 
 _NUMBERS = count()
@@ -153,12 +137,13 @@ def called(within: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str,
     """The result of a call of a block while a stage is traced."""
     leaves, spec = tree.flatten((args, kwargs))
     tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
+    tensors.sort(key=lambda tensor: not tensor.is_leaf)
     definition = _definition(within, block, leaves, spec, tensors)
-    if definition is None or definition.result is None:
+    if definition is None or definition.refused:
         return block.fn(*args, **kwargs)
     call = Call(next(_NUMBERS), definition, within)
     within.calls[call.number] = _CALLS[call.number] = call
-    return tree.unflatten(definition.result, list(_Function.apply(call, *tensors)))
+    return tree.unflatten(definition.outputs.y.spec, list(_Function.apply(call, *tensors)))
 
 
 def _definition(
@@ -176,57 +161,54 @@ def _definition(
         return None
     if not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
         return None
-    avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
+    avals = [Aval.like(t, t.requires_grad) for t in tensors]
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
-    computed = tuple(not t.is_leaf for t in tensors)
+    count = sum(t.is_leaf for t in tensors)
     captured = _captured(block.fn)
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
-    key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)
+    key = (spec, arguments, types, tuple(map(_key, avals)), count, surroundings)
     known = _KNOWN if within.sizes is PLAIN else within.definitions
     definitions = known.setdefault(block, {})
     if key not in definitions:
         fn = block.fn
 
-        def on_tensors(given: Sequence[torch.Tensor]) -> Any:
+        def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Any:
+            given = [*params, *x]
             values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
             args, kwargs = tree.unflatten(spec, values)
             return fn(*args, **kwargs)
 
-        new = Definition(fn, on_tensors, avals, computed, captured, cached)
-        definitions[key] = _with_results(new, within)
+        stage = Stage(on_tensors, name=within.label)
+        signature = Signature(
+            _tree(avals[:count]), _tree(avals[count:]), AbstractTree.of({}), AbstractTree.of(None)
+        )
+        outputs = _outputs_of(stage, signature, within.sizes)
+        definitions[key] = outputs and Definition(stage, signature, outputs, fn, captured, cached)
         if len(definitions) > KEPT:
             del definitions[next(iter(definitions))]
     return definitions[key]
 
 
-def _with_results(definition: Definition, within: Calls) -> Definition | None:
-    """The definition with its results; ``None`` where its calls cannot be one operation."""
-    label = within.label
+def _tree(avals: Sequence[Aval]) -> AbstractTree:
+    return AbstractTree(tree.flatten([0] * len(avals))[1], tuple(avals), computed=True)
+
+
+def _outputs_of(stage: Stage, signature: Signature, sizes: Sizes) -> Outputs | None:
+    """The results of a block; ``None`` where its calls cannot be one operation."""
     try:
-        with outside(), within.sizes.mode():
-            given = definition.entering(definition.fakes())
-            before = versions(given)
-            with unseeded(label), pure_on_fakes(label), torch.enable_grad():
-                values, spec = tree.flatten(definition.fn(given))
+        with outside():
+            outputs = outputs_of(stage, signature, sizes)
     except Exception:  # the call without a block raises it again
         return None
-    if not values or not all(map(_computed, values)) or versions(given) != before:
-        return None
-    if len(set(map(storage_id, (*given, *values)))) < len(given) + len(values):
-        return None
-    outputs = tuple(Aval.like(value, value.requires_grad) for value in values)
-    return replace(definition, result=spec, outputs=outputs)
+    y = outputs.y
+    whole = y.avals and len(y.avals) == len(y.leaves) and not y.repeats
+    return outputs if whole and not outputs.copies else None
 
 
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and Aval.like(tensor).kind is None
-
-
-def _computed(value: object) -> bool:
-    """Whether a result is a tensor that the function computed."""
-    return is_fake(value) and _plain(value) and not (value.is_leaf and value.requires_grad)
 
 
 def _key(aval: Aval) -> tuple[Hashable, ...]:
@@ -254,10 +236,8 @@ class _Function(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = FORWARD(tensors, call.number)
-        avals = call.definition.outputs
-        ctx.mark_non_differentiable(
-            *(t for t, aval in zip(outputs, avals, strict=True) if not aval.grad)
-        )
+        wanted = call.definition.outputs.y.wanted
+        ctx.mark_non_differentiable(*(t for j, t in enumerate(outputs) if j not in wanted))
         return tuple(outputs)
 
     @staticmethod
@@ -273,7 +253,8 @@ class _Function(torch.autograd.Function):
 
 
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return [empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.outputs]
+    avals = _CALLS[call].definition.outputs.y.avals.values()
+    return [empty(aval._replace(grad=False)) for aval in avals]
 
 
 def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
@@ -292,52 +273,42 @@ def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     definition = call.definition
     key = tuple(None if aval is None else _key(aval) for aval in cotangents)
     if key not in definition.graphs:
-        with outside():
-            definition.graphs[key] = _traced(call, cotangents)
+        try:
+            with outside(), caching(definition.cached), torch.enable_grad():
+                definition.graphs[key] = _traced(definition, call.within.sizes, cotangents)
+        except InexactError as error:
+            definition.refused.append(str(error))
+            raise
     return definition.graphs[key]
 
 
-def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
-    definition = call.definition
-    if any(
-        now is not then
-        for now, then in zip(_captured(definition.written), definition.captured, strict=True)
-    ):
+def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | None]) -> Graph:
+    now = _captured(definition.written)
+    if any(value is not before for value, before in zip(now, definition.captured, strict=True)):
         raise InexactError("the function of a block has closed over another value since its call")
-    number = len(definition.tensors)
-    wanted = [i for i, aval in enumerate(definition.tensors) if aval.grad]
-    label, sizes = call.within.label, call.within.sizes
-    mode = sizes.mode()
-    with mode:
-        inputs = [
-            *definition.fakes(),
-            *(empty(aval) for aval in cotangents if aval is not None),
-        ]
-    missing: list[bool] = []
-    uses: list[int] = []
+    signature, y = definition.signature, definition.outputs.y
+    pairs = zip(y.avals.values(), cotangents, strict=True)
+    avals = [
+        own._replace(grad=False) if dy is None else dy._replace(grad=True) for own, dy in pairs
+    ]
+    outputs = replace(definition.outputs, y=replace(y, leaves=tuple(avals)))
+    tensors = [*signature.params.avals.values(), *signature.x.avals.values()]
+    uses = [0] * len(tensors)
 
-    def joint(*flat: torch.Tensor) -> tuple[Any, ...]:
-        with running(label) as marks, caching(definition.cached), torch.enable_grad():
-            given = definition.entering(flat[:number])
-            ends = tree.leaves(definition.fn(given))
-        grads: Sequence[Any] = ()
-        if len(flat) > number:
-            live = [end for end, aval in zip(ends, cotangents, strict=True) if aval is not None]
-            with torch.enable_grad():
-                uses[:] = _uses(live, given)
-            handed = BACKWARD(list(flat[number:]), HERE)
-            grads = gradients(label, live, [flat[i] for i in wanted], handed, marks)
-        missing[:] = [grad is None for grad in grads]
-        return (*ends, *(grad for grad in grads if grad is not None))
+    def handed(
+        ends: Sequence[torch.Tensor], inputs: Sequence[Any], dys: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        uses[:] = _uses(ends, inputs)
+        with torch.no_grad():
+            return BACKWARD(list(dys), HERE)
 
-    with mode:
-        graph = make_graph(joint, inputs, sizes)
-    _check(graph)
+    graph = joint_graph(definition.stage, signature, outputs, sizes, handed)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])
-    outputs = tuple(next(results) for _ in definition.outputs)
-    found = {i: None if none else next(results) for i, none in zip(wanted, missing, strict=False)}
-    return Graph(graph, outputs, tuple(map(found.get, range(number))), tuple(uses) or (0,) * number)
+    ends = tuple(next(results) for _ in avals)
+    _check(graph, ends)
+    gradients = tuple(next(results) if aval.grad else None for aval in tensors)
+    return Graph(graph, ends, gradients, tuple(uses))
 
 
 def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
@@ -360,8 +331,18 @@ def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
     return edge.node, edge.output_nr
 
 
-def _check(graph: fx.GraphModule) -> None:
-    """Refuse what depends on the memory of an argument, whose place is another one in each call."""
+def _check(graph: fx.GraphModule, ends: Sequence[fx.Node]) -> None:
+    """Refuse what depends on the memory of an argument, whose place is another one in each call,
+    and results that are not new tensors.
+    """
+    storages = {
+        storage(node, value)
+        for node in (*graph.graph.find_nodes(op="placeholder"), *ends)
+        if (value := value_of(node)) is not None
+    }
+    inputs = graph.graph.find_nodes(op="placeholder")
+    if len(storages) < len(inputs) + len(ends) or any(end.op != "call_function" for end in ends):
+        raise InexactError("a block that returns an argument, or memory of it")
     for node in graph.graph.nodes:
         op = operator_of(node)
         if op is torch.ops.aten.as_strided.default:

@@ -174,7 +174,8 @@ class _Engine:
                 "the plan was made; write x = x.clone() first"
             )
         ys, new_state = self._check(result, x)
-        live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
+        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals}
+        live["daux"] = result.aux
         ends = {
             name: get_gradient_edge(live[name])
             for name in self.cotangents
