@@ -51,7 +51,8 @@ class LayerForward:
         if shared is not None and not shared.alone:
             try:
                 return shared.block(tensors_of(self.layer), args, kwargs)
-            except (TypeError, RuntimeError):  # it uses its number, or fails without a block too
+            except (TypeError, RuntimeError, IndexError, AttributeError):
+                # it uses its number, or fails without a block too
                 shared.alone = True
         return type(self.layer).forward(self.layer, *args, **kwargs)
 

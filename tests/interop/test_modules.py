@@ -141,6 +141,28 @@ def test_checks_of_sizes_are_no_choices():
     assert torch.equal(stages[1](params[1], stages[0](params[0], x)), model(x))
 
 
+class ChoiceBeforeCheck(nn.Module):
+    """A choice between two computations, followed by a check of the same value."""
+
+    def __init__(self, several: bool):
+        super().__init__()
+        self.a, self.b, self.several = nn.Linear(2, 2), nn.Linear(2, 2), several
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        if rows > 2 and width > 1 if self.several else rows > 2:
+            x = self.a(x)
+        if rows < 1:
+            raise ValueError("empty")
+        return self.b(x)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_choice_is_no_check_of_what_follows(several: bool):
+    with pytest.raises(fpipe.StageError, match="a value decides what it computes"):
+        fpipe.from_module(ChoiceBeforeCheck(several), ["b"])
+
+
 # ---- state ----
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)

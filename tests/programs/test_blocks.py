@@ -290,26 +290,33 @@ class Layer(nn.Module):
 
     calls = 0
 
-    def __init__(self, number: int, uses_it: bool = False):
+    def __init__(self, number: int, scales: Any = None):
         super().__init__()
-        self.linear, self.layer_idx, self.uses_it = nn.Linear(WIDTH, WIDTH), number, uses_it
+        self.linear, self.layer_idx, self.scales = nn.Linear(WIDTH, WIDTH), number, scales
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Layer.calls += 1
         y = x + torch.tanh(self.linear(x))
-        return y * [2, 3, 5, 7, 11, 13][self.layer_idx] if self.uses_it else y
+        return y if self.scales is None else y * self.scales[self.layer_idx]
 
 
-@pytest.mark.parametrize("uses_it", [False, True])
-def test_equal_layers_of_a_module_are_traced_once(uses_it: bool):
+SCALES = [2, 3, 5, 7, 11, 13]
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [None, SCALES, torch.tensor(SCALES), dict(enumerate(SCALES))],
+    ids=["none", "list", "tensor", "dict"],
+)
+def test_equal_layers_of_a_module_are_traced_once(scales: Any):
     model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Layer(n, uses_it) for n in range(6)))
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Layer(n, scales) for n in range(6)))
     )
     x = torch.randn(2, WIDTH)
     stages, params = fpipe.from_module(model)
     Layer.calls = 0
     y, _ = traced(stages[0], params[0], x).forward(params[0], x)
-    assert Layer.calls <= 4 if not uses_it else Layer.calls >= 12
+    assert Layer.calls <= 4 if scales is None else Layer.calls >= 12
     assert torch.equal(y, model(x))
 
 
