@@ -363,7 +363,7 @@ RETURNED = (
 #: Members without an underscore that other packages of fpipe use, and users do not.
 HIDDEN = {
     "fpipe.Pipeline": "call parts",
-    "fpipe.Programs": "at compiled_by held added_by adding known_adding",
+    "fpipe.Programs": "held added_by adding known_adding",
     "fpipe.Placement": "path_index",
     "fpipe.Stage": "in_mode",
     "fpipe.Costs": "spread links of_units",
