@@ -21,6 +21,7 @@ from ..search.solve import solve as solve_schedule
 from .options import (
     INVALID,
     Count,
+    File,
     Pattern,
     as_usage_error,
     bounded,
@@ -41,7 +42,7 @@ from .options import check as check_schedule
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
-@click.option("-p", "--ranks", metavar="N", type=Count(), help="Ranks that the schedule must have.")
+@click.option("-p", "--ranks", type=Count(), help="Ranks that the schedule must have.")
 @click.option("--forward-only", is_flag=True, help="Check a schedule of forward passes alone.")
 @json_option
 def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json: bool) -> int:
@@ -119,6 +120,7 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     "--seconds",
     type=float,
     default=0.0,
+    show_default=False,
     metavar="SECONDS",
     help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]",
 )
@@ -133,14 +135,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     "--sort",
     type=click.Choice(tuple(comparison.SORTED_BY)),
     default="bubble",
-    show_default=True,
     help="The column to sort by, the least first.",
 )
 @click.option(
     "-o",
     "--out",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    type=File(),
     help="Draw bubble against memory: .svg, .png, .pdf.",
 )
 @json_option
@@ -248,22 +248,19 @@ def _show(
     "--placement",
     type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False),
     default="any",
-    show_default=True,
     help="Which stages share a rank.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0.01, 86400),
     default=10.0,
-    show_default=True,
     metavar="SECONDS",
     help="Time of the search.",
 )
 @click.option(
     "-o",
     "--out",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    type=File(),
     help="Write the schedule as .csv.",
 )
 def solve(

@@ -95,15 +95,12 @@ def verify(path: Path) -> int:
     "--tree",
     metavar="NAME",
     default="params",
-    show_default=True,
     help="What becomes a model: params, or an average of them.",
 )
 @click.option(
     "--shard",
     type=Count(),
     default=5 << 30,
-    show_default=True,
-    metavar="N",
     help="Bytes of a file.",
 )
 def convert(path: Path, out: Path, tree: str, shard: int) -> None:

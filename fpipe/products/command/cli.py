@@ -122,7 +122,11 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
 )
 @click.version_option(__version__, message="fpipe %(version)s")
 @click.pass_context

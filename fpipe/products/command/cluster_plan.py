@@ -23,6 +23,7 @@ from ..clusters.prediction import Prediction, usable
 from ..clusters.sizes import operations
 from .options import (
     Count,
+    File,
     Pattern,
     check_suffix,
     json_option,
@@ -83,12 +84,11 @@ class Name(click.ParamType):
 @click.command()
 @click.option(
     "--model",
-    metavar="FILE",
     required=True,
-    type=click.Path(dir_okay=False),
+    type=File(),
     help="The config.json of a model of Hugging Face.",
 )
-@click.option("--gpus", metavar="N", required=True, type=Count(), help="GPUs.")
+@click.option("--gpus", required=True, type=Count(), help="GPUs.")
 @click.option(
     "--gpu", metavar="NAME", required=True, type=Name(), help=f"Their kind: {', '.join(TABLE)}."
 )
@@ -131,20 +131,13 @@ class Name(click.ParamType):
 )
 @click.option(
     "--tp",
-    metavar="N",
     multiple=True,
     type=Count(),
     help="Only these numbers of tensor-parallel ranks.",
 )
-@click.option(
-    "--pp", metavar="N", multiple=True, type=Count(), help="Only these numbers of pipeline ranks."
-)
-@click.option(
-    "--zero", metavar="N", multiple=True, type=Count(0, 3), help="Only these ZeRO degrees."
-)
-@click.option(
-    "--microbatch", metavar="N", multiple=True, type=Count(), help="Only these sizes, in sequences."
-)
+@click.option("--pp", multiple=True, type=Count(), help="Only these numbers of pipeline ranks.")
+@click.option("--zero", multiple=True, type=Count(0, 3), help="Only these ZeRO degrees.")
+@click.option("--microbatch", multiple=True, type=Count(), help="Only these sizes, in sequences.")
 @click.option(
     "--recompute",
     multiple=True,
@@ -155,28 +148,21 @@ class Name(click.ParamType):
     "--attention",
     type=click.Choice(["flash", "scores"]),
     default="flash",
-    show_default=True,
     help="Attention that keeps no scores, or as products.",
 )
 @click.option(
     "--gradients",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="The dtype in which gradients of microbatches are added.",
 )
 @click.option(
     "--sequence-parallel/--no-sequence-parallel",
     default=True,
-    show_default=True,
     help="Whether tensor-parallel ranks split the sequence between their matrix products.",
 )
-@click.option(
-    "--top", metavar="N", type=Count(), default=5, show_default=True, help="Layouts to print."
-)
-@click.option(
-    "-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Write the best as .toml."
-)
+@click.option("--top", type=Count(), default=5, help="Layouts to print.")
+@click.option("-o", "--out", type=File(), help="Write the best as .toml.")
 @json_option
 def plan(
     model: str,

@@ -19,27 +19,21 @@ from .options import Count
 @click.command("copies", context_settings={"ignore_unknown_options": True})
 @click.option(
     "--copies",
-    metavar="N",
     type=Count(),
     default=2,
-    show_default=True,
     help="Copies of the pipeline.",
 )
 @click.option(
     "-p",
     "--ranks",
-    metavar="N",
     type=Count(),
     default=1,
-    show_default=True,
     help="Processes of a copy.",
 )
 @click.option(
     "--restarts",
-    metavar="N",
     type=Count(0),
     default=3,
-    show_default=True,
     help="Of each copy that fails.",
 )
 @click.option(

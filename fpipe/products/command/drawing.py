@@ -24,20 +24,18 @@ from . import options
     "-o",
     "--out",
     multiple=True,
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    type=options.File(),
     help="Write .svg, .png, .pdf, .html, .json, .txt.",
 )
 @click.option(
     "--width",
-    metavar="N",
     type=options.Count(),
     help="Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]",
 )
 @click.option(
     "--memory/--no-memory",
     default=True,
-    help="What ranks hold, below their lanes.  [default: memory]",
+    help="What ranks hold, below their lanes.",
 )
 @click.option(
     "--critical", is_flag=True, help="A line through the actions on which the total depends."
@@ -122,9 +120,7 @@ def draw(
     type=click.Path(dir_okay=False, path_type=Path),
     help="The page.  [default: beside FILE, or in DIR]",
 )
-@click.option(
-    "--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]"
-)
+@click.option("--open/--no-open", "show", default=True, help="Open it in the browser.")
 def view(path: Path, costs: str, per: str, out: Path | None, show: bool) -> None:
     """Explore timelines in a browser: zoom, search, hover.
 

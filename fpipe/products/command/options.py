@@ -122,6 +122,21 @@ class Count(click.IntRange):
     def __init__(self, low: int = 1, high: int | None = None):
         super().__init__(low, high)
 
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """What stands for it in the help."""
+        return "N"
+
+
+class File(click.Path):
+    """The name of a file."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """What stands for it in the help."""
+        return "FILE"
+
 
 def counts(command: Command) -> Command:
     """The options --ranks, --microbatches and --stages."""
@@ -135,15 +150,15 @@ def counts(command: Command) -> Command:
 
 slices_option = click.option(
     "--slices",
-    metavar="N",
     type=Count(),
     default=1,
-    help="Slices of the sequence of a microbatch.  [default: 1]",
+    help="Slices of the sequence of a microbatch.",
 )
 costs_option = click.option(
     "--costs",
     metavar="COSTS",
     default="",
+    show_default=False,
     help="Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
     "comm (a message), send "
     "and receive (the time that a message takes of either rank), and for memory and bandwidth: "
@@ -154,7 +169,6 @@ per_option = click.option(
     "--per",
     type=click.Choice(["rank", "stage"]),
     default="rank",
-    show_default=True,
     help="Whose costs these are: those of a rank's whole share of the model, of which each of "
     "its stages has a part, "
     "or those of a stage. One number per stage is always that of a stage.",

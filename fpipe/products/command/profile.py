@@ -18,6 +18,7 @@ from ...generators import is_path
 from .. import pictures
 from .options import (
     Count,
+    File,
     Source,
     as_usage_error,
     check_suffix,
@@ -32,39 +33,31 @@ from .options import (
 @click.option(
     "-p",
     "--ranks",
-    metavar="N",
     type=Count(1, 64),
     help="Processes.  [default: 2, or those of the CSV file]",
 )
 @click.option(
     "-m",
     "--microbatches",
-    metavar="N",
     type=Count(),
     help="Microbatches.  [default: 8, or those of the CSV file]",
 )
 @click.option(
     "--width",
-    metavar="N",
     type=Count(),
     default=256,
-    show_default=True,
     help="Width of the built-in blocks.",
 )
 @click.option(
     "--tokens",
-    metavar="N",
     type=Count(),
     default=64,
-    show_default=True,
     help="Tokens of a microbatch.",
 )
 @click.option(
     "--blocks",
-    metavar="N",
     type=Count(),
     default=2,
-    show_default=True,
     help="Built-in blocks per stage.",
 )
 @click.option(
@@ -74,10 +67,8 @@ from .options import (
 )
 @click.option(
     "--steps",
-    metavar="N",
     type=Count(),
     default=10,
-    show_default=True,
     help="Steps that are averaged.",
 )
 @click.option(
@@ -86,14 +77,12 @@ from .options import (
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("costs.json"),
-    show_default=True,
     help="The file of costs.",
 )
 @click.option(
     "--picture",
     multiple=True,
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    type=File(),
     help="Draw simulated over measured: .html, .svg, .png, .pdf, .json, .txt.",
 )
 @json_option

@@ -46,7 +46,6 @@ class Ranks(click.ParamType):
     metavar="PERCENT",
     type=click.FloatRange(0, 1000),
     default=15.0,
-    show_default=True,
     help="By how many percent a peak may differ from the prediction.",
 )
 @json_option

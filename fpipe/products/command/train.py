@@ -19,7 +19,6 @@ from .options import Count, Source, as_usage_error, named_schedule, usage_error
     "--schedule",
     "source",
     default="ZBV",
-    show_default=True,
     metavar="SCHEDULE",
     type=Source(),
     help="A schedule's name, or a CSV file.",
@@ -27,19 +26,14 @@ from .options import Count, Source, as_usage_error, named_schedule, usage_error
 @click.option(
     "-p",
     "--ranks",
-    metavar="N",
     type=Count(1, 32),
     help="Processes.  [default: 4, or those of the CSV file]",
 )
-@click.option(
-    "-m", "--microbatches", metavar="N", type=Count(1, 256), help="[default: twice the ranks]"
-)
+@click.option("-m", "--microbatches", type=Count(1, 256), help="[default: twice the ranks]")
 @click.option(
     "--steps",
-    metavar="N",
     type=Count(1, 100_000),
     default=200,
-    show_default=True,
     help="Training steps.",
 )
 @click.option(
@@ -48,31 +42,24 @@ from .options import Count, Source, as_usage_error, named_schedule, usage_error
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("run"),
-    show_default=True,
     help="The folder for the timelines.",
 )
 @click.option(
     "--layers",
-    metavar="N",
     type=Count(1, 64),
     default=8,
-    show_default=True,
     help="Blocks of the model.",
 )
 @click.option(
     "--width",
-    metavar="N",
     type=Count(4, 1024),
     default=64,
-    show_default=True,
     help="Width of the model, for 4 heads.",
 )
 @click.option(
     "--seed",
-    metavar="N",
     type=Count(0),
     default=0,
-    show_default=True,
     help="Seed of the model and of the batches.",
 )
 def train(
