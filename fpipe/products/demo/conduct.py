@@ -7,8 +7,6 @@ Knows no options.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -24,10 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from ... import tree
+from ... import launch, tree
 from ...devices import cores
 from .. import pictures
-from ..training.launch import launch
 from .gpt import cross_entropy
 from .rank import LastStep, Measured, Ready, Settings, Step, work
 from .screen import Screen
@@ -48,9 +45,8 @@ def run(settings: Settings, source: str, out: Path) -> int:
     screen = Screen(console, title, settings.steps)
     with screen.live if console.is_terminal else nullcontext():
         last = conduct(settings, screen.show)
-    text = " / ".join(
-        filter(None, map(str.strip, sample(settings, last.after, "Shall I", 120).splitlines()))
-    )
+    lines = sample(settings, last.after, "Shall I", 120).splitlines()
+    text = " / ".join(filter(None, map(str.strip, lines)))
     console.print(f"\n[dim]A sample of the model:[/dim] {escape(text)}", soft_wrap=True)
     result = verdict(settings, last)
     good = result.largest == 0 and result.loss == 0
@@ -84,7 +80,7 @@ def conduct(settings: Settings, show: Callable[[Ready | Step | Measured], None])
     )
     listener.start()
     try:
-        return together(launch(work, settings, theirs, ranks=settings.schedule.ranks))
+        return of_all_ranks(launch(work, settings, theirs, ranks=settings.schedule.ranks))
     finally:
         theirs.close()  # the ranks have ended, so this was the last open end
         listener.join(10)
@@ -97,7 +93,7 @@ def _listen(reports: Connection, show: Callable[[Ready | Step | Measured], None]
             show(reports.recv())
 
 
-def together(parts: Sequence[LastStep]) -> LastStep:
+def of_all_ranks(parts: Sequence[LastStep]) -> LastStep:
     """The last step of all ranks, each stage from a rank that holds it."""
     before, grads, after = (
         [next(part for part in stage if part is not None) for stage in zip(*lists, strict=True)]
@@ -137,15 +133,13 @@ def write(last: LastStep, out: Path, title: str) -> Path:
     """
     out.mkdir(parents=True, exist_ok=True)
     timelines = {"simulated": last.simulated, "measured": last.measured}
-    named = {
-        kind: replace(timeline, name=f"{title} {kind}".strip())
-        for kind, timeline in timelines.items()
-    }
-    for kind, timeline in named.items():
+    named = [
+        replace(timeline, name=f"{title} {kind}".strip()) for kind, timeline in timelines.items()
+    ]
+    for kind, timeline in zip(timelines, named, strict=True):
         timeline.save(out / f"{kind}.json")
-    page = out / "timeline.html"
-    pictures.save(list(named.values()), page)
-    return page
+    pictures.save(named, out / "timeline.html")
+    return out / "timeline.html"
 
 
 def sample(settings: Settings, params: Sequence[Any], start: str, count: int) -> str:
@@ -165,14 +159,7 @@ def sample(settings: Settings, params: Sequence[Any], start: str, count: int) ->
 def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:
     other = "DualPipeV" if settings.schedule.name != "DualPipeV" else "1F1B"
     p, m = settings.schedule.ranks, settings.schedule.microbatches
-    started = os.path.relpath(sys.argv[0])  # as it can be typed here
-    fpipe = (
-        "fpipe"
-        if which("fpipe")
-        else "python -m fpipe"
-        if started.endswith("__main__.py")
-        else started
-    )
+    fpipe = "fpipe" if which("fpipe") else "python -m fpipe"
     return [
         (
             f"{fpipe} view {out}",

@@ -24,8 +24,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ...actions import KINDS, OPS, Timeline
-from ..pictures.colours import fill
 from .rank import Measured, Ready, Step
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,7 +35,7 @@ class Screen:
     def __init__(self, console: Console, title: str, steps: int):
         self.console, self.title, self.steps = console, title, steps
         self.done: list[Step] = []
-        self.measured: Measured | None = None
+        self.timeline: list[Text] = []
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(None),
@@ -61,7 +59,10 @@ class Screen:
             self.title = f"{self.title}, {report.parameters:,} parameters"
             self.bar.update(self.task, description="tracing the stages")
         elif isinstance(report, Measured):
-            self.measured = report
+            color = self.console.color_system is not None
+            drawn = report.timeline.draw(width=self._width, color=color)
+            title = f"step {report.number + 1} as it ran"
+            self.timeline = [Text(), Text(title, style="dim"), Text.from_ansi(drawn, no_wrap=True)]
         else:
             self.done.append(report)
             number = report.number + 1
@@ -74,27 +75,22 @@ class Screen:
 
     def picture(self) -> RenderableType:
         """The whole display."""
-        inside = max(self.console.width - 4, 20)
-        parts: list[RenderableType] = [self.bar, self._figures(inside)]
-        if self.measured is not None:
-            number, timeline = self.measured
-            title = (
-                f"step {number + 1} as it ran: {1e3 * timeline.total:.0f} ms, bubble "
-                f"{timeline.bubble:.0%}"
-            )
-            parts += [Text(), Text(title, style="dim"), lanes(timeline, inside)]
-        return Panel(
-            Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left"
-        )
+        parts = [self.bar, self._figures(), *self.timeline]
+        title = f"[bold]fpipe train[/bold]  {self.title}"
+        return Panel(Group(*parts), title=title, title_align="left")
 
-    def _figures(self, width: int) -> RenderableType:
+    @property
+    def _width(self) -> int:
+        return max(self.console.width - 4, 20)
+
+    def _figures(self) -> RenderableType:
         if not self.done:
             return Text("loss  -", style="dim")
         losses = [step.loss for step in self.done]
         row = Table.grid(padding=(0, 3))
         row.add_row(
             Text(f"loss {losses[-1]:.4f}", style="bold"),
-            Text(sparkline(losses, max(min(width - 40, 60), 8)), style="cyan"),
+            Text(sparkline(losses, max(min(self._width - 40, 60), 8)), style="cyan"),
             Text(f"{self._speed():,.0f} tokens/s", style="bold"),
         )
         return row
@@ -102,42 +98,6 @@ class Screen:
     def _speed(self) -> float:
         """The median of the last steps, because the first step traces the programs."""
         return median_high(step.tokens / step.seconds for step in self.done[-15:])
-
-
-def lanes(timeline: Timeline, width: int) -> Text:
-    """A timeline in one line per rank, with a legend; later stages of a rank are paler.
-
-    >>> from fpipe.schedule import Schedule
-    >>> print(lanes(Schedule.parse("[0F0, 0B0]").simulate(), 20).plain)
-    rank 0  FFFFBBBBBBBB
-    F forward   B backward
-    """
-    columns, picture, seen = max(width - 8, 8), Text(no_wrap=True), set[str]()
-    for rank in range(timeline.ranks):
-        picture.append(f"rank {rank:<2} ", style="dim")
-        held = timeline.placement.stages_of(rank)
-        row = [(" ", "")] * columns
-        for span in timeline.of_rank(rank):
-            first, last = (
-                (t - timeline.start) / timeline.total * columns for t in (span.start, span.end)
-            )
-            parts = span.action.parts
-            for column in range(int(first), min(max(round(last), int(first) + 1), columns)):
-                part = parts[column % len(parts)]  # a fused action shows both
-                ground = fill(part.op, held.index(part.stage), len(held))
-                row[column] = (
-                    part.op,
-                    f"{ground} on {ground}",
-                )  # shows the letter where colours are not available
-                seen.add(part.op)
-        for letter, style in row:
-            picture.append(letter, style=style)
-        picture.append("\n")
-    for op in sorted(seen, key=OPS.index):
-        picture.append(op, style=f"on {fill(op, 0, 1)}")
-        picture.append(f" {KINDS[op].name}   ")
-    picture.rstrip()
-    return picture
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

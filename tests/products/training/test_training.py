@@ -14,7 +14,7 @@ import fpipe
 from fpipe import tree
 from fpipe.products.command.cli import main
 from fpipe.products.demo import Sizes, Text, gpt, sonnets
-from fpipe.products.demo.conduct import together, verdict, write
+from fpipe.products.demo.conduct import of_all_ranks, verdict, write
 from fpipe.products.demo.rank import Measured, Ready, Settings, Step, work
 from fpipe.products.demo.screen import Screen, sparkline
 
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     small = settings(name)
     last_step = work(small, wire)  # type: ignore[arg-type]
     assert [report.number for report in wire.sent if isinstance(report, Measured)] == [2]
-    last = together([last_step])
+    last = of_all_ranks([last_step])
     result = verdict(small, last)
     assert (result.largest, result.loss) == (0, 0)
     assert result.numbers == sum(leaf.numel() for leaf in tree.leaves(last.before))
@@ -85,12 +85,15 @@ def test_screen_shows_what_is_reported():
     assert "1,234 parameters" in before.get() and "tracing" in before.get()
     for number in range(5):
         screen.show(Step(number, 4.0 - number, 100, 0.5))
-    screen.show(Measured(4, fpipe.make_schedule("DualPipeV", 2, 4).simulate()))
+    timeline = fpipe.make_schedule("DualPipeV", 2, 4).simulate()
+    screen.show(Measured(4, timeline))
     with console.capture() as capture:
         console.print(screen.picture())
     shown = capture.get()
     assert "loss 0.0000" in shown and "200 tokens/s" in shown and "5/10" in shown
-    assert re.search(r"rank 0 +F+", shown) and "rank 1" in shown and "weight gradient" in shown
+    drawn = timeline.draw(width=86, color=False).splitlines()
+    assert all(line in shown for line in drawn) and "step 5 as it ran" in shown
+    assert any(re.match(r"rank 0 .*0F", line) for line in drawn) and "weight gradient" in drawn[-1]
     assert sparkline([2, 1], 9) == "█▁"
 
 
