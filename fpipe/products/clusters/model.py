@@ -34,16 +34,6 @@ PLAIN = (
 )  #: kinds with learned positions, layer norms, biases and a feed-forward of two matrices
 _BIASED = ("qwen2", "qwen2_moe")  # in the projections of queries, keys and values
 _NORMED = ("qwen3", "qwen3_moe")  # queries and keys
-#: the size -> its names in a config.json
-_FIELDS = {
-    "hidden": ("hidden_size", "n_embd"),
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads",),
-    "feed_forward": ("intermediate_size", "n_inner"),
-    "experts": ("num_local_experts", "num_experts"),
-}
 
 
 @dataclass(frozen=True)
@@ -142,21 +132,12 @@ class Model:
     @property
     def layer_parameters(self) -> int:
         """Elements of a layer."""
-        biases = 0
+        attention = self.queries + 2 * self.keys
         if self.kind in PLAIN:
-            biases = (
-                self.queries
-                + 2 * self.keys
-                + self.hidden
-                + self.feed_forward
-                + self.hidden
-                + 4 * self.hidden
-            )
-        elif self.kind in _BIASED:
-            biases = self.queries + 2 * self.keys + 2 * self.hidden
-        else:
-            biases = 2 * self.hidden + (2 * self.head_dim if self.kind in _NORMED else 0)
-        return self.layer_matrices + biases
+            return self.layer_matrices + attention + 6 * self.hidden + self.feed_forward
+        biases = attention if self.kind in _BIASED else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.kind in _NORMED else 0)
+        return self.layer_matrices + biases + norms
 
     @property
     def embedding_parameters(self) -> int:
@@ -241,35 +222,39 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
         raise PlanError(
             f"{where}: decoder_sparse_step is {step!r}, and all layers must be alike; set it to 1"
         )
-    hidden = _size(config, "hidden", where)
-    experts = _size(config, "experts", where, 0)
     plain = kind in PLAIN
-    width = _size(config, "feed_forward", where, 4 * hidden if plain else None)
+
+    def size(*names: str, default: int | None = None) -> int:
+        """A size by any of its names, that of the kind last where it is a plain one."""
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if value is None:
+            raise PlanError(f"{where} lacks {names[-1 if plain else 0]!r}; add it")
+        return value
+
+    hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
+    width = size("intermediate_size", "n_inner", default=4 * hidden if plain else None)
+    experts = size("num_local_experts", "num_experts", default=0)
+    of_experts = {
+        "feed_forward": config.get("moe_intermediate_size", width),
+        "experts": experts,
+        "active": config.get("num_experts_per_tok", 1),
+        "shared": config.get("shared_expert_intermediate_size", 0),
+    }
+    of_plain = {
+        "gated": False,
+        "positions": config.get("n_positions", 1024),
+        "dropout": bool(config.get("resid_pdrop", 0.1)),
+    }
     return Model(
-        name=f"{kind} {hidden}x{_size(config, 'layers', where)}",
-        kind=kind,
-        hidden=hidden,
-        layers=_size(config, "layers", where),
-        heads=_size(config, "heads", where),
-        vocabulary=_size(config, "vocabulary", where),
-        feed_forward=config.get("moe_intermediate_size", width) if experts else width,
-        kv_heads=_size(config, "kv_heads", where, 0),
+        f"{kind} {hidden}x{layers}",
+        kind,
+        hidden,
+        layers,
+        heads=size("num_attention_heads", "n_head"),
+        vocabulary=size("vocab_size"),
+        kv_heads=size("num_key_value_heads", default=0),
         head_dim=config.get("head_dim") or 0,
-        gated=not plain,
-        experts=experts,
-        active=config.get("num_experts_per_tok", 1) if experts else 1,
-        shared=config.get("shared_expert_intermediate_size", 0) if experts else 0,
         tied=bool(config.get("tie_word_embeddings", plain)),
-        positions=config.get("n_positions", 1024) if plain else 0,
-        dropout=bool(config.get("resid_pdrop", 0.1)) if plain else False,
+        **(of_experts if experts else {"feed_forward": width}),
+        **(of_plain if plain else {}),
     )
-
-
-def _size(config: Mapping[str, Any], size: str, where: str, default: int | None = None) -> int:
-    """A size by any of its names."""
-    names = _FIELDS[size]
-    value = next((config[name] for name in names if config.get(name) is not None), default)
-    if value is None:
-        wanted = names[1] if config.get("model_type") in PLAIN and len(names) > 1 else names[0]
-        raise PlanError(f"{where} lacks {wanted!r}; add it")
-    return value

@@ -36,7 +36,8 @@ _TYPES: dict[str, Any] = {
     "Attention": str,
     "tuple[int, ...]": list,
 }
-Record = TypeVar("Record", Gpu, Layout, Model, Precision)
+_PARTS: dict[str, Any] = {"Model": Model, "Gpu": Gpu, "Precision": Precision}
+Record = TypeVar("Record", Gpu, Job, Layout, Model, Precision)
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,12 @@ class Planned:
 def tables(prediction: Prediction) -> dict[str, dict[str, Any]]:
     """A prediction as tables of numbers, text and lists, in the order of the file."""
     job, layout = prediction.job, prediction.layout
-    simple = {
-        "gpus": job.gpus,
-        "batch": job.batch,
-        "sequence": job.sequence,
-        "attention": job.attention,
-    }
+    of_job = asdict(job)
     return {
-        "model": asdict(job.model),
-        "gpu": asdict(job.gpu),
-        "job": simple,
-        "precision": asdict(job.precision),
+        "model": of_job.pop("model"),
+        "gpu": of_job.pop("gpu"),
+        "job": {name: value for name, value in of_job.items() if name != "precision"},
+        "precision": of_job["precision"],
         "layout": {**asdict(layout), "layers": list(layout.counts(job.model))},
         "schedule": {
             "name": layout.schedule,
@@ -133,56 +129,35 @@ def read_plan(path: str | PathLike[str]) -> Planned:
     except ValueError as error:
         raise PlanError(f"{path}: {error}; give a file that fpipe plan wrote") from None
 
-    def table(name):
-        return _table(values, name, str(path))
-
-    job, prediction = table("job"), table("prediction")
+    job = _record(Job, values, path)
+    layout = _record(Layout, values, path).check(job)
     try:
-        read = Job(
-            _record(Model, table("model"), path),
-            int(job["gpus"]),
-            _record(Gpu, table("gpu"), path),
-            int(job["batch"]),
-            int(job["sequence"]),
-            job["attention"],
-            _record(Precision, table("precision"), path),
-        )
-        layout = _record(Layout, table("layout"), path)
+        prediction = values["prediction"]
         memory, step = tuple(map(float, prediction["memory"])), float(prediction["step"])
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
         raise PlanError(f"{path}: {error!r} in a plan; give a file that fpipe plan wrote") from None
     if len(memory) != layout.pp:
         raise PlanError(
             f"{path}: memory has {len(memory)} numbers for {layout.pp} pipeline ranks; write the "
             "plan again"
         )
-    return Planned(read, layout.check(read), memory, step)
+    return Planned(job, layout, memory, step)
 
 
-def _table(values: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(values.get(name), dict):
-        raise PlanError(f"{where} has no table [{name}]; give a file that fpipe plan wrote")
-    return values[name]
-
-
-def _record(kind: type[Record], table: Mapping[str, Any], where: str | PathLike[str]) -> Record:
-    """A value from the table of its fields."""
-    name = kind.__name__.lower()
-    known = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+def _record(kind: type[Record], values: Mapping[str, Any], where: str | PathLike[str]) -> Record:
+    """A value from the table of its fields; values in it have tables of their own."""
+    name, remedy = kind.__name__.lower(), "give a file that fpipe plan wrote"
+    table = values.get(name)
+    if not isinstance(table, dict):
+        raise PlanError(f"{where} has no table [{name}]; {remedy}")
+    types = {each.name: str(each.type) for each in fields(kind)}
+    nested = [key for key, type_name in types.items() if type_name in _PARTS]
+    parts = {key: _record(_PARTS[types.pop(key)], values, where) for key in nested}
     for key, value in table.items():
-        wrong = isinstance(value, bool) and known.get(key) is not bool
-        if key not in known or wrong or not isinstance(value, known[key]):
-            raise PlanError(
-                f"{where}: [{name}] {key} = {value!r} does not belong there; give a file of fpipe "
-                "plan"
-            )
-    if lacking := [key for key in known if key not in table]:
-        raise PlanError(
-            f"{where}: [{name}] lacks {', '.join(lacking)}; give a file that fpipe plan wrote"
-        )
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-    }
-    return kind(**given)
+        expected = _TYPES[types[key]] if key in types else ()
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+            raise PlanError(f"{where}: [{name}] {key} = {value!r} does not belong there; {remedy}")
+    if lacking := [key for key in types if key not in table]:
+        raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {remedy}")
+    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return kind(**{**table, **lists, **parts})
