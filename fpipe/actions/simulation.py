@@ -10,7 +10,7 @@ whether it is complete.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from .action import Action, AnyAction, Row
@@ -53,14 +53,46 @@ def simulate_rows(
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
-    facts = Facts(stages, microbatches)
     sizes = costs.of_units("size", microbatches, slices)
+    facts = Facts(stages, microbatches)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
+    starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap, slices)
+    return Timeline(
+        rows,
+        starts,
+        ends,
+        placement,
+        microbatches,
+        causes,
+        memory=costs.memory(stages),
+        boundary=costs.spread("boundary", stages - 1),
+        name=name,
+        unit=costs.unit,
+        carried=carried,
+        sizes=sizes if set(sizes) != {1.0} else (),
+    )
+
+
+def _run(
+    rows: tuple[Row, ...],
+    walked: Walk,
+    steps: Sequence[Mapping[str, Sequence[_Step]]],
+    facts: Facts,
+    overlap: Predict | Sequence[float] | None,
+    slices: int,
+) -> tuple[
+    tuple[array[float], ...],
+    tuple[array[float], ...],
+    tuple[array[int], ...],
+    tuple[tuple[Carried, ...], ...],
+]:
+    """Starts, ends and causes of all actions, and what links carry beside them, by rank."""
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
+    append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
     carried: list[list[Carried]] = [[] for _ in rows]
     arrivals, clocks = array("d", bytes(8 * facts.size)), [0.0] * len(rows)
-    append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
+    microbatches = facts.microbatches
     for rank, first, stop in walked.runs:
         clock, (begin, end, cause) = clocks[rank], append[rank]
         for action in rows[rank][first:stop]:
@@ -100,20 +132,7 @@ def simulate_rows(
             end(clock)
             clock += send
         clocks[rank] = clock
-    return Timeline(
-        rows,
-        starts,
-        ends,
-        placement,
-        microbatches,
-        causes,
-        memory=costs.memory(stages),
-        boundary=costs.spread("boundary", stages - 1),
-        name=name,
-        unit=costs.unit,
-        carried=tuple(map(tuple, carried)),
-        sizes=sizes if set(sizes) != {1.0} else (),
-    )
+    return starts, ends, causes, tuple(map(tuple, carried))
 
 
 def _overlapped(

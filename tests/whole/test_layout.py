@@ -105,8 +105,8 @@ PUBLIC_ONLY = (
     "products.demo",
     "products.training",
 )
-#: Except for these: what is in a checkpoint, and what a backend does, are no public values yet.
-NOT_YET_PUBLIC_ONLY = {"products.command.checkpoint", "products.command.doctor"}
+#: Except for this one: what a backend does is no public value yet.
+NOT_YET_PUBLIC_ONLY = {"products.command.doctor"}
 TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know == "torch"} | {
     "errors"
 }
