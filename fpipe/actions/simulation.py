@@ -10,7 +10,8 @@ whether it is complete.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from .action import Action, AnyAction, Row
@@ -27,6 +28,10 @@ from .timeline import Carried, Timeline
 #: end of that fact's action to its arrival; the times to receive, to run and to send; and the
 #: offset of the first fact that it provides, the only one that other stages wait for.
 _Step: TypeAlias = tuple[int, float, float, float, float, int]
+_Columns: TypeAlias = "tuple[array[float], ...]"
+_Times: TypeAlias = (
+    "tuple[_Columns, _Columns, tuple[array[int], ...], tuple[tuple[Carried, ...], ...]]"
+)
 
 
 def simulate_rows(
@@ -56,8 +61,9 @@ def simulate_rows(
     sizes = costs.of_units("size", microbatches, slices)
     facts = Facts(stages, microbatches)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
-    overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
-    starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap, slices)
+    given = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
+    overlap = None if given is None else partial(_overlapped, given, slices)
+    starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         rows,
         starts,
@@ -79,14 +85,8 @@ def _run(
     walked: Walk,
     steps: Sequence[Mapping[str, Sequence[_Step]]],
     facts: Facts,
-    overlap: Predict | Sequence[float] | None,
-    slices: int,
-) -> tuple[
-    tuple[array[float], ...],
-    tuple[array[float], ...],
-    tuple[array[int], ...],
-    tuple[tuple[Carried, ...], ...],
-]:
+    overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None,
+) -> _Times:
     """Starts, ends and causes of all actions, and what links carry beside them, by rank."""
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
@@ -97,7 +97,7 @@ def _run(
         clock, (begin, end, cause) = clocks[rank], append[rank]
         for action in rows[rank][first:stop]:
             waited = -1
-            if overlap is None and isinstance(action, Action):  # as below, for one part
+            if overlap is None and type(action) is Action:  # as below, for one part
                 stage, op, microbatch = action
                 need, travel, receive, length, send, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
@@ -113,17 +113,14 @@ def _run(
                 for stage, op, microbatch in action.parts:
                     need, travel, receives, takes, sends, provided = steps[microbatch][op][stage]
                     fact = stage * microbatches + microbatch
-                    arrival = arrivals[need + fact] + travel
-                    if arrival > clock:
-                        clock, waited = arrival, need + fact
-                    receive += receives
-                    length += takes
-                    send += sends
                     given.append(fact + provided)
+                    if arrivals[need + fact] + travel > clock:
+                        clock, waited = arrivals[need + fact] + travel, need + fact
+                    receive, length, send = receive + receives, length + takes, send + sends
                 clock += receive
                 begin(clock)
                 if overlap is not None:
-                    length, beside = _overlapped(overlap, action, length, clock, slices)
+                    length, beside = overlap(action, length, clock)
                     carried[rank] += beside
                 clock += length
                 for fact in given:
@@ -136,7 +133,7 @@ def _run(
 
 
 def _overlapped(
-    overlap: Predict | Sequence[float], action: AnyAction, length: float, start: float, slices: int
+    overlap: Predict | Sequence[float], slices: int, action: AnyAction, length: float, start: float
 ) -> tuple[float, Sequence[Carried]]:
     """The time of an action where overlap has a cost, and what its rank's link carries
     meanwhile.
