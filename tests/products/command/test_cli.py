@@ -448,10 +448,11 @@ def test_there_is_one_metavar_for_each_kind_of_thing():
     for command in commands:
         for p in command.params if command else ():
             taken = isinstance(p.type, (click.Choice, click.types.BoolParamType)) or p.metavar == ""
-            assert taken or (p.metavar or "").strip("[].") in METAVARS, (
+            shown = p.metavar or p.type.get_metavar(p, context) or ""
+            assert taken or shown.strip("[].") in METAVARS, (
                 command and command.name,
                 p.name,
-                p.metavar,
+                shown,
             )
 
 
