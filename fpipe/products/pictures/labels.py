@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import floor, log10
 from typing import NamedTuple
 
 from ...actions import KINDS, OPS, Action, Op, counted, number
@@ -182,11 +183,7 @@ def step_of(least: float) -> float:
     >>> step_of(3), step_of(0.04), step_of(51)
     (5.0, 0.05, 100.0)
     """
-    power = 1.0
-    while power > least > 0:
-        power /= 10
-    while power * 10 <= least:
-        power *= 10
+    power = 10.0 ** floor(log10(least))
     return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
 
 

@@ -18,7 +18,7 @@ from operator import itemgetter
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
-from ...actions import number
+from ...actions import OPS, number
 from . import labels
 from .colours import ink, mix, of_256, palette, rgb
 from .idle import intervals, shares
@@ -233,15 +233,18 @@ def _escape(style: tuple[str, str], bits: int) -> str:
 
 def _legend(scenes: Sequence[Scene], layout: _Layout, width: int) -> list[str]:
     shades = max(scene.shades for scene in scenes)
+    entries = [*labels.kinds(scenes, shades)]
+    if layout.bits:
+        entries += (entry for scene in scenes for entry in labels.tints(scene))
     items: list[list[Cell]] = []
-    for colours, text, _ in labels.kinds(scenes, shades):
-        swatch = _swatch([colour for colour in colours for _ in range(2)], shades)
-        letter = colours[0][0]
-        swatch = [(letter, swatch[0][1]), *swatch[1:]] if layout.bits else [(letter, None)]
+    for colours, text, _ in entries:
+        letter = colours[0][0] if colours[0][0] in OPS else " "
+        swatch: list[Cell] = [(letter, None)]
+        if layout.bits:
+            grounds = [palette(shades)[colour] for colour in colours]
+            swatch = [(" ", (ink(ground), ground)) for ground in grounds for _ in "ab"]
+            swatch[0] = letter, swatch[0][1]
         items.append([*swatch, *((char, None) for char in f" {text}")])
-    for entry in (entry for scene in scenes for entry in labels.tints(scene) if layout.bits):
-        text = f" {entry.text}"
-        items.append([*_swatch(entry.colours, shades), *((char, None) for char in text)])
     if not layout.bits and shades == 2 and layout.detail < 3:
         items.append([(char, None) for char in "small letters: a rank's other stage"])
     lines: list[list[Cell]] = [[]]
@@ -250,8 +253,3 @@ def _legend(scenes: Sequence[Scene], layout: _Layout, width: int) -> list[str]:
             lines.append([])
         lines[-1] += [*item[:width], (" ", None), (" ", None)]
     return [_ansi(line, layout.bits) for line in lines]
-
-
-def _swatch(colours: Sequence[str], shades: int) -> list[Cell]:
-    grounds = [palette(shades)[colour] for colour in colours]
-    return [(" ", (ink(ground), ground)) for ground in grounds]
