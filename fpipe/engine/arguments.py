@@ -131,6 +131,12 @@ class Call:
         """The number of whole microbatches."""
         return self.number // self.config.slices
 
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether more is wanted than the loss and the gradients of parameters."""
+        plain = self.wanted == (0,) and not self.has_aux and self.each is None
+        return not plain or self.state is not None or self.config.loss is None
+
     # ---- what other processes have ----
     @property
     def batch_parts(self) -> tuple[Parts, ...]:

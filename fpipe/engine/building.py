@@ -29,7 +29,7 @@ from ..stage import (
     with_defaults,
     without_unsafe_compilers,
 )
-from .config import Choice, Config, Loss, Outputs, ties
+from .config import Choice, Config, Loss, Outputs
 from .copies import Copies, copies
 from .pipeline import Pipeline
 from .request import Reduction
@@ -198,7 +198,9 @@ def pipeline(
                 *patterns("frozen", frozen),
                 *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen),
             ),
-            tied=ties(parts, tied),
+            tied=feature("ties").ties(parts, tied)
+            if tied != () or any(stage.ties for stage in parts)
+            else (),
             outputs=outputs,
             accumulate=accumulate,
             overlap=_overlap(overlap),

@@ -16,19 +16,17 @@ import torch
 from ..actions.product import feature
 from ..errors import GroupError, StageError
 from ..lowering.instructions import Registers
-from ..programs.internals import retaining, transforming, versions, without_autocast
+from ..programs.internals import transforming, versions, without_autocast
 from ..programs.signature import stage_that_runs
-from ..stage import Stage
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
-from .cotangents import cotangents, on_replicas
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
-from .microbatches import gradients, joined
+from .microbatches import joined
+from .outputs import Outputs
 from .plan_cache import Cache, CachedPlans, refused
 from .results import Results
-from .signatures import Pullback
 
 AllRegisters: TypeAlias = dict[int, Registers]
 
@@ -37,95 +35,45 @@ AllRegisters: TypeAlias = dict[int, Registers]
 def forward(call: Call, cache: Cache) -> Tree:
     """Loss or outputs, forward alone."""
     with call.config.claim:
-        plans, _ = _announced(call, cache)
-        with _Reported(call.config):
+        plans, _ = announced(call, cache)
+        with Reported(call.config):
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            y = _outputs(results, call) if call.each is None else _returned_by_each(call, returned)
-            return y if call.state is None else (y, results.states())
+            y = outputs(results) if call.each is None else _returned_by_each(call, returned)
+            return y if call.state is None else (y, of(results).states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
     """The value, where it is wanted, and gradients in the order of ``call.wanted``."""
     with call.config.claim:
-        plans, _ = _announced(call, cache)
-        with _Reported(call.config):
+        plans, _ = announced(call, cache)
+        with Reported(call.config):
             results, returned = _run_all(call, plans)
             loss = _value(call, results, returned) if value else results.leave_loss()
-            by_argument = {0: results.param_grads, 1: lambda: _input_grads(results, call)}
+            by_argument = {0: results.param_grads, 1: lambda: input_grads(results)}
             grads = {n: by_argument[n]() for n in call.wanted}
             return loss, tuple(grads[n] for n in call.wanted)
 
 
-def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
-    """The forward phase now; the backward phase in the pullback."""
-    regs: AllRegisters = {}
-    with call.config.claim:
-        plans, number = _announced(call, cache)
-        with _Reported(call.config):
-            weights = call.weights()
-            _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
-            results = Results(plans.layout, regs, call, weights)
-            y = _outputs(results, call)
-            y = y if call.state is None else (y, results.states())
-    kept: list[AllRegisters] = [regs]
-    before = _versions(plans, regs)
-
-    def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
-        """Gradients of the parameters and the input for the outputs' cotangents."""
-        if not kept:
-            raise StageError(
-                "this pullback was called before and what it needs is freed; call it with "
-                "retain=True to keep it"
-            )
-        _refuse_surrounded()
-        try:
-            units = [plans.prepared.output(mb) for mb in range(call.number)]
-            rows = cotangents(call, units, dy)
-            _check_unchanged(_versions(plans, kept[0]) == before)
-        except Exception as error:
-            refuse(call.config, error)
-            raise
-        with call.config.claim, retaining(retain):
-            regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
-            plans.announce(call, number)
-            with _Reported(call.config):
-                rows = on_replicas(call, units, rows)
-                _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
-                results = Results(plans.layout, regs, call, weights, rows)
-                return results.param_grads(), _input_grads(results, call)
-
-    return y, pullback
+def of(results: Results) -> Outputs:
+    """The results of a call that wants outputs."""
+    assert isinstance(results, Outputs)
+    return results
 
 
-def _check_unchanged(same: bool) -> None:
-    if not same:
-        raise StageError(
-            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a "
-            "parameter, the "
-            "batch, a side input or an output; call the pullback first, or change a copy"
-        )
-
-
-def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
-    """How often each tensor that the backwards need was written to."""
-    return [
-        versions([regs[rank].slots[slot] for slot in slots])
-        for rank, slots in plans.carried.items()
-    ]
-
-
-def _outputs(results: Results, call: Call) -> Tree:
+def outputs(results: Results) -> Tree:
     """The outputs in the form of the batch."""
-    parts = results.outputs()
-    return None if parts is None else joined(parts, call.x.slices, call.x.uniform)
+    parts, x = of(results).outputs(), results.call.x
+    return None if parts is None else joined(parts, x.slices, x.uniform)
 
 
-def _input_grads(results: Results, call: Call) -> Tree:
+def input_grads(results: Results) -> Tree:
     """The gradient of x in the form of the batch."""
-    parts = results.input_grads()
-    return None if parts is None else joined(gradients(parts, call.x), 1, call.x.uniform)
+    parts, x = of(results).input_grads(), results.call.x
+    if parts is not None and x.slices > 1:
+        parts = feature("slicing").gradients(parts, x)
+    return None if parts is None else joined(parts, 1, x.uniform)
 
 
 def surrounded() -> bool:
@@ -135,7 +83,7 @@ def surrounded() -> bool:
     return transforming() or stage_that_runs() is not None
 
 
-def _refuse_surrounded() -> None:
+def refuse_surrounded() -> None:
     if surrounded():
         stage = stage_that_runs()
         where = "a torch.func transform" if stage is None else f"stage {stage}"
@@ -151,24 +99,8 @@ def observed() -> bool:
     return WATCH.get() is not None or DEBUGGING.get()
 
 
-def unrecordable(call: Call, cache: Cache) -> str:
-    """The reason why steps like this call cannot be recorded, or nothing."""
-    if call.each is not None:
-        return "each= is a function of Python that every step calls"
-    every = (*call.config.functions, call.config.loss)
-    eager = next(
-        (stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None
-    )
-    if eager is not None:
-        return f'{eager.label} has engine="eager", whose Python runs in every step'
-    plans = cache.plans_for(call).prepared.plans.values()
-    programs = (ins.program for plan in plans for ins in plan.instructions)
-    random = next((program for program in programs if program is not None and program.random), None)
-    return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"
-
-
 # ---- running ----
-class _Reported:
+class Reported:
     """Around what follows the announcement of a call: an error of this rank is reported to the
     others, which wait.
     """
@@ -198,9 +130,9 @@ def refuse(config: Config, error: Exception) -> None:
             refused(config, error)
 
 
-def _announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
+def announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
     """The plans of a call, and its number. From now on the other ranks expect its messages."""
-    _refuse_surrounded()
+    refuse_surrounded()
     return cache.announced(call)
 
 
@@ -208,7 +140,8 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     """Run the whole schedule. Returns its results, and what ``each`` returned by microbatch."""
     weights = call.weights()
     regs: AllRegisters = {}
-    results = Results(plans.layout, regs, call, weights)
+    kind = Outputs if call.wants_outputs else Results
+    results = kind(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
 
     def each(mb: int, values: list[Any]) -> None:
@@ -218,7 +151,7 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
         assert call.each is not None
         before = versions(values)
         returned[int(mb)] = call.each(
-            mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux)
+            mb, *plans.prepared.results(mb, of(results).apart(values, set()), call.has_aux)
         )
         if call.mode == "grad" and versions(values) != before:
             raise StageError(
@@ -230,11 +163,11 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
         feeder.fill(r, call, weights)
         r.send_loss, r.each = results.pipeline_loss, each
 
-    _run(call, plans, regs, feed)
+    run(call, plans, regs, feed)
     return results, returned
 
 
-def _run(
+def run(
     call: Call,
     plans: CachedPlans,
     regs: AllRegisters,
@@ -271,9 +204,9 @@ def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
     loss = (
         results.loss()
     )  # first: it may be on its way, and what one rank sends is received in order
-    extras: list[Any] = [results.aux()] if call.has_aux and call.each is None else []
+    extras: list[Any] = [of(results).aux()] if call.has_aux and call.each is None else []
     extras += [_returned_by_each(call, returned)] if call.each is not None else []
-    extras += [results.states()] if call.state is not None else []
+    extras += [of(results).states()] if call.state is not None else []
     return (loss, *extras) if extras else loss
 
 

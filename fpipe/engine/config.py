@@ -7,7 +7,7 @@ plan and no call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
@@ -26,7 +26,7 @@ from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
-from ..stage import MISSING, Elsewhere, Stage, patterns
+from ..stage import MISSING, Elsewhere, Stage
 from ..tree import Tree
 from .copies import Copies
 from .request import Reduction, Weighted
@@ -121,8 +121,8 @@ class Config:
                 f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32"
             )
         check_seed(self.seed)
-        for names in self.tied:
-            _check_frozen_alike(names, self.frozen)
+        if self.tied:
+            feature("ties").check_frozen_alike(self.tied, self.frozen)
         if self.capture:
             feature("capture.steps").check(self.group, self.copies is not None)
         for name in {name for names in self.sides for name in names} & RESERVED:
@@ -256,20 +256,6 @@ def check_seed(seed: object) -> None:
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
 
 
-def _check_frozen_alike(names: Sequence[str], frozen: Sequence[str]) -> None:
-    """Raise StageError where some copies of a tied parameter are frozen and others are trained
-    apart from them.
-    """
-    some = [name for name in names if tree.matches(name, frozen)]
-    if some and len(some) < len(names):
-        others = ", ".join(name for name in names if name not in some)
-        raise StageError(
-            f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are one "
-            "parameter; freeze "
-            "all of its copies, or none"
-        )
-
-
 def _check_carry(what: str, stage: Stage) -> None:
     """Raise StageError for a carry without a beginning, or a beginning without a carry."""
     given = stage.initial_carry is not MISSING
@@ -326,67 +312,6 @@ def _schedule_for(
             "say microbatches= as the schedule does, or give a name or a function"
         )
     return schedule.check()
-
-
-def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of tied leaves: those that the caller names, then those that the stages carry.
-
-    Groups with a common leaf are one group, since all their leaves are one parameter.
-    """
-    carried: dict[str, list[str]] = {}
-    for index, stage in enumerate(stages):
-        for leaf, group in stage.ties:
-            carried.setdefault(group, []).append(f"{index}.{leaf}")
-    groups: list[tuple[str, ...]] = []
-    for group in (
-        *_named_ties(tied, len(stages)),
-        *(each for each in carried.values() if len(each) > 1),
-    ):
-        common = [other for other in groups if not set(other).isdisjoint(group)]
-        joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
-        groups = [*(other for other in groups if other not in common), joined]
-    return tuple(groups)
-
-
-def _named_ties(tied: object, stages: int) -> Iterator[tuple[str, ...]]:
-    """The groups that ``tied=`` lists, checked."""
-    form = "give a list of groups of names, as in tied=[('0.wte', '7.wte')]"
-    if isinstance(tied, (str, Mapping)) or not isinstance(tied, Iterable):
-        raise StageError(f"tied={tied!r}; {form}")
-    for group in tied:
-        if isinstance(group, str):
-            raise StageError(
-                f"tied={tied!r} has the text {group!r} in place of a group of names; {form}"
-            )
-        names = patterns("tied", group)
-        if len(set(names)) < 2:
-            raise StageError(f"tied={names!r} names fewer than two leaves; {form}")
-        for name in names:
-            head = name.partition(".")[0]
-            if not head.isdecimal() or int(head) >= stages:
-                raise StageError(
-                    f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below "
-                    f"{stages}"
-                )
-        yield names
-
-
-def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
-    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves
-    of each stage.
-
-    >>> list(tied_leaves(("0.wte", "1"), [("norm", "wte"), ("",)]))
-    [(0, 1), (1, 0)]
-    """
-    for name in names:
-        head, _, rest = name.partition(".")
-        stage = int(head)
-        if rest not in paths[stage]:
-            raise StageError(
-                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has "
-                f"{', '.join(paths[stage])}"
-            )
-        yield stage, list(paths[stage]).index(rest)
 
 
 # ---- one call at a time ----

@@ -16,7 +16,7 @@ from .. import tree
 from ..actions.product import feature
 from ..errors import StageError
 from ..tree import Tree
-from . import calls
+from . import calls, pullback
 from .arguments import Call, Each
 from .pipeline import Pipeline
 from .signatures import (
@@ -177,10 +177,11 @@ def _captured(
 ) -> Any:
     """``calls.value_and_grad`` by the graph of its signature."""
     cache, scale = pipe.cache, args[-1]
-    step = feature("capture.steps").Step(
+    steps = feature("capture.steps")
+    step = steps.Step(
         plain=lambda: calls.value_and_grad(call, cache, value),
         on=lambda *args: calls.value_and_grad(prepare(*args), cache, value),
-        why_not=lambda: calls.unrecordable(call, cache),
+        why_not=lambda: steps.unrecordable(call, cache),
     )
     key = call.signature(), value, None if tree.is_tensor(scale) else scale
     return step.run(cache.graphs, key, pipe.config.device, args)
@@ -312,7 +313,7 @@ def vjp(
             f"stage {scalar} has aux_loss=True, and without a loss there is no total that it "
             "could join"
         )
-    return calls.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
+    return pullback.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
 
 
 __all__ = ["grad", "value_and_grad", "vjp"]

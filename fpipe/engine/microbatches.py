@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -172,7 +172,8 @@ class Parts:
             self.specs = [self.structure] * (parts * slices)
             for leaf in self.leaves:
                 _check_leaf(leaf, parts, name, shared_scalars)
-            _check_slices(self.leaves, self.structure, name, slices)
+            if slices > 1:
+                feature("slicing").check(self.leaves, self.structure, name, slices)
         else:
             flat = [
                 (*tree.flatten(part), f"{name}[{m}]")
@@ -181,8 +182,8 @@ class Parts:
             rows = [_stand_ins(leaves, which) for leaves, _, which in flat]
             self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
             self.absent = any(absent for _, absent in rows)
-            for (leaves, _), (_, spec, which) in zip(rows, flat, strict=True):
-                _check_slices(leaves, spec, which, slices)
+            for (leaves, _), (_, spec, which) in zip(rows, flat, strict=True) if slices > 1 else ():
+                feature("slicing").check(leaves, spec, which, slices)
             self.structure = tuple(spec for _, spec, _ in flat)
             self.specs = [spec for spec in self.structure for _ in range(slices)]
 
@@ -202,45 +203,14 @@ class Parts:
             parts = len(self.specs) // self.slices
             columns = [_split_leaf(leaf, parts) for leaf in self.leaves]
             rows = list(zip(*columns, strict=True)) if columns else [()] * parts
-        return (
-            rows
-            if self.slices == 1
-            else [part for row in rows for part in sliced(row, self.slices)]
-        )
+        if self.slices == 1:
+            return rows
+        sliced = feature("slicing").sliced
+        return [part for row in rows for part in sliced(row, self.slices)]
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
-
-
-def _check_slices(leaves: Sequence[Any], structure: tree.Structure, name: str, slices: int) -> None:
-    """Raise BatchError where a leaf cannot be cut into equal slices."""
-    for leaf, path in zip(leaves, structure.paths(), strict=True) if slices > 1 else ():
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] % slices:
-            where = ".".join(map(str, path))
-            raise BatchError(
-                f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape "
-                f"{list(leaf.shape)}, and "
-                f"{slices} slices do not divide the {leaf.shape[1]} of its second axis; pad it to "
-                f"{-(-leaf.shape[1] // slices) * slices}, or change slices="
-            )
-
-
-def sliced(row: Sequence[Any], slices: int) -> Sequence[Sequence[Any]]:
-    """The leaves of a microbatch by slice: views along the second axis of those that have one, the
-    others as they are.
-
-    >>> sliced([torch.arange(4)[None], 7], 2)
-    [(tensor([[0, 1]]), 7), (tensor([[2, 3]]), 7)]
-    """
-
-    def cut(leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
-            return [leaf] * slices
-        size = leaf.shape[1] // slices
-        return [leaf.narrow(1, step * size, size) for step in range(slices)]
-
-    return list(zip(*map(cut, row), strict=True)) or [()] * slices
 
 
 def merge(parts: Sequence[Tree], axis: int = 0) -> Tree:
@@ -291,28 +261,3 @@ def joined(parts: Sequence[Tree], slices: int, whole: bool) -> Tree:
     if slices > 1:
         parts = [merge(parts[first : first + slices], 1) for first in range(0, len(parts), slices)]
     return merge(parts) if whole else Microbatches(parts)
-
-
-def gradients(parts: Sequence[Tree], x: Parts) -> Sequence[Tree]:
-    """The gradients of x by microbatch, from those by slice: added for leaves that every slice gets
-    whole, in the order of the backwards.
-    """
-    if x.slices == 1:
-        return parts
-    found = []
-    for first in range(0, len(parts), x.slices):
-        columns = zip(
-            *(x.specs[first].flatten_up_to(part) for part in parts[first : first + x.slices]),
-            strict=True,
-        )
-        cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 1 for leaf in x.rows[first]]
-        leaves = [
-            None
-            if column[0] is None
-            else torch.cat(column, 1)
-            if along
-            else reduce(torch.add, reversed(column))
-            for column, along in zip(columns, cut, strict=True)
-        ]
-        found.append(tree.unflatten(x.specs[first], leaves))
-    return found

@@ -13,19 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..actions.product import feature
 from ..collectives.group import Facts
 from ..errors import BatchError
 from ..programs.cache import Spent, measured
-from .arguments import Call, Offers
+from .arguments import Call
 from .config import Config
-from .facts import facts, of_call, shared
+from .facts import of_call
 from .feed import Feeder
-from .handshake import agree, tag_of, together
-from .interfaces import tree_data, tree_from_data
-from .prediction import SEEN
-from .prepare import Prepared, Ready, prepare, ready
-from .request import Request
+from .first_call import FirstCall, compare_copies
+from .prepare import Prepared, prepare
 from .results import ResultLayout
 
 #: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
@@ -33,8 +29,10 @@ KEPT = 128
 #: The number of plans after which a pipeline warns, once, if the later ones took more than these
 #: seconds.
 HINT, DEAR = 16, 10.0
-#: The word of a call that has no plans yet, and the number that stands for None in other words.
-_NEW, _NONE = 1, -(2**60)
+#: The number that stands for None in the words of calls.
+_NONE = -(2**60)
+#: How many earlier calls are looked at for plans that can be used again, and for sizes to expect.
+SEEN = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,77 +161,25 @@ class Cache:
         return cached
 
     def _prepared(self, call: Call) -> CachedPlans:
-        """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
-        config, number, guess = call.config, 0, None
-        self._agree(config)
+        """Prepare the plans of a call, after a comparison with the other ranks where there are any
+        in other processes.
+        """
+        config, latest = call.config, [each.prepared for each in list(self.plans.values())[-SEEN:]]
+        if config.copies is not None and not self.agreed:
+            self.agreed = True
+            compare_copies(config)
         try:
             request = call.request(self.shares)
-            known = {} if config.local else facts(config, request)
+            first = None if config.local else FirstCall(call, request, self.shares)
         except Exception as error:
             refused(config, error)
             raise
-        if not config.local:
-            described = of_call(known, call.seed, call.scale, "none yet")
-            number = config.group.enter(_NEW, dict, (described,))
-            schedule = request.schedule
-
-            def details(fact):
-                return str(schedule) if fact == "schedule" else ""
-
-            guess = self._ready(config, request)
-            answers = agree(
-                config.group, shared(described), details, (call.absent, guess and guess.word)
-            )
-            absent = [each for each, _ in answers]
-            if any(absent):
-                request = self._completed(call, absent)
-                known, guess = facts(config, request), self._ready(config, request)
-                answers = agree(config.group, shared(known), more=((), guess and guess.word))
-            if len({word for _, word in answers}) > 1:
-                guess = None
-        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of
-        # its own.
-        tag = 0 if config.local else tag_of({**shared(known), "number": str(number)})
-        prepared = prepare(config, request, tag, guess, self._latest)
-        return CachedPlans(config, prepared, known, number, call.misplaced())
-
-    def _ready(self, config: Config, request: Request) -> Ready | None:
-        """The stages traced for the sizes to expect after the latest calls; the ranks confirm or
-        discard it.
-        """
-        return ready(config, request, self._latest)
-
-    @property
-    def _latest(self) -> list[Prepared]:
-        return [each.prepared for each in list(self.plans.values())[-SEEN:]]
-
-    def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
-        """The request of a call some of whose arguments only other processes have: these describe
-        them.
-        """
-        names = [name for lacking in absent for name in lacking]
-        offers = together(
-            call.config.group,
-            lambda: feature("elsewhere.arguments").offered(call, names),
-            _as_data,
-            _from_data,
-        )
-        return feature("elsewhere.arguments").completed(call, absent, offers).request(self.shares)
-
-    def _agree(self, config: Config) -> None:
-        """Before the first step of all, copies of the pipeline compare their configurations."""
-        if config.copies is not None and not self.agreed:
-            self.agreed = True
-            agree(
-                config.copies.group,
-                {
-                    "schedule": repr(config),
-                    "copies": config.copies.description,
-                    "tied parameters": str(config.tied),
-                    "the dtype of accumulation": str(config.accumulate),
-                    "the stages here": str(config.here),
-                },
-            )
+        if first is None:
+            prepared = prepare(config, request, 0, None, latest)
+            return CachedPlans(config, prepared, {}, 0, call.misplaced())
+        agreed = first.compared(latest)
+        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, latest)
+        return CachedPlans(config, prepared, agreed.facts, agreed.number, call.misplaced())
 
 
 def _hint(spent: Sequence[Spent]) -> None:
@@ -248,14 +194,6 @@ def _hint(spent: Sequence[Spent]) -> None:
             "for each length can name the axes that vary: fpipe.Stage(fn, dynamic=)",
             stacklevel=2,
         )
-
-
-def _as_data(offers: Offers) -> dict[str, list[Any]]:
-    return {name: list(map(tree_data, trees)) for name, trees in offers.items()}
-
-
-def _from_data(offers: Any) -> Offers:
-    return {name: tuple(map(tree_from_data, trees)) for name, trees in offers.items()}
 
 
 def refused(config: Config, error: Exception) -> None:

@@ -8,34 +8,33 @@ group only to exchange the interfaces of stages between processes. Knows no valu
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock, Timer
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 from .. import tree
 from ..actions.action import Fused
 from ..actions.collector import uncollected
 from ..actions.product import feature
-from ..collectives.codec import encode
-from ..errors import FpipeError, MismatchError, StageError
-from ..lowering.builder import lower, sum_of
+from ..errors import MismatchError, StageError
+from ..lowering.builder import lower
 from ..lowering.instructions import Machine
 from ..lowering.plan import Feature, LoweringInput, Plan
-from ..lowering.value_graph import Interface, spec_of
+from ..lowering.value_graph import Interface
 from ..programs.cache import timed
 from ..programs.program import Programs
-from ..tree import AbstractTree, Aval, Spec
+from ..tree import AbstractTree
 from . import interfaces
-from .config import Config, tied_leaves
+from .config import Config
 from .execute import Executable, bind
 from .handshake import together
-from .kinds import TracedKind, advanced, in_turn, loss_programs, ranks_here, recut, with_stage
-from .prediction import Seen, expected
-from .request import Kind, Request
+from .kinds import TracedKind, advanced, in_turn, loss_programs, recut
+from .request import Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,19 @@ def prepare(
     config: Config,
     request: Request,
     tag: int,
-    ready: Ready | None = None,
+    traced: list[TracedKind] | None = None,
     before: Sequence[Prepared] = (),
 ) -> Prepared:
     """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on
     before.
 
-    ``ready``: what all ranks traced for the same expected interfaces. ``before``: the plans of the
+    ``traced``: what all ranks traced for the same expected interfaces. ``before``: the plans of the
     latest calls, which are reused for other sizes.
     """
     group, copies, schedule = config.group, config.copies, request.schedule
-    traced = ready.traced if ready else _traced(config, request)
+    if traced is None:
+        with shown_late("tracing") as note:
+            traced = traced_in_turn(config, request, note)
     inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
     first = 0 if copies is None else copies.part * schedule.microbatches
     executables = {}
@@ -149,11 +150,15 @@ def _features(
     apart: bool,
 ) -> Iterator[Feature]:
     """The features of the plans, in the order in which they act."""
-    tied, specs = _ties(config, request, interfaces)
+    tied = ()
     if request.each:
         yield feature("each").Each()
-    if specs and request.mode != "forward":
-        yield feature("sums").Sums(tied, specs)
+    ranks_of = request.schedule.placement.ranks_of
+    if config.tied or any(len(ranks_of(stage)) > 1 for stage in range(config.stages)):
+        sums = feature("ties").sums_of(config, request, interfaces)
+        tied = sums.tied
+        if sums.specs and request.mode != "forward":
+            yield sums
     if config.copies is not None:
         yield feature("copies.gathering").OfCopies(config.copies, request.layouts, tied)
     if config.overlap != "sequential" and (
@@ -213,72 +218,6 @@ def _earlier(request: Request, before: Sequence[Prepared]) -> dict[int, tuple[Pl
     )
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The stages of this process, traced for the interfaces that are expected of all stages."""
-
-    traced: list[TracedKind]
-
-    @property
-    def word(self) -> str:
-        """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
-        data = [[interfaces.as_data(each) for each in kind.interfaces] for kind in self.traced]
-        return hashlib.sha256(encode(data)).hexdigest()
-
-
-def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready | None:
-    """The stages of this process, traced for the interfaces to expect after earlier calls;
-    ``None``: expect nothing.
-    """
-    seen = [
-        ((x, *targets), found)
-        for each in before
-        if each.request.mode == request.mode
-        for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
-    ]
-    if len(seen) < 2 or request.chain > 1:
-        return None
-    try:
-        with shown_late("tracing") as note:
-            return Ready([_expected(config, request, kind, seen, note) for kind in request.kinds])
-    except (FpipeError, _UnexpectedError):
-        return None  # the exchange of interfaces, which follows, raises what is a mistake
-
-
-class _UnexpectedError(Exception):
-    """A stage has another interface than the one that was expected."""
-
-
-def _expected(
-    config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
-) -> TracedKind:
-    """A kind of microbatch with the interfaces that are expected, and with the stages of this
-    process.
-    """
-    found = expected((kind[0], *kind[1]), seen)
-    if found is None:
-        raise _UnexpectedError
-    traced = TracedKind(kind, found, each=request.each)
-    for stage, interface in enumerate(found):
-        if ranks_here(config, request, stage):
-            note(f"stage {stage + 1} of {len(found)}")
-            unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
-            traced = with_stage(config, request, traced, None, stage, unused)
-    traced = replace(
-        traced, loss=loss_programs(config, request, traced) if config.loss is not None else None
-    )
-    lacking = request.mode != "forward" and traced.value_graph().lacking()
-    if traced.interfaces != found or lacking:
-        raise _UnexpectedError
-    return traced
-
-
-def _traced(config: Config, request: Request) -> list[TracedKind]:
-    """Trace the stages of this process, and show on a terminal which one if it takes long."""
-    with shown_late("tracing") as note:
-        return traced_in_turn(config, request, note)
-
-
 def traced_in_turn(
     config: Config, request: Request, note: Callable[[str], None]
 ) -> list[TracedKind]:
@@ -304,7 +243,7 @@ def traced_in_turn(
                 for kind, count in zip(traced, known, strict=True)
             ]
 
-        reports = together(config.group, advance, _as_data, _from_data)
+        reports = _reports(config, advance, _as_data, _from_data)
         news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
         if not any(news):
             raise MismatchError(
@@ -322,7 +261,7 @@ def traced_in_turn(
             nonlocal traced
             traced = [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
 
-        together(config.group, with_loss, lambda _: None, lambda _: None)
+        _reports(config, with_loss, lambda _: None, lambda _: None)
     return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 
@@ -348,9 +287,19 @@ def _without_unused(config: Config, request: Request, traced: list[TracedKind]) 
                 for each in pairs
             ]
 
-        for report in together(config.group, cut, _as_data, _from_data):
+        for report in _reports(config, cut, _as_data, _from_data):
             traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
     return traced
+
+
+def _reports(
+    config: Config,
+    work: Callable[[], T],
+    as_data: Callable[[T], Any],
+    from_data: Callable[[Any], T],
+) -> list[T]:
+    """The results of work on every process; one that fails is raised on all."""
+    return [work()] if config.local else together(config.group, work, as_data, from_data)
 
 
 def _as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Any]]:
@@ -375,47 +324,6 @@ def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:
         fault = tree.unmatched(patterns, names)
         if fault:
             raise StageError(f"{option}={fault}")
-
-
-Leaves: TypeAlias = tuple[tuple[int, int], ...]  # as (stage, index of the leaf)
-
-
-def _ties(
-    config: Config, request: Request, interfaces: Sequence[Interface]
-) -> tuple[tuple[Leaves, ...], dict[tuple[int, int], Spec]]:
-    """Tied leaves, and the specs of the gradients that are sent: those of tied leaves and of
-    replicated stages.
-    """
-    avals = {
-        (stage, index): leaf
-        for stage, params in enumerate(request.params)
-        if params is not None
-        for index, leaf in enumerate(params.leaves)
-        if isinstance(leaf, Aval)
-    }
-
-    def spec(leaf):
-        return spec_of(sum_of(leaf, config.accumulate))
-
-    ranks_of = request.schedule.placement.ranks_of
-    specs = {
-        key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1
-    }
-    paths = [interface.leaves for interface in interfaces]
-    groups = tuple(tuple(tied_leaves(names, paths)) for names in config.tied)
-    for group in groups:
-        known = {key: avals[key] for key in group if key in avals}
-        shapes: dict[str, str] = {}
-        for (stage, _), leaf in known.items():
-            shapes.setdefault(str(leaf), f"{leaf} in stage {stage}")
-        if len(shapes) > 1:
-            listed = ", ".join(shapes.values())
-            raise StageError(
-                f"tied parameters differ in shape or dtype: {listed}; tie copies of one"
-            )
-        for leaf in known.values():
-            specs |= dict.fromkeys(group, spec(leaf))
-    return groups, specs
 
 
 # ---- what a terminal shows ----

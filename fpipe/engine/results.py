@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import c_float, string_at
+from ctypes import c_float
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import cached_property, reduce
+from typing import NamedTuple
 
 import torch
 
 from .. import tree
-from ..actions.action import plain
-from ..errors import MismatchError
 from ..lowering.instructions import Registers
-from ..lowering.keys import Key, Value, grad, reduced_grad
+from ..lowering.keys import Key, grad, reduced_grad
 from ..lowering.plan import LoweringInput
-from ..lowering.value_graph import ValueGraph, spec_of
-from ..tree import Aval, Spec, Structure, Tree
+from ..lowering.value_graph import ValueGraph
+from ..tree import Structure, Tree
 from .arguments import Call
 from .config import Config
 from .prepare import Prepared, sends_loss_early
 from .request import Weights
+from .scalars import shared
 
 
 class GradPlace(NamedTuple):
@@ -155,7 +153,11 @@ class ResultLayout:
 
 
 class Results:
-    """The results of a run, gathered on demand. Every process must ask for the same ones."""
+    """The loss and gradients of a run, gathered on demand. Every process must ask for the same
+    ones.
+
+    ``Outputs`` has the other results.
+    """
 
     def __init__(
         self,
@@ -194,41 +196,6 @@ class Results:
             return None
         slots, results = self.regs[rank].slots, self.prepared.executables[rank].plan.results
         return [slots[results[key]] for key in keys]
-
-    def _share(
-        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
-    ) -> Sequence[torch.Tensor]:
-        """A rank's values on every rank: None is passed where that rank is on another process."""
-        if not self.config.local:
-            return self.group.share(
-                None if values is None else tuple(values), tuple(map(spec_of, avals)), rank
-            )
-        assert values is not None
-        return values
-
-    # ---- memory ----
-    @cached_property
-    def _callers(self) -> set[int]:
-        """The memory of the caller's tensors, which results may be; parameters and captured tensors
-        are copied in F.
-        """
-        given = chain(self.call.batch_leaves, *self.cotangents)
-        return {tree.address(leaf) for leaf in given if tree.is_tensor(leaf)} - {0}
-
-    @cached_property
-    def _returned(self) -> set[int]:
-        """The memory of results that were read before."""
-        return set()
-
-    def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
-        """Results, copied where a write into one would change an argument or another result."""
-        returned, out = self._returned if returned is None else returned, []
-        for value in values:
-            at = tree.address(value) if tree.is_tensor(value) else 0
-            shared = at in self._callers or at in returned
-            out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
-            returned |= {at} - {0}
-        return out
 
     # ---- the loss ----
     def loss(self) -> torch.Tensor:
@@ -283,81 +250,11 @@ class Results:
     def _share_scalars(
         self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
     ) -> Sequence[torch.Tensor]:
-        """A rank's scalars on every rank, as one row of bytes that begins with the tag of the
-        plan.
-        """
+        """A rank's scalars on every rank."""
         if self.config.local:
             assert values is not None
             return values
-        tag = self.layout.tag
-        kinds = (tag.dtype, *dtypes)
-        (row,) = self.group.share(
-            None if values is None else (packed([tag, *values]),), row_of(kinds), rank
-        )
-        if values is not None:
-            return values
-        their_tag, *scalars = unpacked(row, kinds)
-        if (
-            int(their_tag) != self.prepared.tag
-        ):  # shapes may agree by chance: then the loss is that of another step
-            raise MismatchError(
-                f"rank {rank} ran another step than rank {self.group.here[0]} (other shapes, "
-                "schedule or number of "
-                "microbatches); make the same calls in the same order on every rank"
-            )
-        return [value.to(tag.device) for value in scalars]
-
-    def aux(self) -> list[Tree]:
-        """The loss's second values, in microbatch order, on every rank."""
-        return list(map(self._aux, range(self.number)))
-
-    def _aux(self, mb: int) -> Tree:
-        loss, rank = self.prepared.loss[self.request.kind_of[mb]], self.path(mb)[-1]
-        assert loss is not None
-        source = self.layout.graph(
-            mb
-        ).source  # a leaf may be an input that the loss returned as it was
-        values = self._get(
-            rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None)
-        )
-        return loss.outputs.y.fill(
-            self.apart(self._share(values, loss.outputs.y.avals.values(), rank))
-        )[1]
-
-    # ---- outputs ----
-    def outputs(self) -> list[Tree] | None:
-        """The last stage's outputs by microbatch, as ``outputs=`` says; all of them on each rank
-        with a replica.
-        """
-        here, shared = self._place_of(self.stages - 1)
-        everywhere = self.config.outputs == "everywhere"
-        if not here and not shared and self.config.outputs == "last":
-            return None
-        rows = [
-            self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)
-        ]
-        return None if not here and self.config.outputs == "last" else rows
-
-    def _place_of(self, stage: int) -> tuple[bool, bool]:
-        """Whether a stage is here, and whether its replicas on several processes have a part of its
-        results each.
-        """
-        replicated = len(self.config.placement.ranks_of(stage)) > 1 and not self.config.local
-        return stage in self.config.here, replicated
-
-    def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
-        y, rank = self.prepared.output(mb), self.path(mb)[-1]
-        values: Sequence[torch.Tensor] | None = self._get(
-            rank, ((source, mb) for source in self.layout.graph(mb).outputs())
-        )
-        if shared:
-            values = self._share(values, y.avals.values(), rank)
-        if values is None or not wanted:
-            values = [
-                torch.zeros(a.shape, dtype=a.dtype, device=self.config.device)
-                for a in y.avals.values()
-            ]
-        return y.fill(values if self.joins else self.apart(values))
+        return shared(self.group, self.layout.tag, self.prepared.tag, values, dtypes, rank)
 
     # ---- gradients ----
     def param_grads(self) -> Sequence[Tree]:
@@ -387,68 +284,6 @@ class Results:
         copies.
         """
         return grad if self.config.copies is None else self.config.copies.divided(grad)
-
-    def input_grads(self) -> list[Tree] | None:
-        """The gradient of x by microbatch, on the ranks of the first stage; None elsewhere."""
-        here, shared = self._place_of(0)
-        if not here and not shared:
-            return None
-        out = []
-        for mb in range(self.number):
-            rank = self.path(mb)[0]
-            x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
-            leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
-            for index in x.wanted:
-                source = graph.cotangent(-1, index)
-                grads: Sequence[torch.Tensor] | None = (
-                    None if source is None else self._get(rank, [(source, mb)])
-                )
-                if shared and source is not None:
-                    grads = self._share(grads, [x.avals[index]], rank)
-                if here:
-                    dx = self._of_all(
-                        grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index])
-                    )
-                    leaves[index] = dx if self.joins else self.apart([dx])[0]
-            out.append(tree.unflatten(x.spec, leaves))
-        return out if here else None
-
-    # ---- state ----
-    def states(self) -> list[Tree]:
-        """The state of each stage after its last microbatch; None for stages without one or on
-        other processes.
-
-        Each replica of a stage carries a state; that of the first replica is sent to the others.
-        """
-        ranks_of = self.config.placement.ranks_of
-        return [
-            self._state(stage, ranks_of(stage)) if function.state else None
-            for stage, function in enumerate(self.config.functions)
-        ]
-
-    def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
-        rank, (here, replicated) = ranks[0], self._place_of(stage)
-        if not here and not replicated:
-            return None
-        last = [
-            a.microbatch
-            for a in plain(self.request.schedule[rank])
-            if a.stage == stage and a.op == "F"
-        ][-1:]
-        kind = self.request.kind_of[last[0]] if last else 0
-        state = self.prepared.interfaces[kind][stage].state
-        values: Sequence[torch.Tensor] | None = None
-        if rank in self.group.here:
-            names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state if last else ()
-            values = (
-                self._get(rank, [(Value(stage, n), last[0]) for n in names])
-                or self.call.state_leaves[stage][0]
-            )
-        assert state is not None
-        if replicated:
-            values = self._share(values, state.avals.values(), rank)
-        assert values is not None
-        return state.fill(self.apart(values)) if here else None
 
 
 # ---- scalars ----
@@ -491,31 +326,3 @@ def _in_python(numbers: Sequence[float], weight: float | None, narrow: bool) -> 
         total += number
         total = c_float(total).value if narrow else total
     return total
-
-
-def packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their bytes in a row.
-
-    >>> unpacked(packed([torch.tensor(7), torch.tensor(0.5)]), [torch.int64, torch.float32])
-    [tensor(7), tensor(0.5000)]
-    """
-    if all(value.is_cpu for value in values):
-        plain = [value.resolve_neg() for value in values]
-        row = bytearray(b"".join([string_at(value.data_ptr(), value.itemsize) for value in plain]))
-        return torch.frombuffer(row, dtype=torch.uint8)
-    return torch.cat([value.reshape(1).view(torch.uint8) for value in values])
-
-
-@lru_cache(maxsize=256)
-def row_of(dtypes: tuple[torch.dtype, ...]) -> tuple[Spec]:
-    """What a row of scalars is as a message."""
-    return (Spec((sum(dtype.itemsize for dtype in dtypes),), (1,), torch.uint8),)
-
-
-def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """The scalars of a row, on the CPU."""
-    content, at, scalars = bytearray(row.tolist()), 0, []
-    for dtype in dtypes:
-        scalars.append(torch.frombuffer(content, dtype=dtype, count=1, offset=at).reshape(()))
-        at += dtype.itemsize
-    return scalars

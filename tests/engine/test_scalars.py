@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.engine.results import added, packed, unpacked
+from fpipe.engine.results import added
+from fpipe.engine.scalars import packed, unpacked
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: any bits that are a float32: subnormal, infinite and no numbers among them

@@ -19,7 +19,10 @@ import torch
 
 from ... import tree
 from ...collectives.group import Group
+from ...engine.arguments import Call
+from ...engine.plan_cache import Cache
 from ...errors import StageError
+from ...stage import Stage
 from . import graphs
 
 #: A step without a graph, as a function of the tensors among its arguments.
@@ -202,3 +205,19 @@ def _copied(results: Any) -> Any:
 
     leaves, structure = tree.flatten(results)
     return tree.unflatten(structure, list(map(copy, leaves)))
+
+
+def unrecordable(call: Call, cache: Cache) -> str:
+    """The reason why steps like this call cannot be recorded, or nothing."""
+    if call.each is not None:
+        return "each= is a function of Python that every step calls"
+    every = (*call.config.functions, call.config.loss)
+    eager = next(
+        (stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None
+    )
+    if eager is not None:
+        return f'{eager.label} has engine="eager", whose Python runs in every step'
+    plans = cache.plans_for(call).prepared.plans.values()
+    programs = (ins.program for plan in plans for ins in plan.instructions)
+    random = next((program for program in programs if program is not None and program.random), None)
+    return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"

@@ -21,7 +21,7 @@ from ...actions.action import unit
 from ...actions.product import feature
 from ...devices import drawn
 from ...engine.arguments import Call
-from ...engine.config import Config, Loss, tied_leaves
+from ...engine.config import Config, Loss
 from ...engine.microbatches import Microbatches, Parts, joined
 from ...errors import ActionError, FpipeError, StageError
 from ...lowering.instructions import numbered, seed_of
@@ -29,6 +29,7 @@ from ...programs.internals import versions
 from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
 from ...stage import as_stage
 from ...tree import Tree
+from ..ties import tied_leaves
 from .variants import Chosen
 
 

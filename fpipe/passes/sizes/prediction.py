@@ -8,14 +8,22 @@ whoever uses it checks it. Knows numbers and interfaces; no groups or programs.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
-from ..lowering.value_graph import Interface, Leaf
-from ..programs.signature import without_sizes
-from ..tree import AbstractTree, Aval, contiguous
+from ...collectives.codec import encode
+from ...engine import interfaces
+from ...engine.config import Config
+from ...engine.kinds import TracedKind, loss_programs, ranks_here, with_stage
+from ...engine.prepare import Prepared, shown_late
+from ...engine.request import Kind, Request
+from ...errors import FpipeError
+from ...lowering.value_graph import Interface, Leaf
+from ...programs.signature import without_sizes
+from ...tree import AbstractTree, Aval, contiguous
 
 #: The inputs of a pipeline for one kind of microbatch, and the interfaces of its stages.
 Seen: TypeAlias = tuple[Sequence[AbstractTree], Sequence[Interface]]
@@ -138,3 +146,64 @@ def _skeleton(
     """Everything but the numbers."""
     plain = [each.with_avals(without_sizes) for each in inputs]
     return *plain, *(_with_avals(each, without_sizes) for each in interfaces)
+
+
+# ---- stages for expected interfaces ----
+@dataclass(frozen=True)
+class Ready:
+    """The stages of this process, traced for the interfaces that are expected of all stages."""
+
+    traced: list[TracedKind]
+
+    @property
+    def word(self) -> str:
+        """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
+        data = [[interfaces.as_data(each) for each in kind.interfaces] for kind in self.traced]
+        return hashlib.sha256(encode(data)).hexdigest()
+
+
+def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready | None:
+    """The stages of this process, traced for the interfaces to expect after earlier calls;
+    ``None``: expect nothing.
+    """
+    seen = [
+        ((x, *targets), found)
+        for each in before
+        if each.request.mode == request.mode
+        for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
+    ]
+    if len(seen) < 2 or request.chain > 1:
+        return None
+    try:
+        with shown_late("tracing") as note:
+            return Ready([_expected(config, request, kind, seen, note) for kind in request.kinds])
+    except (FpipeError, _UnexpectedError):
+        return None  # the exchange of interfaces, which follows, raises what is a mistake
+
+
+class _UnexpectedError(Exception):
+    """A stage has another interface than the one that was expected."""
+
+
+def _expected(
+    config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
+) -> TracedKind:
+    """A kind of microbatch with the interfaces that are expected, and with the stages of this
+    process.
+    """
+    found = expected((kind[0], *kind[1]), seen)
+    if found is None:
+        raise _UnexpectedError
+    traced = TracedKind(kind, found, each=request.each)
+    for stage, interface in enumerate(found):
+        if ranks_here(config, request, stage):
+            note(f"stage {stage + 1} of {len(found)}")
+            unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
+            traced = with_stage(config, request, traced, None, stage, unused)
+    traced = replace(
+        traced, loss=loss_programs(config, request, traced) if config.loss is not None else None
+    )
+    lacking = request.mode != "forward" and traced.value_graph().lacking()
+    if traced.interfaces != found or lacking:
+        raise _UnexpectedError
+    return traced

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from the registers beside the loss and the gradients of parameters: outputs, second
+values of the loss, gradients of the input, states. Knows plans and registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..actions.action import plain
+from ..lowering.keys import Value
+from ..lowering.value_graph import spec_of
+from ..tree import Aval, Tree
+from .results import Results
+
+
+class Outputs(Results):
+    """The results of a run of which more is wanted than the loss and gradients of parameters."""
+
+    def _share(
+        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
+    ) -> Sequence[torch.Tensor]:
+        """A rank's values on every rank: None is passed where that rank is on another process."""
+        if not self.config.local:
+            return self.group.share(
+                None if values is None else tuple(values), tuple(map(spec_of, avals)), rank
+            )
+        assert values is not None
+        return values
+
+    # ---- memory ----
+    @cached_property
+    def _callers(self) -> set[int]:
+        """The memory of the caller's tensors, which results may be; parameters and captured tensors
+        are copied in F.
+        """
+        given = chain(self.call.batch_leaves, *self.cotangents)
+        return {tree.address(leaf) for leaf in given if tree.is_tensor(leaf)} - {0}
+
+    @cached_property
+    def _returned(self) -> set[int]:
+        """The memory of results that were read before."""
+        return set()
+
+    def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
+        """Results, copied where a write into one would change an argument or another result."""
+        returned, out = self._returned if returned is None else returned, []
+        for value in values:
+            at = tree.address(value) if tree.is_tensor(value) else 0
+            shared = at in self._callers or at in returned
+            out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
+            returned |= {at} - {0}
+        return out
+
+    # ---- second values of the loss ----
+    def aux(self) -> list[Tree]:
+        """The loss's second values, in microbatch order, on every rank."""
+        return list(map(self._aux, range(self.number)))
+
+    def _aux(self, mb: int) -> Tree:
+        loss, rank = self.prepared.loss[self.request.kind_of[mb]], self.path(mb)[-1]
+        assert loss is not None
+        source = self.layout.graph(
+            mb
+        ).source  # a leaf may be an input that the loss returned as it was
+        values = self._get(
+            rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None)
+        )
+        return loss.outputs.y.fill(
+            self.apart(self._share(values, loss.outputs.y.avals.values(), rank))
+        )[1]
+
+    # ---- outputs ----
+    def outputs(self) -> list[Tree] | None:
+        """The last stage's outputs by microbatch, as ``outputs=`` says; all of them on each rank
+        with a replica.
+        """
+        here, shared = self._place_of(self.stages - 1)
+        everywhere = self.config.outputs == "everywhere"
+        if not here and not shared and self.config.outputs == "last":
+            return None
+        rows = [
+            self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)
+        ]
+        return None if not here and self.config.outputs == "last" else rows
+
+    def _place_of(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is here, and whether its replicas on several processes have a part of its
+        results each.
+        """
+        replicated = len(self.config.placement.ranks_of(stage)) > 1 and not self.config.local
+        return stage in self.config.here, replicated
+
+    def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
+        y, rank = self.prepared.output(mb), self.path(mb)[-1]
+        values: Sequence[torch.Tensor] | None = self._get(
+            rank, ((source, mb) for source in self.layout.graph(mb).outputs())
+        )
+        if shared:
+            values = self._share(values, y.avals.values(), rank)
+        if values is None or not wanted:
+            values = [
+                torch.zeros(a.shape, dtype=a.dtype, device=self.config.device)
+                for a in y.avals.values()
+            ]
+        return y.fill(values if self.joins else self.apart(values))
+
+    # ---- the gradient of the input ----
+    def input_grads(self) -> list[Tree] | None:
+        """The gradient of x by microbatch, on the ranks of the first stage; None elsewhere."""
+        here, shared = self._place_of(0)
+        if not here and not shared:
+            return None
+        out = []
+        for mb in range(self.number):
+            rank = self.path(mb)[0]
+            x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
+            leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
+            for index in x.wanted:
+                source = graph.cotangent(-1, index)
+                grads: Sequence[torch.Tensor] | None = (
+                    None if source is None else self._get(rank, [(source, mb)])
+                )
+                if shared and source is not None:
+                    grads = self._share(grads, [x.avals[index]], rank)
+                if here:
+                    dx = self._of_all(
+                        grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index])
+                    )
+                    leaves[index] = dx if self.joins else self.apart([dx])[0]
+            out.append(tree.unflatten(x.spec, leaves))
+        return out if here else None
+
+    # ---- state ----
+    def states(self) -> list[Tree]:
+        """The state of each stage after its last microbatch; None for stages without one or on
+        other processes.
+
+        Each replica of a stage carries a state; that of the first replica is sent to the others.
+        """
+        ranks_of = self.config.placement.ranks_of
+        return [
+            self._state(stage, ranks_of(stage)) if function.state else None
+            for stage, function in enumerate(self.config.functions)
+        ]
+
+    def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
+        rank, (here, replicated) = ranks[0], self._place_of(stage)
+        if not here and not replicated:
+            return None
+        last = [
+            a.microbatch
+            for a in plain(self.request.schedule[rank])
+            if a.stage == stage and a.op == "F"
+        ][-1:]
+        kind = self.request.kind_of[last[0]] if last else 0
+        state = self.prepared.interfaces[kind][stage].state
+        values: Sequence[torch.Tensor] | None = None
+        if rank in self.group.here:
+            names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state if last else ()
+            values = (
+                self._get(rank, [(Value(stage, n), last[0]) for n in names])
+                or self.call.state_leaves[stage][0]
+            )
+        assert state is not None
+        if replicated:
+            values = self._share(values, state.avals.values(), rank)
+        assert values is not None
+        return state.fill(self.apart(values)) if here else None

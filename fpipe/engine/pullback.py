@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.vjp``: the forwards of a schedule now, the backwards in a pullback. Knows calls and
+plans; no schedules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import StageError
+from ..programs.internals import retaining, versions
+from ..tree import Tree
+from . import calls
+from .arguments import Call
+from .calls import AllRegisters
+from .cotangents import cotangents, on_replicas
+from .outputs import Outputs
+from .plan_cache import Cache, CachedPlans
+from .signatures import Pullback
+
+
+def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
+    """The forward phase now; the backward phase in the pullback."""
+    regs: AllRegisters = {}
+    with call.config.claim:
+        plans, number = calls.announced(call, cache)
+        with calls.Reported(call.config):
+            weights = call.weights()
+            calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
+            results = Outputs(plans.layout, regs, call, weights)
+            y = calls.outputs(results)
+            y = y if call.state is None else (y, results.states())
+    kept: list[AllRegisters] = [regs]
+    before = _versions(plans, regs)
+
+    def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
+        """Gradients of the parameters and the input for the outputs' cotangents."""
+        if not kept:
+            raise StageError(
+                "this pullback was called before and what it needs is freed; call it with "
+                "retain=True to keep it"
+            )
+        calls.refuse_surrounded()
+        try:
+            units = [plans.prepared.output(mb) for mb in range(call.number)]
+            rows = cotangents(call, units, dy)
+            _check_unchanged(_versions(plans, kept[0]) == before)
+        except Exception as error:
+            calls.refuse(call.config, error)
+            raise
+        with call.config.claim, retaining(retain):
+            regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
+            plans.announce(call, number)
+            with calls.Reported(call.config):
+                rows = on_replicas(call, units, rows)
+                calls.run(
+                    call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1
+                )
+                results = Outputs(plans.layout, regs, call, weights, rows)
+                return results.param_grads(), calls.input_grads(results)
+
+    return y, pullback
+
+
+def _check_unchanged(same: bool) -> None:
+    if not same:
+        raise StageError(
+            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a "
+            "parameter, the "
+            "batch, a side input or an output; call the pullback first, or change a copy"
+        )
+
+
+def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
+    """How often each tensor that the backwards need was written to."""
+    return [
+        versions([regs[rank].slots[slot] for slot in slots])
+        for rank, slots in plans.carried.items()
+    ]

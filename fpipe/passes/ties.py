@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tied parameters: leaves of several stages that are one parameter (``tied=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from .. import tree
+from ..engine.config import Config
+from ..engine.request import Request
+from ..errors import StageError
+from ..lowering.builder import sum_of
+from ..lowering.value_graph import Interface, spec_of
+from ..stage import Stage, patterns
+from ..tree import Aval
+from .sums import Sums
+
+
+def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of tied leaves: those that the caller names, then those that the stages carry.
+
+    Groups with a common leaf are one group, since all their leaves are one parameter.
+    """
+    carried: dict[str, list[str]] = {}
+    for index, stage in enumerate(stages):
+        for leaf, group in stage.ties:
+            carried.setdefault(group, []).append(f"{index}.{leaf}")
+    groups: list[tuple[str, ...]] = []
+    for group in (
+        *_named_ties(tied, len(stages)),
+        *(each for each in carried.values() if len(each) > 1),
+    ):
+        common = [other for other in groups if not set(other).isdisjoint(group)]
+        joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
+        groups = [*(other for other in groups if other not in common), joined]
+    return tuple(groups)
+
+
+def _named_ties(tied: object, stages: int) -> Iterator[tuple[str, ...]]:
+    """The groups that ``tied=`` lists, checked."""
+    form = "give a list of groups of names, as in tied=[('0.wte', '7.wte')]"
+    if isinstance(tied, (str, Mapping)) or not isinstance(tied, Iterable):
+        raise StageError(f"tied={tied!r}; {form}")
+    for group in tied:
+        if isinstance(group, str):
+            raise StageError(
+                f"tied={tied!r} has the text {group!r} in place of a group of names; {form}"
+            )
+        names = patterns("tied", group)
+        if len(set(names)) < 2:
+            raise StageError(f"tied={names!r} names fewer than two leaves; {form}")
+        for name in names:
+            head = name.partition(".")[0]
+            if not head.isdecimal() or int(head) >= stages:
+                raise StageError(
+                    f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below "
+                    f"{stages}"
+                )
+        yield names
+
+
+def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
+    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves
+    of each stage.
+
+    >>> list(tied_leaves(("0.wte", "1"), [("norm", "wte"), ("",)]))
+    [(0, 1), (1, 0)]
+    """
+    for name in names:
+        head, _, rest = name.partition(".")
+        stage = int(head)
+        if rest not in paths[stage]:
+            raise StageError(
+                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has "
+                f"{', '.join(paths[stage])}"
+            )
+        yield stage, list(paths[stage]).index(rest)
+
+
+def check_frozen_alike(tied: Iterable[Sequence[str]], frozen: Sequence[str]) -> None:
+    """Raise StageError where some copies of a tied parameter are frozen and others are trained
+    apart from them.
+    """
+    for names in tied:
+        some = [name for name in names if tree.matches(name, frozen)]
+        if some and len(some) < len(names):
+            others = ", ".join(name for name in names if name not in some)
+            raise StageError(
+                f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are "
+                "one parameter; freeze all of its copies, or none"
+            )
+
+
+def sums_of(config: Config, request: Request, interfaces: Sequence[Interface]) -> Sums:
+    """Sums over ranks of the gradients of tied leaves and of replicated stages."""
+    avals = {
+        (stage, index): leaf
+        for stage, params in enumerate(request.params)
+        if params is not None
+        for index, leaf in enumerate(params.leaves)
+        if isinstance(leaf, Aval)
+    }
+
+    def spec(leaf):
+        return spec_of(sum_of(leaf, config.accumulate))
+
+    ranks_of = request.schedule.placement.ranks_of
+    specs = {
+        key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1
+    }
+    paths = [interface.leaves for interface in interfaces]
+    groups = tuple(tuple(tied_leaves(names, paths)) for names in config.tied)
+    for group in groups:
+        known = {key: avals[key] for key in group if key in avals}
+        shapes: dict[str, str] = {}
+        for (stage, _), leaf in known.items():
+            shapes.setdefault(str(leaf), f"{leaf} in stage {stage}")
+        if len(shapes) > 1:
+            listed = ", ".join(shapes.values())
+            raise StageError(
+                f"tied parameters differ in shape or dtype: {listed}; tie copies of one"
+            )
+        for leaf in known.values():
+            specs |= dict.fromkeys(group, spec(leaf))
+    return Sums(groups, specs)
