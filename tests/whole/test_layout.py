@@ -283,7 +283,7 @@ def test_heart_does_not_grow():
     heart = json.loads(done.stdout)
     assert heart["count"] <= 51
     assert heart["tokens"] <= 71_000
-    assert heart["run"] / heart["lines"] >= 0.37
+    assert heart["run"] / heart["lines"] >= 0.35
 
 
 def test_whole_does_not_grow():
