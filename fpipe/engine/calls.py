@@ -84,6 +84,7 @@ def surrounded() -> bool:
 
 
 def refuse_surrounded() -> None:
+    """Raise StageError inside a stage, a loss or a torch.func transform."""
     if surrounded():
         stage = stage_that_runs()
         where = "a torch.func transform" if stage is None else f"stage {stage}"
