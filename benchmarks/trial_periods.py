@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.bench_solver import UNEVEN
 from benchmarks.command import options
 from fpipe import Placement
-from fpipe.generators.problem import Problem
+from fpipe.products.search.problem import Problem
 
 UNIT, RANKS, MICROBATCHES = 1000, 8, 32
 PERIODS = (274, 280, 285, 290, 294, 298, 300, 304, 306, 310, 316, 320)
@@ -36,8 +36,8 @@ def model(p: Problem, period: int, memory: int) -> tuple[Any, dict[tuple[int, in
     window = m.new_int_var(0, 12 * period, "")
     m.add(start[0, 0] == 0)
     for op, s in names:
-        for (op_before, s_before, _), link in p.needed(op, s, 0):
-            before = op_before, s_before
+        if (needed := p.needed(op, s, 0)) is not None:
+            before, link = needed[0][:2], needed[1]
             m.add(start[op, s] >= start[before] + length[before] + whole(link))
     for stages in p.of_rank:
         row = [name for name in names if name[1] in stages]

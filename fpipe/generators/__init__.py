@@ -11,20 +11,24 @@ from .catalogue import (
     about_schedule,
     is_path,
     make_schedule,
+    orders_slices,
     read_schedule,
     register_schedule,
     schedule_from,
     schedule_names,
     unregister_schedule,
 )
-from .memory_limit import in_bytes
+from .memory_limit import Memory, in_bytes, limits
 
 __all__ = [
+    "Memory",
     "Source",
     "about_schedule",
     "in_bytes",
     "is_path",
+    "limits",
     "make_schedule",
+    "orders_slices",
     "read_schedule",
     "register_schedule",
     "schedule_from",

@@ -22,8 +22,6 @@ from ..actions.collector import uncollected
 from ..actions.text import parse_csv, parse_rows
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
-from .automatic import make_zb_1p, make_zb_2p
-from .automatic_loop import make_interleaved_zb_1p, make_interleaved_zb_2p
 from .bitpipe import make_bitpipe
 from .chimera import make_chimera
 from .dualpipe import make_dual_pipe, make_dual_pipe_v
@@ -34,6 +32,12 @@ from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b, make_overlapp
 from .slices import make_seq_one_f_one_b, make_seq_zb_h1
 from .v_family import make_v_half, make_v_min
 from .v_memory import make_v
+from .zb_1p_2p import (
+    make_interleaved_zb_1p,
+    make_interleaved_zb_2p,
+    make_zb_1p,
+    make_zb_2p,
+)
 from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 

@@ -40,10 +40,10 @@ def by_groups(
     ranks: int,
     microbatches: int,
     stages: int,
-    group: int = 0,
+    groups: int = 0,
 ) -> Schedule:
-    """Microbatches in groups of ``group`` (``ranks`` by default) or a little more: each group
-    through every chunk, backwards from the last.
+    """Microbatches in even groups, by default of ``ranks`` or a little more: each group through
+    every chunk, backwards from the last.
 
     ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has
     ``ahead`` of them before its last chunk.
@@ -52,13 +52,11 @@ def by_groups(
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
-    chunks, groups = (
-        stages // ranks,
-        evenly(range(microbatches), max(1, microbatches // (group or ranks))),
-    )
-    order = [(c, m) for group in groups for c in range(chunks) for m in group]
+    chunks = stages // ranks
+    parts = evenly(range(microbatches), groups or max(1, microbatches // ranks))
+    order = [(c, m) for part in parts for c in range(chunks) for m in part]
     back = [(chunks - 1 - c, m) for c, m in order]
-    ahead = (chunks - 1) * len(groups[0])
+    ahead = (chunks - 1) * len(parts[0])
     rows = [
         _row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)
     ]

@@ -103,6 +103,7 @@ PUBLIC_ONLY = (
     "products.clusters",
     "products.command",
     "products.demo",
+    "products.search",
     "products.training",
 )
 #: Except for this one: what a backend does is no public value yet.

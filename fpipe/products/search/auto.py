@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
-from ...actions.costs import Costs, as_costs
-from ...collectives.group import Group
-from ...errors import ScheduleError, StageError
-from ...generators import make_schedule
-from ...generators.memory_limit import in_bytes
-from ...schedule import Placement, Schedule
+from ... import Costs, Placement, Schedule, ScheduleError, StageError, make_schedule
+from ...actions import as_costs
+from ...collectives import Group
+from ...generators import in_bytes
 from .choose import choose
 
 #: op or figure -> stage -> its value

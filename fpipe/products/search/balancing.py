@@ -15,12 +15,8 @@ from itertools import accumulate, pairwise, product
 from math import inf, isfinite
 from typing import Any
 
-from ...actions.costs import Costs
-from ...actions.placement import Placement
-from ...actions.timeline import Timeline
-from ...errors import ScheduleError, StageError
-from ...generators.catalogue import schedule_from, schedule_names
-from ...schedule import Schedule
+from ... import Costs, Placement, Schedule, ScheduleError, StageError, Timeline, schedule_names
+from ...generators import schedule_from
 
 #: How many simulated actions a search may spend; a second or two.
 _BUDGET = 2_000_000

@@ -9,16 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...actions.action import plain
-from ...actions.costs import Costs
-from ...actions.placement import Placement
-from ...actions.text import number
-from ...errors import ScheduleError
-from ...generators.bounds import Bound
-from ...generators.catalogue import make_schedule, schedule_names
-from ...generators.memory_limit import Memory, limits
-from ...generators.problem import ALMOST
-from ...schedule import Schedule
+from ... import Costs, Placement, Schedule, ScheduleError, make_schedule, schedule_names
+from ...actions import number, plain
+from ...generators import Memory, limits
+from .bounds import Bound
+from .problem import ALMOST
 from .solve import Solved, solve
 
 #: Forwards up to which all named schedules are simulated.

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...actions.collector import uncollected
-from ...actions.costs import Costs, as_costs
-from ...actions.text import number
-from ...errors import ScheduleError
-from ...generators.catalogue import make_schedule, orders_slices, schedule_names
-from ...schedule import Schedule
+from ... import Costs, Schedule, ScheduleError, make_schedule, schedule_names
+from ...actions import as_costs, number, uncollected
+from ...generators import orders_slices
 
 
 class Entry(NamedTuple):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``): for small problems,
-and to shorten what was found for few microbatches of a large one.
+"""Exact search of small problems by the solver CP-SAT of OR-tools (``pip install '.[solve]'``).
 
 Every action is an interval of integer length. Microbatches that cost the same run in ascending
 order on every stage: in any schedule they can be numbered anew so, stage by stage, and keep all
@@ -16,15 +15,11 @@ from importlib.util import find_spec
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
-from ...generators.problem import ALMOST, Problem, Rows
-from .periodic import periods_of
+from .problem import ALMOST, Problem, Rows
 
-#: Actions of problems that are solved as a whole.
-MOST = 400
-MOST_OF_FEW = 5000  #: of what is shortened
+MOST = 400  #: actions of problems that are solved
 WORKERS = 8  #: of CP-SAT: each searches in another way, so more than cores help
 _UNITS = 10**6  #: the longest span, in integers
-_FEW = 10_000  #: and of a large problem
 Name = tuple[int, int, int]
 
 
@@ -44,22 +39,11 @@ class Answer:
     interrupted: bool = False
 
 
-def solve_exactly(
-    problem: Problem,
-    span: float,
-    bound: float,
-    seconds: float,
-    *,
-    seed: int = 0,
-    known: Rows | None = None,
-) -> Answer:
+def solve_exactly(problem: Problem, span: float, bound: float, seconds: float) -> Answer:
     """Rows of a shorter span than this one, if there are any, and a bound that is not less than the
     one given.
 
-    With ``known`` rows, the search begins there, and keeps what runs before, in and after a period
-    of theirs, so that it can be repeated; there is no proof then.
-
-    >>> from fpipe.actions.costs import Costs
+    >>> from fpipe import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
     >>> solve_exactly(p, 9.0, 6.0, 10.0).bound if available() else 7.0
     7.0
@@ -67,20 +51,15 @@ def solve_exactly(
     from ortools.sat.python import cp_model  # optional, and slow to load
 
     scale = _scale(problem, span)
-    most = ceil(span * scale * (1 - 1e-9)) - (known is None)
+    most = ceil(span * scale * (1 - 1e-9)) - 1
     names = _names(problem)
     model = _model(cp_model.CpModel(), problem, names, scale, bound, most)
-    if known is None and problem.even:
+    if problem.even:
         for stages in problem.of_rank:
             _begins(model, stages[0])
-    if known is not None:
-        for name, start in _starts(model, known).items():
-            model.model.add_hint(model.start[name], start)
-        _keep_period(model, known)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = WORKERS
-    solver.parameters.random_seed = seed
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return Answer(None, min(span, (most + 1) / scale))
@@ -126,18 +105,6 @@ def _scale(problem: Problem, span: float) -> float:
     return _UNITS / span
 
 
-def few_integers(problem: Problem, span: float) -> bool:
-    """Whether times are small integers of some unit: the exact solver shortens large problems of
-    such times only.
-
-    >>> from fpipe.actions.costs import Costs
-    >>> [few_integers(Problem.of(Costs(F=time), (0, 1), 2, 9, (9.0, 9.0)), 100.0) for time in (1.5,
-    ...     1.503)]
-    [True, False]
-    """
-    return span * _scale(problem, span) <= _FEW
-
-
 class _Model(NamedTuple):
     """The variables: when each action starts, by name, and how long it takes."""
 
@@ -175,41 +142,6 @@ def _model(
     return m
 
 
-def _starts(m: _Model, rows: Rows) -> dict[Name, int]:
-    """When the actions of rows start, in integers."""
-    p, moved = m.problem, True
-    starts: dict[Name, int] = {}
-    ends: dict[Name, int] = {}
-    at, clock = [0] * p.ranks, [0] * p.ranks
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            for op, s, k in row[at[rank] :]:
-                needed = p.needed(op, s, k)
-                if any(before not in ends for before, _ in needed):
-                    break
-                ready = [ends[before] + floor(link * m.scale + 1e-6) for before, link in needed]
-                starts[op, s, k] = max(clock[rank], *ready, 0)
-                clock[rank] = ends[op, s, k] = starts[op, s, k] + m.length[op, s, k]
-                at[rank], moved = at[rank] + 1, True
-    return starts
-
-
-def _keep_period(m: _Model, rows: Rows) -> None:
-    """A period's actions stay between its ends on each rank, and the others before or after it."""
-    for row, (start, stop) in zip(rows, next(iter(periods_of(rows)), []), strict=False):
-        begin, end = m.start[row[start - 1]], m.start[row[stop - 1]]
-        for at, name in enumerate(row):
-            if at >= start:
-                m.model.add(m.start[name] >= begin)
-            if at < start:
-                m.model.add(m.start[name] <= begin)
-            elif at < stop:
-                m.model.add(m.start[name] <= end)
-            else:
-                m.model.add(m.start[name] >= end)
-
-
 def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
     wait = m.length[before] + floor(wait * m.scale + 1e-6)
     m.model.add(m.start[name] >= m.start[before] + wait)
@@ -217,8 +149,8 @@ def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
 
 def _precedences(m: _Model) -> None:
     for name in m.start:
-        for before, link in m.problem.needed(*name):
-            _after(m, name, before, link)
+        if (needed := m.problem.needed(*name)) is not None:
+            _after(m, name, *needed)
 
 
 def _ascending(m: _Model) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ...actions.costs import Costs
-from ...actions.text import number
-from ...errors import ScheduleError
-from ...generators.memory_limit import in_bytes
+from ... import Costs, ScheduleError
+from ...actions import number
+from ...generators import in_bytes
 from .comparison import Entry, entry_of
 from .solve import Kind, solve
 
@@ -87,7 +86,7 @@ def text(entries: Sequence[Entry], width: int = 64, height: int = 12) -> str:
     """The picture as text: letters are schedules, capital ones those that none is better than in
     both.
 
-    >>> from ..comparison import compare
+    >>> from .comparison import compare
     >>> three = [entry for entry in compare(4, 8)[0] if entry.name in ("InterleavedZeroBubble",
     ...     "ZBH2", "ZB2P")]
     >>> print(text(three, width=30, height=4))

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...actions.action import Action, AnyAction, Fused, Row
-from ...actions.costs import Costs
-from ...errors import ScheduleError
-from ...schedule import Schedule
+from ... import Action, Costs, Fused, Schedule, ScheduleError
+from ...actions import AnyAction, Row
 
 
 def merged(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
@@ -24,8 +22,8 @@ def merged(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
     [0F0, (0F1;0B0)OVERLAP_F_B, 0B1]
     """
     times = costs.times(schedule.stages)
-    cheaper = [b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
-    whole = replace(schedule, rows=tuple(_whole(row, cheaper) for row in schedule.rows))
+    mergeable = [b <= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
+    whole = replace(schedule, rows=tuple(_whole(row, mergeable) for row in schedule.rows))
     yield whole
     if costs.overlap is None:
         return
@@ -40,14 +38,14 @@ def merged(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
             return
 
 
-def _whole(row: Sequence[AnyAction], cheaper: Sequence[bool]) -> Row:
+def _whole(row: Sequence[AnyAction], mergeable: Sequence[bool]) -> Row:
     result: list[AnyAction] = []
     for action in row:
         last = result[-1] if result else None
         if (
             isinstance(action, Action)
             and action.op == "W"
-            and cheaper[action.stage]
+            and mergeable[action.stage]
             and last == action._replace(op="I")
         ):
             result[-1] = action._replace(op="B")

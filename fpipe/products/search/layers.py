@@ -12,8 +12,7 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
-from ...actions.costs import Costs
-from ...errors import ScheduleError
+from ... import Costs, ScheduleError
 from .balancing import spread
 
 _SUMMED = ("F", "I", "W", "B", "saved", "kept")

@@ -12,16 +12,13 @@ from math import inf
 from numbers import Real
 from typing import Literal, TypeAlias
 
+from ... import Costs, Placement, Schedule, ScheduleError, Timeline
+from ...actions import as_costs
 from ...actions import progress as progress_line
-from ...actions.costs import Costs, as_costs
-from ...actions.placement import Placement
-from ...actions.timeline import Timeline
-from ...errors import ScheduleError
-from ...generators.bounds import Bound, lower_bound
-from ...generators.memory_limit import Memory, limits
-from ...generators.problem import ALMOST, Problem
-from ...schedule import Schedule
+from ...generators import Memory, limits
+from .bounds import Bound, lower_bound
 from .layers import best_cut, layers_work
+from .problem import ALMOST, Problem
 from .search import Search
 
 Kind: TypeAlias = Literal["one", "loop", "V", "any"]

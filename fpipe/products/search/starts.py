@@ -1,197 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders from which a search starts: those of named schedules, of the zero-bubble heuristic, and of
-repeated blocks.
+"""Rows from which a search starts: those of named schedules, those that warm up as long as a
+microbatch is away, and those of repeated blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from itertools import product
-from math import inf
-from random import Random
-from typing import TypeAlias
+from itertools import chain, product
+from math import floor, inf
 
-from ...actions.action import Action, Row, joined
-from ...actions.costs import Costs
-from ...errors import ScheduleError
-from ...generators.automatic import rounds
-from ...generators.automatic_loop import automatic_loop
-from ...generators.catalogue import make_schedule, schedule_names
-from ...generators.dispatch import dispatch
-from ...generators.fill import Filled
-from ...generators.problem import ALMOST, Orders, Problem, orders_of
-from ...generators.v_lines import line_orders
-from ...schedule import Schedule
+from ... import Schedule, ScheduleError, make_schedule, schedule_names
+from .dispatch import block, dispatch
+from .fill import Filled, best_fill, fill
+from .graph import Graph
+from .problem import ALMOST, Orders, Problem, Rows, passes_of, rows_of
 
-_STEPS = (0.5, 1.0, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0)
-#: Steps that are the best for a V under some limit of memory, at unit cost.
-_OF_V = (
-    (1, 1, 1, 1),
-    (1, 1, 2, 2),
-    (1, 2, 2, 2),
-    (1, 2, 4, 1),
-    (1, 3, 3, 1),
-    (1, 2, 4, 2),
-    (1, 4, 2, 1),
-    (1, 3, 3, 3),
-)
-_TARGETS = (1.0, 1.02, 1.05, 1.1, 1.2, 9.0)
+_MANY = 20_000  #: actions, from which on only few named schedules are tried
+_FEW_NAMES = ("ZBVZeroBubble", "ZBH1", "InterleavedZeroBubble", "VHalf", "VMin", "Interleaved1F1B")
+#: How many times as long a microbatch of a repeated block takes from pass to pass, forwards and
+#: backwards.
+_STEPS = ((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), (1.0, 2.0), (1.5, 1.5), (3.0, 1.0))
+#: Microbatches of a group, in multiples of the ranks.
+_GROUPS = (1.0, 1.125, 1.25)
 
 
-#: Names that are tried where there are many actions.
-FEW = ("ZBH2", "ZBH1", "ZBVZeroBubble", "VHalf", "VMin", "InterleavedZeroBubble", "Interleaved1F1B")
+def starts(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled]:
+    """Solutions of a problem, those first that are often the best and take the least time.
+
+    Of few actions only the last ones depend on the time: ``late`` ends them.
+    """
+    return (filled for filled in _tried(problem, bound, late) if filled is not None)
 
 
-def named(problem: Problem, names: Sequence[str] = ()) -> Iterator[Schedule]:
-    """The named schedules, or only these, that place stages as the problem does."""
-    for name in names or schedule_names():
+def _tried(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled | None]:
+    many = problem.actions > _MANY
+    tried = []
+    for orders in chain(_of_v(problem), _warm_ups(problem)):
+        tried.append(orders)
+        yield fill(problem, orders, bound)
+        for other in _delayed(problem, orders):
+            yield fill(problem, other, bound)
+        if many and late():
+            break
+    graph = Graph.of(problem)
+    for schedule in _named(problem):
+        rows = rows_of(schedule)
+        if problem.even:
+            rows = [_ascending(row) for row in rows]
+        tried.append(passes_of(rows, problem.stages))
+        yield graph.filled(rows)
+        yield from map(graph.filled, _relieved(rows, problem))
+        if many and late():
+            break
+    yield fill(problem, one_by_one(problem), bound)
+    for steps in _STEPS:
+        if many and late():
+            return
+        orders = dispatch(problem, block(problem, *steps))
+        if orders is not None:
+            tried.append(orders)
+            yield fill(problem, orders, bound)
+    for orders in tried:
+        if late():
+            return
+        yield best_fill(problem, orders, bound)
+
+
+def _named(problem: Problem) -> Iterator[Schedule]:
+    """The named schedules that place stages as the problem does; of many actions only few."""
+    many = problem.actions > _MANY
+    for name in _FEW_NAMES if many else schedule_names():
         with suppress(ScheduleError):  # it needs other counts
-            few, many = min(2, problem.microbatches), problem.microbatches
-            if all(
-                (
-                    schedule := make_schedule(name, problem.ranks, count, problem.stages)
-                ).placement.paths
-                == (problem.path,)
-                for count in (few, many)
-            ):
-                yield renumbered(schedule) if problem.even else schedule
+            few = make_schedule(name, problem.ranks, min(2, problem.microbatches), problem.stages)
+            if few.placement.paths == (problem.path,):
+                yield make_schedule(name, problem.ranks, problem.microbatches, problem.stages)
 
 
-def looped(problem: Problem, costs: Costs) -> Iterator[Schedule]:
-    """What the heuristic for several chunks a rank gives, where stages go round and microbatches
-    cost alike.
-    """
+def _ascending(row: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """A row whose stages run microbatches that cost the same in ascending order."""
+    counts: Counter[tuple[int, int]] = Counter()
+    numbered = []
+    for op, stage, _ in row:
+        numbered.append((op, stage, counts[op, stage]))
+        counts[op, stage] += 1
+    return numbered
+
+
+def _of_v(problem: Problem) -> Iterator[Orders]:
+    """For a V of two stages a rank: those of the least idle time where all passes cost alike."""
     p = problem
-    loop = tuple(s % p.ranks for s in range(p.stages))
-    if p.path == loop and p.ranks < p.stages and p.small and p.even and not p.whole:
-        most = p.microbatches * max(sum(p.saved[s] for s in held) for held in p.of_rank)
+    if p.path != (*range(p.ranks), *reversed(range(p.ranks))) or not p.even:
+        return
+    room = min(
+        limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
+        for limit, held in zip(p.limit, p.of_rank, strict=True)
+    )
+    most = int(min(room * ALMOST, p.stages))
+    if most == p.stages and p.actions > _MANY:
+        return  # ZBV is as good and takes less time
+    for chunks in range(most, max(0, most - 3), -1):
         with suppress(ScheduleError):  # less memory than it can do with
-            yield automatic_loop(
-                p.ranks, p.microbatches, p.stages, costs, limit=min(*p.limit, most)
-            )
+            share = chunks / p.stages
+            made = make_schedule("V", p.ranks, p.microbatches, p.stages, memory=share)
+            yield passes_of(rows_of(made), p.stages)
 
 
-def renumbered(schedule: Schedule) -> Schedule:
-    """The same schedule with the microbatches of each stage in ascending order, for microbatches
-    that cost the same.
+def _warm_ups(problem: Problem) -> Iterator[Orders]:
+    """1F1B, plain or interleaved, whose ranks warm up with the forwards that fit in the time until
+    a microbatch is back, and in the memory.
 
-    The first F of a stage, its first I and its first W belong to microbatch 0, and so on. Each
-    action then needs what ends no later than what it needed before, so that times and memory stay.
-    Gradients are added in ascending order.
-
-    >>> print(renumbered(Schedule.parse("[0F0, 0F1, 0B1, 0B0]")))
-    [0F0, 0F1, 0B0, 0B1]
-    """
-    rows = []
-    for row in schedule.rows:
-        counts: Counter[tuple[int, str]] = Counter()
-        parts: list[list[Action]] = [[] for _ in row]
-        for action, numbered in zip(row, parts, strict=True):
-            for stage, op, _ in action.parts:
-                numbered.append(Action(stage, op, counts[stage, op]))
-                counts[stage, op] += 1
-        rows.append(tuple(map(joined, parts)))
-    return replace(schedule, rows=tuple(rows))
-
-
-def relieved(schedule: Schedule) -> Iterator[Schedule]:
-    """The first ranks run the W that holds up the last I of their last stage behind it.
-
-    That I is on the way of the last microbatch, for which all earlier stages wait.
-
-    >>> zbv = make_schedule("ZBV", 2, 4)
-    >>> print(zbv[0][-9:], next(relieved(zbv))[0][-9:], sep="\\n")
-    (0I1, 0W1, 3F3, 3I3, 3W3, 0I2, 0W2, 0I3, 0W3)
-    (0I1, 3F3, 3I3, 0W1, 3W3, 0I2, 0W2, 0I3, 0W3)
-    """
-    if schedule.stages == schedule.ranks:
-        return
-    for ranks in dict.fromkeys((schedule.ranks * 7 // 8, schedule.ranks // 2)):
-        rows = tuple(
-            _relieved(row) if rank < ranks else row for rank, row in enumerate(schedule.rows)
-        )
-        if rows != schedule.rows:
-            yield replace(schedule, rows=rows, name="")
-
-
-def _relieved(row: Row) -> Row:
-    stage = max(part.stage for action in row for part in action.parts)
-    last = max(
-        (at for at, one in enumerate(row) if isinstance(one, Action) and one[:2] == (stage, "I")),
-        default=0,
-    )
-    before = max(
-        (at for at, one in enumerate(row[:last]) if isinstance(one, Action) and one.op == "W"),
-        default=last,
-    )
-    return (
-        (*row[:before], *row[before + 1 : last + 1], row[before], *row[last + 1 :])
-        if before < last
-        else row
-    )
-
-
-def one_by_one(problem: Problem) -> Orders:
-    """One microbatch after another: what needs the least memory.
-
-    >>> from fpipe.actions.costs import Costs
-    >>> one_by_one(Problem.of(Costs(), (0, 1), 2, 1, (1, 1)))
-    [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
-    """
-    p, count = problem, problem.stages
-    way = [*range(count), *range(2 * count - 1, count - 1, -1)]
-    return [
-        [(one, k) for k in range(p.microbatches) for one in way if p.path[one % count] == rank]
-        for rank in range(p.ranks)
-    ]
-
-
-def filled(problem: Problem) -> Iterator[Filled]:
-    """What the heuristic for zero bubble gives, where a rank has one stage and backwards are
-    split.
+    Forwards and backwards take turns then, so that zero bubble results where memory suffices.
     """
     p = problem
-    if p.stages != p.ranks or p.whole or not p.even:
+    if p.path != tuple(s % p.ranks for s in range(p.stages)):
         return
-    costs = Costs(F=p.F, I=p.I, W=p.W, comm=p.link, saved=p.saved, kept=p.kept)
-    most = 2 * p.microbatches * max(*p.saved, *p.kept, 1.0)
-    with suppress(ScheduleError):  # less memory than it can do with
-        for run in rounds(
-            p.ranks, p.microbatches, costs, [min(limit / max(p.size), most) for limit in p.limit]
-        ):
-            rows = [_counted(pattern, rank) for rank, pattern in enumerate(run.patterns)]
-            yield Filled(
-                rows, [work + rank.idle for work, rank in zip(p.work, run.ranks, strict=True)]
-            )
+    chunks = p.stages // p.ranks
+    way = [sum(p.F[s:]) + sum(p.I[s + 1 :]) + 2 * sum(p.link[s:]) for s in range(p.stages)]
+    for size, share in product(_GROUPS if chunks > 1 else (1.0,), (1.0, 0.75, 0.5)):
+        group = min(p.microbatches, round(size * p.ranks))
+        counts, most = [], inf
+        for rank, held in enumerate(p.of_rank):
+            saved = max(p.saved[s] for s in held) * max(p.size)
+            last = p.stages - p.ranks + rank
+            away = floor(share * way[last] / p.F[last]) if p.F[last] else p.microbatches
+            room = p.limit[rank] * ALMOST / saved if saved else inf
+            most = min(most - 1, room, max(1, away) + (chunks - 1) * group)
+            counts.append(int(max(1, min(most, chunks * p.microbatches))))
+        yield [_interleaved(p, rank, group, count) for rank, count in enumerate(counts)]
 
 
-def delayed(problem: Problem, orders: Orders) -> Iterator[Orders]:
+def _interleaved(problem: Problem, rank: int, group: int, warm_up: int) -> list[tuple[int, int]]:
+    """The passes of a rank: microbatches in groups, each through all stages of the rank."""
+    held, count = problem.of_rank[rank], problem.microbatches
+    groups = [range(start, min(start + group, count)) for start in range(0, count, group)]
+    forwards = [(s, k) for part in groups for s in held for k in part]
+    backwards = [(problem.stages + s, k) for part in groups for s in held[::-1] for k in part]
+    order = forwards[:warm_up]
+    for at, backward in enumerate(backwards):
+        order += [backward, *forwards[warm_up + at : warm_up + at + 1]]
+    return order
+
+
+def _delayed(problem: Problem, orders: Orders) -> Iterator[Orders]:
     """Orders in which the first ranks run their forwards a backward later, from some time after the
     warm-up on.
 
     Then they hold Ws in place of an activation, and have work at the end, when backwards come less
     often than they can run them. Only for one stage a rank.
-
-    >>> from fpipe.actions.costs import Costs
-    >>> p = Problem.of(Costs(), (0, 1), 2, 3, (2.0, 2.0))
-    >>> second = [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]
-    >>> next(delayed(p, [[(0, 0), (0, 1), (2, 0), (0, 2), (2, 1), (2, 2)], second]))[0]
-    [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (2, 2)]
     """
-    if problem.stages != problem.ranks:
-        return
-    for ranks in (max(1, problem.ranks // 4), problem.ranks // 8, problem.ranks // 2):
-        for start in (problem.ranks // 3, 8, 3):
-            yield [
-                _delayed(order, problem.stages, start) if rank < ranks else order
-                for rank, order in enumerate(orders)
-            ]
+    if problem.stages == problem.ranks:
+        ranks = max(1, problem.ranks // 4)
+        yield [
+            _delayed_row(order, problem.stages, problem.ranks // 3) if rank < ranks else order
+            for rank, order in enumerate(orders)
+        ]
 
 
-def _delayed(order: list[tuple[int, int]], stages: int, start: int) -> list[tuple[int, int]]:
+def _delayed_row(order: list[tuple[int, int]], stages: int, start: int) -> list[tuple[int, int]]:
     order = list(order)
     warm_up = next(at for at, (one, _) in enumerate(order) if one >= stages)
     for at in reversed(range(len(order) - 1)):
@@ -201,146 +168,35 @@ def _delayed(order: list[tuple[int, int]], stages: int, start: int) -> list[tupl
     return order
 
 
-def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
-    counts = [0, 0, 0]
-    row = []
-    for op in map("FIW".index, pattern):
-        row.append((op, stage, counts[op]))
-        counts[op] += 1
-    return row
+def _relieved(rows: Rows, problem: Problem) -> Iterator[Rows]:
+    """The first ranks run the W that holds up the last I of their last stage behind it.
 
-
-def lines(problem: Problem) -> Iterator[Orders]:
-    """For a V of two stages a rank: those of the least idle time where all passes cost alike.
-
-    >>> from fpipe.actions.costs import Costs
-    >>> len(list(lines(Problem.of(Costs(), (0, 1, 2, 2, 1, 0), 3, 4, (5.0,) * 3))))
-    2
+    That I is on the way of the last microbatch, for which all earlier stages wait.
     """
-    p = problem
-    if p.path != (*range(p.ranks), *reversed(range(p.ranks))) or not p.even:
-        return
-    room = min(
-        limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
-        for limit, held in zip(p.limit, p.of_rank, strict=True)
-    )
-    most, least = int(min(room * ALMOST, p.stages)), 2 * ((p.ranks + 4) // 3)
-    if most == p.stages and not p.small:
-        return  # ZBV is as good and takes less time
-    for chunks in range(most, max(least, most - (2 if p.small else 0)) - 1, -1):
-        yield line_orders(p.ranks, p.microbatches, chunks)
+    if problem.stages > problem.ranks:
+        for ranks in dict.fromkeys((problem.ranks * 7 // 8, problem.ranks // 2)):
+            yield [
+                _relieved_row(row, problem.of_rank[rank][-1]) if rank < ranks else row
+                for rank, row in enumerate(rows)
+            ]
 
 
-def orders(problem: Problem) -> Iterator[Orders]:
-    """Those of named schedules."""
-    for schedule in named(problem, () if problem.small else FEW):
-        yield orders_of(schedule)
+def _relieved_row(row: list[tuple[int, int, int]], stage: int) -> list[tuple[int, int, int]]:
+    last = max(at for at, action in enumerate(row) if action[:2] == (1, stage))
+    before = max((at for at, action in enumerate(row[:last]) if action[0] == 2), default=last)
+    return [*row[:before], *row[before + 1 : last + 1], *row[before : before + 1], *row[last + 1 :]]
 
 
-#: Passes by which a wait at the top is shorter than the memory allows, the best ones first.
-_LESS = (4, 3, 2, 7, 5, 6, 1, 0, 8, 9)
-#: Steps of each way, waits before passes of the whole way, the span that is aimed at in units of
-#: the work, and whether passes come early.
-BlockChoice: TypeAlias = tuple[list[float], dict[int, float], float, bool]
+def one_by_one(problem: Problem) -> Orders:
+    """One microbatch after another: what needs the least memory.
 
-
-class Blocks:
-    """Starts by chance: the steps from rank to rank on each way through the ranks, and the waits at
-    its ends.
+    >>> from fpipe import Costs
+    >>> one_by_one(Problem.of(Costs(), (0, 1), 2, 1, (1, 1)))
+    [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
     """
-
-    def __init__(self, problem: Problem, random: Random):
-        self.problem, self.random = problem, random
-        self.ways = 2 * max(1, problem.stages // problem.ranks)
-        self.period, self.passes = max(problem.work) / problem.microbatches, 1.5 * self.ways
-        self.turns = range(
-            problem.ranks, 2 * problem.stages, problem.ranks
-        )  #: passes of the way before which it turns
-        tops = (
-            product(_LESS, (0, 2, 1, 3), (0, 2, 1, 3), (0, 1))
-            if problem.stages == 2 * problem.ranks
-            else ()
-        )
-        self.tops = sorted(tops, key=lambda top: sum(top[1:]))  #: choices of ``top``
-
-    def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> BlockChoice:
-        """What leads to orders: near one of the choices that are known with their spans, or new."""
-        random, ways = self.random, self.ways
-        if not known or random.random() < 0.3:
-            steps = [random.choice(_STEPS) for _ in range(ways)]
-            if ways == 4 and random.random() < 0.5:
-                steps = [float(step) for step in random.choice(_OF_V)]
-            waits = {at: random.random() * self.period / 2 for at in self.turns}
-            target, early = random.choice(_TARGETS), random.random() < 0.8
-        else:
-            steps, waits, target, early = random.choice(known)[1]
-            waits = self._other_waits(waits)
-            if random.random() < 0.5:
-                steps = [
-                    max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps
-                ]
-            target, early = (
-                target * random.choice((1, 1, 0.98, 1.02)),
-                early ^ (random.random() < 0.1),
-            )
-        return steps, waits, target, early
-
-    def _other_waits(self, waits: dict[int, float]) -> dict[int, float]:
-        """Each turn's wait a little longer or shorter, or a pass more or less before one or two
-        passes.
-        """
-        random, one = self.random, self.period / self.passes
-        if random.random() < 0.5:
-            return {
-                at: max(0.0, wait + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period)
-                for at, wait in waits.items()
-            }
-        waits = dict(waits)
-        for _ in range(random.choice((1, 1, 2))):
-            at = random.choice((*self.turns, random.randrange(1, 2 * self.problem.stages)))
-            waits[at] = max(0.0, waits.get(at, 0.0) + random.choice((-2, -1, 1, 2)) * one)
-        return waits
-
-    def top(self, less: int, forward: int, backward: int, after: int) -> BlockChoice:
-        """A V that goes from rank to rank without waits, but waits where it turns at the first
-        rank: for as long as the memory suffices, less so many passes. The others are waits at both
-            turns at the last rank, and after the first.
-
-        The passes down and up then meet on every other rank only, so that they rarely clash, and a
-        wait at the top makes all ranks hold the same. At unit cost it is of 3k - 2p passes for k
-        chunks.
-        """
-        p, one = self.problem, self.period / self.passes
-        rooms = (
-            limit / max(max(p.saved[s] for s in held), 1e-30)
-            for limit, held in zip(p.limit, p.of_rank, strict=True)
-        )
-        spare = min(*rooms, 1.0 * p.stages) * self.period - sum(p.F) - sum(p.I) - 2 * sum(p.link)
-        wait = max(0.0, round(spare / 2 / one) * one - less * one)
-        waits = {
-            p.ranks: forward * one,
-            p.stages: wait,
-            p.stages + 1: after * one,
-            3 * p.ranks: backward * one,
-        }
-        return [1.0] * self.ways, waits, 1.0, True
-
-    def orders(self, problem: Problem, choice: BlockChoice) -> Orders | None:
-        """The orders of this problem, which may have other microbatches; None where they do not fit
-        in memory.
-        """
-        steps, waits, target, early = choice
-        return dispatch(
-            problem, self._places(steps, waits), self.period, target * max(problem.work), early
-        )
-
-    def _places(self, steps: Sequence[float], waits: dict[int, float]) -> list[float]:
-        p, time, ways = self.problem, 0.0, self.ways
-        places, way = [0.0] * (2 * p.stages), lambda s: min(s // p.ranks, ways // 2 - 1)
-        for s in range(p.stages):
-            places[s] = time = time + waits.get(s, 0.0)
-            time += (p.F[s] + (p.link[s] if s + 1 < p.stages else 0.0)) * steps[way(s)]
-        for s in reversed(range(p.stages)):
-            places[p.stages + s] = time = time + waits.get(2 * p.stages - 1 - s, 0.0)
-            time += (p.I[s] + (p.link[s - 1] if s else 0.0)) * steps[ways - 1 - way(s)]
-        return places
+    p, count = problem, problem.stages
+    way = [*range(count), *range(2 * count - 1, count - 1, -1)]
+    return [
+        [(one, k) for k in range(p.microbatches) for one in way if p.path[one % count] == rank]
+        for rank in range(p.ranks)
+    ]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.trial_periods import UNIT, model
 from fpipe import Costs, Placement
-from fpipe.generators.problem import Problem
+from fpipe.products.search.problem import Problem
 
 cp_model = pytest.importorskip("ortools.sat.python.cp_model")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,16 +14,9 @@ import torch
 
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
-from fpipe.generators.automatic_loop import automatic_loop
-from fpipe.generators.bounds import lower_bound
-from fpipe.generators.fill import Setting, fill
-from fpipe.generators.problem import Problem, orders_of
-from fpipe.products.search import exact
-from fpipe.products.search.periodic import extended
-from fpipe.products.search.periods import Periods, later
-from fpipe.products.search.relaxation import relaxed
-from fpipe.products.search.search import Search
-from fpipe.products.search.task import Few, Task
+from fpipe.products.search import exact, search
+from fpipe.products.search.bounds import lower_bound
+from fpipe.products.search.problem import Problem
 from sample import also
 
 
@@ -199,9 +191,6 @@ def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
             time_limit=0.02,
         )  # type: ignore[arg-type]
         assert s.bound <= best + 1e-9 <= s.timeline.span + 2e-9, (path, m, costs, limit)
-        if exact.available():
-            problem = Problem.of(costs, path, max(path) + 1, m, (limit,) * (max(path) + 1))
-            assert relaxed(problem) <= best + 1e-6, (path, m, costs, limit)
         gaps.append(s.timeline.span / best - 1)
     assert sum(gap < 1e-9 for gap in gaps) > 0.8 * len(gaps)
 
@@ -223,17 +212,6 @@ def test_a_v_with_any_memory_is_solved_at_once(p: int, chunks: int) -> None:
         Costs(), p, 4 * p, "V", memory=chunks, time_limit=60
     )  # it ends when the best is known
     assert s.gap == 0 and max(s.check().timeline.peak) <= chunks
-
-
-def test_the_linear_program_is_the_largest_bound_within_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("ortools")
-    monkeypatch.setattr(exact, "MOST", 0)
-    costs = Costs(F=3, I=2, W=1)
-    s = quick(costs, 4, 6, "one", memory=1, time_limit=5)
-    assert s.bound.reason.startswith("linear program") and s.gap < 1e-6
-    assert s.bound > lower_bound(Problem.of(costs, (0, 1, 2, 3), 4, 6, (1.0,) * 4), costs)
 
 
 def test_the_bound_of_uneven_v_half_by_hand() -> None:
@@ -320,12 +298,38 @@ def test_never_longer_than_a_named_schedule_that_fits() -> None:
                 assert s.timeline.span <= t.span + 1e-9, name
 
 
-@pytest.mark.parametrize(("p", "m", "limit"), [(4, 16, 6), (8, 32, 24)])
-def test_never_longer_than_the_heuristic_for_loops(p: int, m: int, limit: float) -> None:
+@pytest.mark.parametrize(("p", "m", "limit", "heuristic"), [(4, 16, 6, 522.9), (8, 32, 24, 897.8)])
+def test_never_longer_than_the_heuristic_for_loops(
+    p: int, m: int, limit: float, heuristic: float
+) -> None:
     """Before, the first of these was solved one microbatch after another."""
     costs = Costs(F=4.9, I=5.2, W=3.5, comm=0.2)
-    heuristic = automatic_loop(p, m, 2 * p, costs, limit=limit).simulate(costs)
-    assert quick(costs, p, m, "loop", memory=limit).timeline.span <= heuristic.span * (1 + 1e-9)
+    assert quick(costs, p, m, "loop", memory=limit).timeline.span <= heuristic * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("row", "most"),
+    [
+        ((8, 24, 18.522, 18.086, 9.337, 0.601), 0.037),
+        ((16, 48, 11.347, 11.248, 8.132, 0.377), 0.001),
+    ],
+)
+def test_zero_bubble_in_a_loop_from_measured_costs(
+    row: tuple[int, int, float, float, float, float], most: float
+) -> None:
+    """In 2p activations, far less idle time than the loop with the same costs that is made by
+    hand.
+    """
+    ranks, microbatches, f, i, w, link = row
+    costs = Costs(F=f / 2, I=i / 2, W=w / 2, comm=link, saved=1 / 2, kept=0.45)
+    by_hand = make_schedule("InterleavedZeroBubble", ranks, microbatches).simulate(costs)
+    spans = []
+    for limit in (1.5 * ranks, 2 * ranks):
+        timeline = quick(costs, ranks, microbatches, "loop", memory=limit).check().timeline
+        assert max(timeline.peak_bytes) <= limit * (1 + 1e-9)
+        spans.append(timeline.span)
+    assert by_hand.span > spans[0] > spans[1]
+    assert spans[1] / (microbatches * (f + i + w)) - 1 < most
 
 
 def test_microbatches_that_differ_are_put_in_order() -> None:
@@ -422,13 +426,11 @@ def test_whole_and_fused_backwards_where_they_cost_less() -> None:
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fpipe.products.search import starts
-
-    def interrupted(self: object, known: object) -> object:
+    def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(starts.Blocks, "draw", interrupted)
-    s = solve(Costs(F=3), 3, 60, "V", memory=6, time_limit=60)
+    monkeypatch.setattr(search, "anneal", interrupted)
+    s = solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60)
     assert s.check().gap > 0
 
 
@@ -518,98 +520,9 @@ def test_the_fast_search_is_near_the_best_of_small_cases(
         ), case
 
 
-def few_of_a_v() -> tuple[Search, Task]:
-    """A search, and a task whose best solution for few microbatches is V-Min, within more
-    memory.
-    """
-    problem = Problem.of(Costs(), Placement.v(3).paths[0], 3, 24, (5.0,) * 3)
-    bound = lower_bound(problem, Costs())
-    search, task = Search(Costs(), 6, 0), Task(problem, bound)
-    few = task.problem.taking(range(9))
-    filled = fill(few, orders_of(make_schedule("VMin", 3, 9)), 0)
-    assert filled is not None
-    task.few = Few(few, filled, Setting(0, 0), 15, bound - 6 * 15)
-    return search, task
-
-
-def test_the_exact_solver_shortens_few_microbatches_and_the_middle_is_repeated() -> None:
-    pytest.importorskip("ortools")
-    search, task = few_of_a_v()
-    assert task.few is not None
-    before = task.few.filled.span + 6 * task.few.more
-    search.shorten(task, task.few)
-    assert search.schedule is not None and search.schedule.check().microbatches == 24
-    assert search.span < before and max(search.schedule.simulate().peak) <= 5
-
-
 def test_ctrl_c_while_the_exact_solver_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """OR-tools returns the best it has after Ctrl-C, and does not raise."""
-    search, task = few_of_a_v()
-    assert task.few is not None
+    answer = exact.Answer(None, 1.0, interrupted=True)
     monkeypatch.setattr(exact, "available", lambda: True)
-    answer = exact.Answer(task.few.filled.rows, 1.0, interrupted=True)
     monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: answer)
-    with pytest.raises(KeyboardInterrupt):
-        search.shorten(task, task.few)
-    assert search.schedule is not None  # what was found is kept
-    monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: replace(answer, rows=None))
     assert solve(Costs(F=3), 2, 5, "V", memory=3, time_limit=60, progress=False).check().gap > 0
-
-
-def test_what_is_known_is_where_the_exact_solver_begins() -> None:
-    pytest.importorskip("ortools")
-    costs = Costs(F=2, comm=0.5)
-    problem = Problem.of(costs, Placement.v(2).paths[0], 2, 6, (4.0,) * 2)
-    filled = fill(problem, orders_of(make_schedule("VMin", 2, 6)), 0)
-    assert filled is not None
-    found = exact.solve_exactly(problem, filled.span, 0.0, 2.0, known=filled.rows).rows
-    assert found is not None and problem.schedule(found).check().simulate(costs).span <= filled.span
-
-
-# ---- periods ----
-@pytest.mark.parametrize(
-    ("costs", "placement"),
-    [
-        (Costs(), "V"),
-        (Costs(F=5, I=5.2, W=3.5, comm=0.2), "V"),
-        (Costs(F=2, W=1.5, comm=0.1), "loop"),
-    ],
-)
-def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
-    """Passes of all microbatches at the places of one, a period apart each, never lie on each
-    other.
-    """
-    path = (Placement.v(4) if placement == "V" else Placement.loop(4, 2)).paths[0]
-    problem = Problem.of(costs, path, 4, 12, (9.0,) * 4)
-    source = Periods(problem, random.Random(0), 99.0)
-    for _ in range(5):
-        choice = source.draw(())
-        places = later(choice.places, choice.waits, choice.period)
-        ends = [places[one] + (problem.F + problem.I)[one] for one in range(16)]
-        assert all(places[s + 1] >= ends[s] + problem.link[s] - 1e-6 for s in range(7))
-        for stages in problem.of_rank:
-            passes = [one for s in stages for one in (s, s + 8)]
-            phases = sorted(
-                (places[one] % choice.period, (problem.F + problem.I)[one]) for one in passes
-            )
-            following = [start for start, _ in phases[1:]] + [phases[0][0] + choice.period]
-            assert all(
-                start + time <= after + 1e-6
-                for (start, time), after in zip(phases, following, strict=True)
-            )
-
-
-def test_repeating_the_middle_gives_what_more_microbatches_take() -> None:
-    costs = Costs(F=1.2, I=1.1, W=0.9, comm=0.1)
-    problem = Problem.of(costs, Placement.v(3).paths[0], 3, 12, (6.0,) * 3)
-    source = Periods(problem, random.Random(0), 99.0)
-    choice = source.draw(())._replace(early=None)
-    orders = source.orders(problem, choice)
-    assert orders is not None
-    filled = fill(problem, orders, 0)
-    assert filled is not None
-    longer = next(extended(filled.rows, 5))
-    more = Problem.of(costs, problem.path, 3, 17, problem.limit)
-    assert more.schedule(longer).check().simulate(costs).span == pytest.approx(
-        filled.span + 5 * 2 * 3.2
-    )

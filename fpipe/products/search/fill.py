@@ -2,7 +2,7 @@
 """From orders of F and I to rows: every pass as early as it can, and Ws where they cost least.
 
 A W runs before a pass that does not fit in memory without it, in a wait that is long enough for it,
-and in a shorter one where waiting would cost the rank more idle time than ``target`` leaves it; the
+and in a shorter one where waiting would cost the rank more idle time than ``target`` leaves it. The
 others come last.
 """
 
@@ -27,20 +27,19 @@ class Filled(NamedTuple):
         return max(self.windows)
 
 
-def fill(problem: Problem, orders: Orders, target: float, tolerance: float = 0.0) -> Filled | None:
+def fill(problem: Problem, orders: Orders, target: float) -> Filled | None:
     """The rows of these orders; None where they block each other or do not fit in memory.
 
-    ``target`` is the span that is aimed at: a rank may idle as long as it leaves it. A W may exceed
-    that by ``tolerance`` times its length before it is put into a wait that is too short for it.
+    ``target`` is the span that is aimed at: a rank may idle as long as it leaves it.
 
-    >>> from fpipe.actions.costs import Costs
+    >>> from fpipe import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
     >>> filled = fill(p, [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (3, 0), (1, 1), (3, 1)]], 0)
     >>> print(p.schedule(filled.rows), filled.windows)
     [0F0, 0F1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1W1] [7.0, 6.0]
     """
-    run = _Run(problem, target, tolerance)
+    run = _Run(problem, target)
     ready = list(range(problem.ranks))[::-1]
     waiting: dict[tuple[int, int], int] = {}
     while ready:
@@ -58,9 +57,9 @@ def fill(problem: Problem, orders: Orders, target: float, tolerance: float = 0.0
 class _Run:
     """The state of all ranks; ``advance`` runs one as far as it can."""
 
-    def __init__(self, problem: Problem, target: float, tolerance: float):
+    def __init__(self, problem: Problem, target: float):
         ranks, stages, microbatches = problem.ranks, problem.stages, problem.microbatches
-        self.problem, self.tolerance = problem, tolerance
+        self.problem = problem
         self.budget = [target - work for work in problem.work]
         self.arrivals = [[-1.0] * microbatches for _ in range(2 * stages)]
         self.arrivals[0] = [0.0] * microbatches
@@ -69,7 +68,7 @@ class _Run:
         self.rows: Rows = [[] for _ in range(ranks)]
         self.queues: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.limit = [limit * ALMOST for limit in problem.limit]
-        self.next = _next(problem)
+        self.following = problem.following
 
     def advance(
         self,
@@ -94,7 +93,7 @@ class _Run:
             self.position[rank],
             self.limit[rank],
         )
-        queue, following = self.queues[rank], self.next
+        queue, following = self.queues[rank], self.following
         for at in range(position, len(order)):
             one, k = order[at]
             arrival = arrivals[one][k]
@@ -133,10 +132,7 @@ class _Run:
             s, k = queue[done]
             time = p.W[s] * p.load[k]
             fits = held + adds <= limit
-            late = (
-                arrival > clock
-                and self.idle[rank] + arrival - clock > self.budget[rank] + self.tolerance * time
-            )
+            late = arrival > clock and self.idle[rank] + arrival - clock > self.budget[rank]
             if fits and clock + time > arrival * ALMOST and not late:
                 break
             self.rows[rank].append((2, s, k))
@@ -148,50 +144,19 @@ class _Run:
         return clock, held
 
 
-def _next(problem: Problem) -> list[tuple[int, float]]:
-    """For each pass the one that waits for it, or -1, and how long its message takes."""
-    stages, link = problem.stages, problem.link
-    forwards = [(s + 1, link[s]) if s + 1 < stages else (stages + s, 0.0) for s in range(stages)]
-    return forwards + [(stages + s - 1, link[s - 1]) if s else (-1, 0.0) for s in range(stages)]
+#: Targets that are tried, in multiples of the bound.
+_TARGETS = (1.0, 1.05, inf)
 
 
-_NEAR = 1.02  #: of the best span, within which more settings are tried
-
-
-class Setting(NamedTuple):
-    """The choices of ``fill``."""
-
-    target: float
-    tolerance: float
-
-
-#: By how much a target exceeds the bound, and the tolerance.
-_FEW = ((1.0, 0.0), (1.05, 0.0), (inf, 0.0))
-_MANY = tuple(
-    (stretch, tolerance)
-    for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf)
-    for tolerance in (0.0, 1.0)
-)
-
-
-def best_fill(
-    problem: Problem, orders: Orders, bound: float, known: float = inf
-) -> tuple[Filled | None, Setting]:
-    """The shortest span of these orders under several settings, and the setting.
-
-    Many are tried of small problems, where few come near the span that is ``known``.
-    """
-    found, best = None, Setting(inf, 0.0)
-    for tries in (_FEW, _MANY) if problem.small else (_FEW,):
-        for stretch, tolerance in tries:
-            setting = Setting(bound * stretch, tolerance)
-            tried = fill(problem, orders, *setting)
-            if tried is None:
-                return None, best
-            if found is None or tried.span < found.span:
-                found, best = tried, setting
-            if found.span <= bound * ALMOST:
-                return found, best
-        if found is not None and found.span > known * _NEAR:
+def best_fill(problem: Problem, orders: Orders, bound: float) -> Filled | None:
+    """The shortest span of these orders with several targets."""
+    best = None
+    for stretch in _TARGETS:
+        filled = fill(problem, orders, bound * stretch)
+        if filled is None:
+            return None
+        if best is None or filled.span < best.span:
+            best = filled
+        if best.span <= bound * ALMOST:
             break
-    return found, best
+    return best

@@ -2,9 +2,8 @@
 """``Problem``: what a search needs to know, as plain numbers; and how a solution of it becomes a
 ``Schedule``.
 
-Microbatches run in ascending order on every stage; their true numbers are in ``numbers``. A pass is
-an F or an I: the F of stage s is pass s, and its I is pass ``stages + s``. Where ``whole``,
-backwards are not split: I stands for B, and W takes no time and is left out at the end.
+A pass is an F or an I: the F of stage s is pass s, and its I is pass ``stages + s``. Where
+``whole``, backwards are not split: I stands for B, and W takes no time and is left out at the end.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from ..actions.action import Action
-from ..actions.action_kinds import Op
-from ..actions.costs import Costs
-from ..actions.placement import Placement
-from ..schedule import Schedule
+from ... import Action, Costs, Placement, Schedule
+from ...actions import Op, plain
 
 #: By rank, the (pass, microbatch) that it runs.
 Orders: TypeAlias = list[list[tuple[int, int]]]
@@ -26,7 +22,6 @@ Orders: TypeAlias = list[list[tuple[int, int]]]
 Rows: TypeAlias = list[list[tuple[int, int, int]]]
 _OPS: tuple[Op, Op, Op] = ("F", "I", "W")
 
-_SMALL = 3000  #: forwards of a problem for which everything is tried
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 
 
@@ -108,13 +103,6 @@ class Problem:
         return len(self.path)
 
     @property
-    def small(self) -> bool:
-        """Whether all named schedules are starts, orders are annealed, and many settings are
-        tried.
-        """
-        return self.stages * self.microbatches <= _SMALL
-
-    @property
     def microbatches(self) -> int:
         """How many microbatches there are."""
         return len(self.load)
@@ -140,6 +128,13 @@ class Problem:
         after_i = tuple(kept - saved for saved, kept in zip(self.saved, self.kept, strict=True))
         return self.saved, after_i, tuple(-kept for kept in self.kept)
 
+    @cached_property
+    def following(self) -> list[tuple[int, float]]:
+        """For each pass the one that waits for it, or -1, and how long its message takes."""
+        last, link = self.stages - 1, self.link
+        forwards = [(s + 1, link[s]) for s in range(last)] + [(2 * last + 1, 0.0)]
+        return forwards + [(-1, 0.0)] + [(last + s, link[s - 1]) for s in range(1, last + 1)]
+
     @property
     def actions(self) -> int:
         """How many actions there are."""
@@ -151,23 +146,23 @@ class Problem:
 
     def needed(
         self, op: int, stage: int, microbatch: int
-    ) -> list[tuple[tuple[int, int, int], float]]:
-        """The action that an action needs, and how long its message takes; none for the F of the
+    ) -> tuple[tuple[int, int, int], float] | None:
+        """The action that an action needs, and how long its message takes; None for the F of the
         first stage.
         """
         if op == 0:
-            return [((0, stage - 1, microbatch), self.link[stage - 1])] if stage else []
+            return ((0, stage - 1, microbatch), self.link[stage - 1]) if stage else None
         if op == 1 and stage < self.stages - 1:
-            return [((1, stage + 1, microbatch), self.link[stage])]
-        return [((op - 1, stage, microbatch), 0.0)]
+            return (1, stage + 1, microbatch), self.link[stage]
+        return (op - 1, stage, microbatch), 0.0
 
     @property
     def even(self) -> bool:
         """Whether all microbatches cost the same."""
         return len(set(self.load)) == len(set(self.size)) == 1
 
-    def taking(self, order: Sequence[int]) -> Problem:
-        """The same problem with the microbatches in another order, or only some of them."""
+    def reordered(self, order: Sequence[int]) -> Problem:
+        """The same problem with the microbatches in another order."""
 
         def pick(values):
             return tuple(values[k] for k in order)
@@ -190,48 +185,23 @@ class Problem:
 
     def schedule(self, rows: Rows, name: str = "") -> Schedule:
         """Rows as a Schedule, with the true numbers of microbatches."""
-        numbers = self.numbers
-        if self.whole:
-            ops: Sequence[Op] = ("F", "B")
-            made = (
-                tuple([Action(s, ops[op], numbers[k]) for op, s, k in row if op < 2])
-                for row in rows
-            )
-        else:
-            made = (tuple([Action(s, _OPS[op], numbers[k]) for op, s, k in row]) for row in rows)
+        ops: Sequence[Op] = ("F", "B") if self.whole else _OPS
+        made = (
+            tuple([Action(s, ops[op], self.numbers[k]) for op, s, k in row if op < len(ops)])
+            for row in rows
+        )
         return Schedule(tuple(made), Placement((self.path,), self.ranks), self.microbatches, name)
 
 
-def most_held(problem: Problem) -> int:
-    """How many forwards of one stage fit in a rank's memory, at most; all, where there is no limit.
+def rows_of(schedule: Schedule) -> Rows:
+    """The actions of a schedule, with B as I and W, and those of fused actions one by one.
 
-    >>> most_held(Problem.of(Costs(), (0, 1), 2, 9, (3.0, 2.0)))
-    3
+    >>> rows_of(Schedule.parse("[0F0, 0B0]"))
+    [[(0, 0, 0), (1, 0, 0), (2, 0, 0)]]
     """
-    most, p = problem.microbatches, problem
-    rooms = [
-        p.limit[rank] * ALMOST / (p.saved[s] * min(p.size))
-        for rank, held in enumerate(p.of_rank)
-        for s in held
-        if p.saved[s] * min(p.size) > 0
-    ]
-    return int(min(most, max(rooms, default=most)))
-
-
-def orders_of(schedule: Schedule) -> Orders:
-    """The passes of a schedule's rows; those of fused actions in order, and B as I.
-
-    >>> orders_of(Schedule.parse("[0F0, 0I0, 0W0]"))
-    [[(0, 0), (1, 0)]]
-    """
-    stages = schedule.stages
+    ops = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}
     return [
-        [
-            (part.stage + (0 if part.op == "F" else stages), part.microbatch)
-            for action in row
-            for part in action.parts
-            if part.op != "W"
-        ]
+        [(op, part.stage, part.microbatch) for part in plain(row) for op in ops[part.op]]
         for row in schedule.rows
     ]
 

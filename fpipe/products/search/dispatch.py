@@ -16,37 +16,53 @@ from math import inf
 from .problem import ALMOST, Orders, Problem
 
 
-def dispatch(
-    problem: Problem, places: Sequence[float], period: float, target: float, early: bool
-) -> Orders | None:
+def dispatch(problem: Problem, places: Sequence[float]) -> Orders | None:
     """The orders of this block; None where they do not fit in memory.
 
-    ``places`` are by pass, for microbatch 0. ``target`` is the span that is aimed at, as in
-    ``fill``.
+    ``places`` are by pass, for microbatch 0. The period is the work of the busiest rank.
 
-    >>> from fpipe.actions.costs import Costs
+    >>> from fpipe import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (2.0, 1.0))
-    >>> dispatch(p, [0, 1, 3, 2], 3, 9, True)
+    >>> dispatch(p, [0, 1, 3, 2])
     [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (3, 0), (1, 1), (3, 1)]]
     """
-    run = _Run(problem, places, period, target, early)
+    run = _Run(problem, places)
     while run.events:
         time, rank, number = heappop(run.events)
         if number == run.number[rank]:
             run.decide(rank, time)
-    complete = min(run.count) == problem.microbatches
-    return run.orders if complete else None
+    return run.orders if min(run.count) == problem.microbatches else None
+
+
+def block(problem: Problem, forward: float, backward: float, wait: float = 0.0) -> list[float]:
+    """Places of a microbatch that takes so many times as long from pass to pass.
+
+    It waits for ``wait`` in the middle of its way to the last stage, and of its way back.
+
+    >>> from fpipe import Costs
+    >>> block(Problem.of(Costs(), (0, 1), 2, 2, (2.0, 1.0)), 1.0, 2.0)
+    [0.0, 1.0, 4.0, 2.0]
+    """
+    p, time = problem, 0.0
+    places = [0.0] * (2 * p.stages)
+    for s in range(p.stages):
+        time += wait * (2 * s == p.stages)
+        places[s] = time
+        time += (p.F[s] + (p.link[s] if s + 1 < p.stages else 0.0)) * forward
+    for s in reversed(range(p.stages)):
+        time += wait * (2 * (s + 1) == p.stages)
+        places[p.stages + s] = time
+        time += (p.I[s] + (p.link[s - 1] if s else 0.0)) * backward
+    return places
 
 
 class _Run:
     """The state of all ranks and passes."""
 
-    def __init__(
-        self, problem: Problem, places: Sequence[float], period: float, target: float, early: bool
-    ):
+    def __init__(self, problem: Problem, places: Sequence[float]):
         ranks, stages = problem.ranks, problem.stages
-        self.problem, self.period, self.early = problem, period, early
-        self.key, self.count = list(places), [0] * (2 * stages)
+        self.problem, self.period = problem, max(problem.work) / problem.microbatches
+        self.place, self.count = list(places), [0] * (2 * stages)
         self.arrivals: list[list[float]] = [[] for _ in range(2 * stages)]
         self.arrivals[0] = [0.0] * problem.microbatches
         self.passes = [
@@ -56,16 +72,14 @@ class _Run:
         self.number = [0] * ranks  #: of a rank's last event; older ones are void
         self.events = [(0.0, rank, 0) for rank in range(ranks)]
         self.limit = [limit * ALMOST for limit in problem.limit]
-        self.budget = [target - work for work in problem.work]
+        self.budget = [max(problem.work) - work for work in problem.work]
         self.orders: Orders = [[] for _ in range(ranks)]
         self.queues: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.filled = [0] * ranks
 
     def decide(self, rank: int, time: float) -> None:
         """Run a pass or a W now, or wait."""
-        turn, best, arrival, full = self._choose(rank, time)
-        if turn < 0:
-            return
+        best, arrival, full = self._choose(rank, time)
         if best >= 0:
             self._run(rank, best, time)
             return
@@ -83,94 +97,68 @@ class _Run:
         if arrival < inf:
             heappush(self.events, (arrival, rank, self.number[rank]))
 
-    def _choose(self, rank: int, time: float) -> tuple[int, int, float, bool]:
-        """The pass whose turn it is, the one to run, the next arrival, and whether Ws must make
-        room first.
-        """
-        p, stages, key, count, arrivals = (
-            self.problem,
-            self.problem.stages,
-            self.key,
-            self.count,
-            self.arrivals,
-        )
-        held, live, limit, microbatches = (
-            self.held[rank],
-            self.live[rank],
-            self.limit[rank],
-            p.microbatches,
-        )
-        turn, best, following, full = -1, -1, inf, False
-        first = last = inf
-        for one in self.passes[rank]:
-            if count[one] < microbatches and key[one] < first:
-                turn, first = one, key[one]
-        for one in self.passes[rank]:
-            k = count[one]
-            if k >= len(arrivals[one]):
+    def _choose(self, rank: int, time: float) -> tuple[int, float, bool]:
+        """The pass to run or -1, the next arrival, and whether Ws must make room first."""
+        p, place, count = self.problem, self.place, self.count
+        left = [one for one in self.passes[rank] if count[one] < p.microbatches]
+        turn = min(left, key=place.__getitem__, default=-1)
+        best, following, full = -1, inf, False
+        for one in left:
+            if (k := count[one]) >= len(self.arrivals[one]):
                 continue
-            arrival = arrivals[one][k]
-            if one < stages:
+            arrival = self.arrivals[one][k]
+            if one < p.stages:
                 adds = p.saved[one] * p.size[k]
-                if held + adds > limit:
+                if self.held[rank] + adds > self.limit[rank]:
                     full |= one == turn and arrival <= time
                     continue
-                if one != turn and not (
-                    self.early and live + adds <= limit and self._fits(rank, one, adds)
-                ):
+                if one != turn and not self._fits(rank, one, adds):
                     continue
             if arrival > time:
                 following = min(following, arrival)
-            elif key[one] < last:
-                best, last = one, key[one]
+            elif best < 0 or place[one] < place[best]:
+                best = one
         if full and self.filled[rank] < len(self.queues[rank]):
             best = -1
-        return turn, best, following, full
+        return best, following, full
 
     def _fits(self, rank: int, early: int, adds: float) -> bool:
         """Whether an F can run before its turn, and leave enough memory for all passes before
         that.
         """
-        p, stages, turn = self.problem, self.problem.stages, self.key[early]
+        p, turn = self.problem, self.place[early]
         changes = []
         for one in self.passes[rank]:
             if one != early:
-                place, k = self.key[one], self.count[one]
+                place, k = self.place[one], self.count[one]
                 while place < turn and k < p.microbatches:
-                    adding = p.saved[one] if one < stages else -p.saved[one - stages]
+                    adding = p.saved[one] if one < p.stages else -p.saved[one - p.stages]
                     changes.append((place, adding * p.size[k]))
                     place, k = place + self.period, k + 1
-        changes.sort()
         held = self.live[rank] + adds
-        for _, change in changes:
-            held += change
+        for _, change in sorted(changes):
             if held > self.limit[rank]:
                 return False
-        return True
+            held += change
+        return held <= self.limit[rank]
 
     def _run(self, rank: int, one: int, time: float) -> None:
-        p, stages, k = self.problem, self.problem.stages, self.count[one]
+        p, k = self.problem, self.count[one]
         self.count[one] = k + 1
-        self.key[one] += self.period
+        self.place[one] += self.period
         if self.orders[rank]:
             self.idle[rank] += max(0.0, time - self.clock[rank])
         self.orders[rank].append((one, k))
-        if one < stages:
-            adds, end = p.saved[one] * p.size[k], time + p.F[one] * p.load[k]
-            self.held[rank] += adds
-            self.live[rank] += adds
-            then, link = (one + 1, p.link[one]) if one + 1 < stages else (stages + one, 0.0)
-        else:
-            s = one - stages
-            self.held[rank] += (p.kept[s] - p.saved[s]) * p.size[k]
-            self.live[rank] -= p.saved[s] * p.size[k]
+        forward, s = one < p.stages, one % p.stages
+        if not forward:
             self.queues[rank].append((s, k))
-            end = time + p.I[s] * p.load[k]
-            then, link = (one - 1, p.link[s - 1]) if s else (-1, 0.0)
-        self.clock[rank] = end
+        self.held[rank] += p.adds[not forward][s] * p.size[k]
+        self.live[rank] += (p.saved[s] if forward else -p.saved[s]) * p.size[k]
+        end = self.clock[rank] = time + p.time(int(not forward), s, k)
+        then, link = p.following[one]
         if then >= 0:
             self.arrivals[then].append(end + link)
-            other = p.path[then % stages]
+            other = p.path[then % p.stages]
             if other != rank and self.clock[other] <= end + link:
                 heappush(self.events, (end + link, other, self.number[other]))
         self._event(rank, end)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from ..actions.costs import Costs
+from ... import Costs
 from .problem import ALMOST, Problem
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from random import Random
 
 import pytest
 
-from fpipe import Costs
-from fpipe.actions.placement import Placement
-from fpipe.generators.fill import Filled, fill
-from fpipe.generators.problem import Problem, Rows
-from fpipe.products.search.critical import _Graph, _moved, anneal_rows
+from fpipe import Costs, Placement
+from fpipe.products.search.annealing import _moved, anneal
+from fpipe.products.search.fill import Filled, fill
+from fpipe.products.search.graph import Graph
+from fpipe.products.search.problem import Problem, Rows
 
 COSTS = Costs(F=(15, 8, 6, 17, 6, 5), I=(15, 17, 5, 7, 16, 6), W=(14, 3, 5, 11, 10, 3), comm=2)
 PROBLEM = Problem.of(COSTS, Placement.v(3).paths[0], 3, 5, (6.0,) * 3)
@@ -40,7 +41,7 @@ def steps(number: int):
 
 def annealed(seed: int = 0, number: int = 4000) -> list[Filled]:
     found: list[Filled] = []
-    anneal_rows(PROBLEM, start().rows, Random(seed), steps(number), found.append)
+    anneal(PROBLEM, start().rows, Random(seed), steps(number), found.append)
     return found
 
 
@@ -56,8 +57,11 @@ def test_rows_become_shorter_and_keep_the_rules():
         assert max(timeline.peak) <= 6
 
 
-def test_times_after_a_change_are_those_of_all_actions_computed_anew():
-    graph, draw, blocked = _Graph.of(PROBLEM), Random(5), 0
+@pytest.mark.parametrize("inward", [COSTS.I, (0, 17, 5, 0, 16, 6)])
+def test_times_after_a_change_are_those_of_all_actions_computed_anew(inward):
+    """Before, actions without length kept a time from before the change, and annealing hung."""
+    problem = Problem.of(replace(COSTS, I=inward), PROBLEM.path, 3, 5, PROBLEM.limit)
+    graph, draw, blocked = Graph.of(problem), Random(5), 0
     rows = graph.numbered(start().rows)
     for _ in range(300):
         end = graph.ends(rows)
@@ -77,7 +81,7 @@ def test_times_after_a_change_are_those_of_all_actions_computed_anew():
 
 def test_a_w_comes_earlier_where_memory_would_not_suffice():
     problem = Problem.of(Costs(), (0,), 1, 3, (2.0,))
-    graph, tight = _Graph.of(problem), _Graph.of(Problem.of(Costs(), (0,), 1, 3, (1.0,)))
+    graph, tight = Graph.of(problem), Graph.of(Problem.of(Costs(), (0,), 1, 3, (1.0,)))
     fits = lambda text: graph.numbered(
         [[("FIW".index(one[0]), 0, int(one[1])) for one in text.split()]]
     )[0]
@@ -95,5 +99,5 @@ def test_one_rank_has_nothing_to_gain():
     problem = Problem.of(Costs(), (0,), 1, 2, (9.0,))
     rows: Rows = [[(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 0, 1), (1, 0, 1), (2, 0, 1)]]
     found: list[Filled] = []
-    anneal_rows(problem, rows, Random(0), steps(200), found.append)
+    anneal(problem, rows, Random(0), steps(200), found.append)
     assert found == []
