@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 import fpipe
 import sleeping_stages
@@ -249,6 +250,17 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
         group=fpipe.local(2),
     )
     return pipe, [torch.eye(3)] * 4, torch.ones(microbatches, 3)
+
+
+def test_a_profile_is_plotted_with_its_simulation_above():
+    pipe, params, x = small()
+    step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")
+    step(params, x)
+    axes = step.plot(Figure(figsize=(8, 6)).subplots(), "light")
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["rank 0", "rank 1", "rank 0", "rank 1"]
+    titles = [text.get_text() for text in axes.texts if text.get_fontweight() == "bold"]
+    assert [title.partition(":")[0] for title in titles] == ["small, simulated", "small, measured"]
 
 
 def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
