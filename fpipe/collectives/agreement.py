@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -318,11 +319,8 @@ class Reduced:
     def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""
         assert self._work is not None
-        try:
+        with suppress(RuntimeError):  # late, or an error that ``equal`` raises
             self._work.wait(_SLICE)
-        except RuntimeError:
-            if self._work.is_completed():  # not only late
-                raise
 
     def gone(self, number: int) -> str:
         """It is not known."""

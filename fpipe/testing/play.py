@@ -77,24 +77,23 @@ def run(
     if not callable(fn):
         raise GroupError(f"run takes a function of the group of a rank, not {fn!r}")
     ends = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
-    failed = sorted((outcome for outcome in ends if outcome.error is not None), key=_cause_first)
-    for outcome in failed[:1]:
-        assert outcome.error is not None
-        outcome.error.add_note(
-            f"on fake rank {outcome.rank} of {ranks}, order={order!r}, seed={seed}"
-        )
-        raise outcome.error
+    for end in _first_failure(ends):
+        assert end.error is not None
+        end.error.add_note(f"on fake rank {end.rank} of {ranks}, order={order!r}, seed={seed}")
+        raise end.error
     dead = [outcome.rank for outcome in ends if outcome.killed]
     if dead:
         raise LaunchError(f"ranks {dead} were killed by faults, and no other rank noticed")
     return [outcome.value for outcome in ends]
 
 
-def _cause_first(outcome: Outcome) -> tuple[bool, int]:
-    """Errors about other ranks are consequences and sort last; among the rest the earliest is
-    first.
+def _first_failure(ends: list[Outcome]) -> list[Outcome]:
+    """The earliest failure, if there is one. Errors about other ranks are consequences, and count
+    as later ones.
     """
-    return isinstance(outcome.error, (PeerError, StalledError)), outcome.nth
+    failed = [end for end in ends if end.error is not None]
+    failed.sort(key=lambda end: (isinstance(end.error, (PeerError, StalledError)), end.nth))
+    return failed[:1]
 
 
 def outcomes(
@@ -133,8 +132,7 @@ def outcomes(
     ends = [_outcome(state) for state in world.ranks]
     unused = network.unused()
     if unused:
-        errors = sorted((end for end in ends if end.error is not None), key=_cause_first)
-        raise GroupError(unused) from (errors[0].error if errors else None)
+        raise GroupError(unused) from next((end.error for end in _first_failure(ends)), None)
     return ends
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import faulty_backends
 from carriers import OVER
 from fpipe import launch
+from fpipe.collectives.agreement import Reduced
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
@@ -71,6 +73,27 @@ def test_gloo_conforms(ranks: int, over: str):
         assert found["repr"] == f"rank {rank} of {ranks} on cpu over gloo"
         if not found["at_once"]:
             assert found["held"] == ([6, 2, 0] if rank == 0 else [])
+
+
+def test_a_reduction_that_completes_at_the_end_of_a_pause_is_not_late():
+    """The time-out of ten milliseconds was taken for that of the group."""
+
+    class Work:
+        completed = False
+
+        def is_completed(self) -> bool:
+            return self.completed
+
+        def wait(self, timeout: object = None) -> None:
+            self.completed = True
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+
+    exchange = Reduced(SimpleNamespace(allreduce=lambda *_: Work()))  # type: ignore[arg-type]
+    exchange.start(0, 7)
+    assert exchange.equal(0, 7) is None
+    exchange.pause()
+    assert exchange.equal(0, 7)
 
 
 # ---- hostile backends ----
