@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -121,21 +122,16 @@ def search(
 
 def candidates(job: Job, choices: Choices) -> Iterator[Layout]:
     """All layouts of a job."""
-    model, node = job.model, job.gpu.node
-    for tp in _of(choices.tp, _divisors(job.gpus)):
-        if tp > node or job.gpus % tp or not divides(model, tp):
+    model, gpus = job.model, job.gpus
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp, pp in product(choices.tp or divisors, choices.pp or divisors):
+        dp, rest = divmod(gpus, tp * pp)
+        if rest or job.batch % dp or pp > model.layers:
             continue
-        for pp in _of(choices.pp, _divisors(job.gpus // tp)):
-            if (
-                (job.gpus // tp) % pp
-                or pp > model.layers
-                or job.batch % (dp := job.gpus // tp // pp)
-            ):
-                continue
-            for layout in _scheduled(
-                job, choices, Layout(tp, pp, dp, sequence_parallel=choices.sequence_parallel)
-            ):
-                yield from _detailed(job, choices, layout)
+        if tp <= job.gpu.node and divides(model, tp):
+            layout = Layout(tp, pp, dp, sequence_parallel=choices.sequence_parallel)
+            for scheduled in _scheduled(job, choices, layout):
+                yield from _detailed(job, choices, scheduled)
 
 
 def _scheduled(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
@@ -143,7 +139,7 @@ def _scheduled(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
     if layout.pp == 1:
         yield layout
         return
-    for name in _of(choices.schedules, SCHEDULES):
+    for name in choices.schedules or SCHEDULES:
         for per_rank in SCHEDULES[name]:
             if layout.pp * per_rank <= job.model.layers:
                 yield replace(layout, schedule=name, per_rank=per_rank)
@@ -151,23 +147,13 @@ def _scheduled(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
 
 def _detailed(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
     """A layout with each microbatch, ZeRO degree and choice of recompute."""
-    share = job.batch // layout.dp
-    sizes = [1 << n for n in range(MOST_MICROBATCH.bit_length())]
-    degrees = [0] if layout.dp == 1 else [0, 1, *([3] if layout.per_rank > 2 else [])]
-    for microbatch in _of(choices.microbatch, sizes):
-        if share % microbatch:
-            continue
-        for zero in _of(choices.zero if layout.dp > 1 else (), degrees):
-            for recompute in _of(choices.recompute, RECOMPUTE):
-                yield replace(layout, microbatch=microbatch, zero=zero, recompute=recompute)
-
-
-def _of(chosen: Sequence[Any], every: Iterable[Any]) -> Iterable[Any]:
-    return chosen or every
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    sizes = choices.microbatch or [1 << n for n in range(MOST_MICROBATCH.bit_length())]
+    degrees: Sequence[int] = [0]
+    if layout.dp > 1:
+        degrees = choices.zero or [0, 1, *([3] if layout.per_rank > 2 else [])]
+    for microbatch, zero, recompute in product(sizes, degrees, choices.recompute or RECOMPUTE):
+        if job.batch // layout.dp % microbatch == 0:
+            yield replace(layout, microbatch=microbatch, zero=zero, recompute=recompute)
 
 
 def _order(bound: tuple[float, float, Layout]) -> tuple[float, int, int]:
