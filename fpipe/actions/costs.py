@@ -36,7 +36,7 @@ Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 _OF_STAGE = ("F", "I", "W", "B", "overlap", "saved", "kept")
 _OF_BOUNDARY = ("comm", "boundary", "bandwidth", "send", "receive")
 #: The names of numbers, and what may have one each.
-_EACH = {
+_ONE_PER = {
     **dict.fromkeys(_OF_STAGE, "stages"),
     **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
     **dict.fromkeys(("load", "size"), "microbatches"),
@@ -99,7 +99,7 @@ class Costs:
     unit: str = ""  #: of time, for people
 
     def __post_init__(self) -> None:
-        for name in _EACH:
+        for name in _ONE_PER:
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if not isinstance(self.unit, str):
             raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
@@ -142,8 +142,8 @@ class Costs:
         values: dict[str, Any] = {}
         for item in filter(None, map(str.strip, text.split(","))):
             name, _, value = (word.strip() for word in item.partition("="))
-            if not value or name not in _EACH or name in values:
-                names = f"the names are {', '.join(_EACH)}"
+            if not value or name not in _ONE_PER or name in values:
+                names = f"the names are {', '.join(_ONE_PER)}"
                 why = f"{name} occurs twice" if name in values else names
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
@@ -196,7 +196,7 @@ class Costs:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refuse(f"these costs are not JSON: {error}") from None
-        names = (*_EACH, "unit")
+        names = (*_ONE_PER, "unit")
         if not isinstance(values, dict) or not set(values) <= set(names):
             raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
         return cls(**values)
@@ -352,7 +352,7 @@ class Costs:
         if not isinstance(value, tuple):
             return (value,) * count
         if len(value) != count:
-            what = f"{name} has {len(value)} numbers, but there are {count} {_EACH[name]}"
+            what = f"{name} has {len(value)} numbers, but there are {count} {_ONE_PER[name]}"
             raise _refuse(f"{what}; give one number, or {count}")
         return value
 

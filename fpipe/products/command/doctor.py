@@ -20,15 +20,13 @@ import click
 import torch
 import torch.distributed as dist
 
-from ... import __version__
+from ... import __version__, init, launch
 from ...actions import progress
 from ...collectives.adapt import OPS, reduction, sending
 from ...collectives.c10d import C10dGroup
 from ...collectives.capabilities import DTYPES, Capabilities, Status
-from ...collectives.setup import init
 from ...devices import kind, pick
 from ...errors import UnsupportedError
-from ..training.launch import launch
 
 SIZES = (1, 2, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 NAMES = {
