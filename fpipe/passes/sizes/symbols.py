@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic sizes of fake tensors: everything that fpipe uses of torch's symbolic shapes.
 
-Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers, expressions and
+Works on torch 2.11 to 2.15 (``tests/passes/test_families.py``). Knows numbers, expressions and
 modes, no stages.
 """
 
