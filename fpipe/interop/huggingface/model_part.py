@@ -27,7 +27,7 @@ from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
 from .crossing import Flow, Part
-from .recording import INPUT, Value, dicts_in, restored, returned
+from .recording import INPUT, Value, called, dicts_in, restored
 from .router import Router, Totals
 from .units import Units, outside
 
@@ -107,7 +107,7 @@ def _visit(name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree)
     run = _RUN.get()
     if run is None:  # within another unit
         return forward(*args, **kwargs)
-    number, stage, dicts = next(run.numbers), run.part, dicts_in(args, kwargs)
+    number, stage = next(run.numbers), run.part
     visits, part = stage.split.flow.visits, stage.part
     if number >= len(visits) or visits[number].unit != name:
         raise StageError(
@@ -117,18 +117,15 @@ def _visit(name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree)
     visit = visits[number]
     if not part.first <= number < part.stop:
         leaves = [run.value(leaf) if isinstance(leaf, Value) else leaf for leaf in visit.leaves]
-        return restored(visit.structure, leaves, dicts)
-    before = {key: dict(value) for key, value in dicts.items()}
+        return restored(visit.structure, leaves, dicts_in(args, kwargs))
     token = _RUN.set(None)
     try:
-        out = forward(*args, **kwargs)
+        out, leaves, _ = called(forward, args, kwargs)
     finally:
         _RUN.reset(token)
-    if not set(visit.values).isdisjoint(part.sends):
-        leaves, _ = returned(out, dicts, before)
-        run.values |= {
-            v: leaf for v, leaf in zip(visit.leaves, leaves, strict=True) if v in part.sends
-        }
+    sent = set(visit.values).intersection(part.sends)
+    if sent:
+        run.values |= {v: leaf for v, leaf in zip(visit.leaves, leaves, strict=True) if v in sent}
     if number + 1 == part.stop < len(visits) and stage.split.router is None:
         raise _DoneError
     return out

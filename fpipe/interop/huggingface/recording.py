@@ -179,10 +179,9 @@ def _visit(
     if _INSIDE.get():
         return forward(*args, **kwargs)
     uses, dicts = notes.among((args, kwargs)), dicts_in(args, kwargs)
-    before = {key: dict(value) for key, value in dicts.items()}
     token, number = _INSIDE.set(True), len(notes.visits)
     try:
-        leaves, structure = returned(forward(*args, **kwargs), dicts, before)
+        _, leaves, structure = called(forward, args, kwargs)
         noted = list[Tree]()
         for index, leaf in enumerate(leaves):
             if _is_dense(leaf):
@@ -209,18 +208,26 @@ def dicts_in(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, dict
     return {name: value for name, value in named if type(value) is dict}
 
 
-def returned(
-    out: Tree, dicts: Mapping[str, Mapping], before: Mapping[str, Mapping]
-) -> tuple[list[Tree], tree.Structure]:
-    """Return the leaves and the structure of an output, and of the new entries of dicts."""
+def called(
+    forward: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree]
+) -> tuple[Tree, list[Tree], tree.Structure]:
+    """Run a call.
+
+    Returns:
+        Its output; the leaves and the structure of the output and of the new entries of dicts.
+    """
+    dicts = dicts_in(args, kwargs)
+    before = {name: dict(entries) for name, entries in dicts.items()}
+    out = forward(*args, **kwargs)
     for item in out if isinstance(out, (tuple, list)) else [out]:
         if isinstance(item, dict) and type(item) is not dict:
             as_node(type(item))
-    written = {
-        name: {k: v for k, v in d.items() if before[name].get(k, d) is not v}
-        for name, d in dicts.items()
-    }
-    return tree.flatten((out, {name: entries for name, entries in written.items() if entries}))
+    written = dict[str, dict]()
+    for name, entries in dicts.items():
+        new = {k: v for k, v in entries.items() if before[name].get(k, entries) is not v}
+        if new:
+            written[name] = new
+    return out, *tree.flatten((out, written))
 
 
 def restored(structure: tree.Structure, leaves: Sequence[Tree], dicts: Mapping[str, dict]) -> Tree:
