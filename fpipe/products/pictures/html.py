@@ -24,7 +24,7 @@ from ...actions import KINDS
 from . import labels
 from .colours import THEME, ink, palette
 from .labels import Look
-from .scene import CAUSES, Lane, Scene
+from .scene import CAUSES, Lane, Scene, Scenes
 
 Json: TypeAlias = dict[str, Any]
 VIEWER = Path(__file__).parent / "viewer"
@@ -32,7 +32,7 @@ SCRIPTS = ("data.js", "paint.js", "over.js", "view.js")
 AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
 
-def paint(scenes: Sequence[Scene], look: Look) -> str:
+def paint(scenes: Scenes, look: Look) -> str:
     """The page."""
     names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
     unique = [

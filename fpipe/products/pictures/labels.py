@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor, log10
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ...actions import KINDS, OPS, Action, Op, counted, number
 from .convert import ABSENT, SAME
 from .idle import PHASES, intervals, phases, shares
-from .scene import CAUSES, Lane, Scene
+from .scene import CAUSES, Lane, Scene, Scenes
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Entry(NamedTuple):
     height: float = 1.0
 
 
-def kinds(scenes: Sequence[Scene], shades: int) -> Iterator[Entry]:
+def kinds(scenes: Scenes, shades: int) -> Iterator[Entry]:
     """The kinds of work that occur, with all their shades."""
     found: dict[Op, None] = dict.fromkeys(op for scene in scenes for op in scene.ops)
     for op in found:
@@ -225,7 +225,7 @@ def tints(scene: Scene) -> Iterator[Entry]:
             yield Entry(colours, text)
 
 
-def legend(scenes: Sequence[Scene], look: Look, dense: bool) -> Iterator[Entry]:
+def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
     """The legend of a picture; ``dense`` if shares of time are drawn instead of actions."""
     plain = [scene for scene in scenes if not scene.against]
     shades = 1 if dense else max([scene.shades for scene in plain], default=1)

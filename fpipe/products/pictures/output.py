@@ -23,12 +23,12 @@ from ...errors import FpipeError
 from . import html, plotting, svg, terminal, trace
 from .convert import Drawable, Timelines, scenes
 from .labels import Look
-from .scene import Scene
+from .scene import Scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PAINTERS: dict[str, Callable[[Sequence[Scene], Look], str | bytes]] = {
+_PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
     ".svg": svg.paint,
     ".png": partial(plotting.paint, suffix=".png"),
     ".pdf": partial(plotting.paint, suffix=".pdf"),

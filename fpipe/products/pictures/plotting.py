@@ -10,7 +10,7 @@ needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from io import BytesIO
@@ -22,7 +22,7 @@ from ...errors import FpipeError
 from . import labels
 from .colours import ink, palette
 from .labels import Look, text_width, wrapped
-from .scene import Points, Scene
+from .scene import Points, Scenes
 from .shapes import (
     CURVE,
     GAP,
@@ -61,7 +61,7 @@ def load(module: str) -> Any:
         ) from error
 
 
-def paint(scenes: Sequence[Scene], look: Look, suffix: str) -> bytes:
+def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     """The scenes as a ``.png`` or ``.pdf``."""
     style, figure = "dark" if look.dark else "light", load("matplotlib.figure").Figure()
     plot(scenes, look, style, new_axes(figure, scenes, look, style))
@@ -77,7 +77,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
     return file.getvalue()
 
 
-def new_axes(figure: Figure, scenes: Sequence[Scene], look: Look, style: str) -> Axes:
+def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     """Axes as large as the scenes need, alone in a figure."""
     width, lane = natural_size(scenes)
     width = max(look.width - MARGIN, 60.0) if look.width else width
@@ -90,9 +90,7 @@ def new_axes(figure: Figure, scenes: Sequence[Scene], look: Look, style: str) ->
     return figure.add_axes((0.3 * MARGIN / wide, HEADING / high, width / wide, height / high))
 
 
-def plot(
-    scenes: Sequence[Scene], look: Look, style: str = "paper", axes: Axes | None = None
-) -> Axes:
+def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = None) -> Axes:
     """Draw scenes one over the other into axes, or into those of a new figure of pyplot.
 
     Raises:
@@ -199,7 +197,7 @@ def _stamp(axes: Axes, text: str, size: float, colour: str, places: Points) -> N
 
 def _legend(
     f: Frame,
-    scenes: Sequence[Scene],
+    scenes: Scenes,
     axes: Axes,
     colours: Mapping[str, str],
     size: tuple[float, float],

@@ -146,3 +146,6 @@ class Scene:
             times[gap.cause] += gap.end - gap.start
         whole = self.total * len(self.lanes) or 1.0
         return {cause: times[cause] / whole for cause in CAUSES if times[cause] > 5e-4 * whole}
+
+
+Scenes: TypeAlias = Sequence[Scene]

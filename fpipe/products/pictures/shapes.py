@@ -9,13 +9,13 @@ pieces as long as the work of a whole number of microbatches (see ``idle.bands``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from . import labels
 from .idle import LEAST_CELL, bands, critical, envelope, messages
 from .labels import Look, name, text_width, widest_name
-from .scene import CAUSES, Lane, Points, Scene
+from .scene import CAUSES, Lane, Points, Scene, Scenes
 
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
@@ -83,9 +83,7 @@ class Frame(NamedTuple):
         return scene.cell * self.scale < LEAST_CELL
 
 
-def frame(
-    scenes: Sequence[Scene], look: Look, width: float, lane: float, letters: float = 1.0
-) -> Frame:
+def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float = 1.0) -> Frame:
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.total for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
@@ -101,12 +99,12 @@ def frame(
     return Frame(look, scale, lane, curve, detail, size, letters, hints)
 
 
-def has_curves(scenes: Sequence[Scene], look: Look) -> bool:
+def has_curves(scenes: Scenes, look: Look) -> bool:
     """Whether memory curves are drawn."""
     return look.memory and any(lane.curve for scene in scenes for lane in scene.lanes)
 
 
-def natural_size(scenes: Sequence[Scene]) -> tuple[float, float]:
+def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cells = max(scene.total for scene in scenes) / min(scene.cell for scene in scenes)
     wide = max(min(cells * CELL, WIDEST), NARROWEST)

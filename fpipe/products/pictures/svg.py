@@ -19,7 +19,7 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import Look, text_width, wrapped
-from .scene import Points, Scene
+from .scene import Points, Scene, Scenes
 from .shapes import (
     GAP,
     Frame,
@@ -52,7 +52,7 @@ class _Sheet(NamedTuple):
         return self.left + time * self.frame.scale
 
 
-def paint(scenes: Sequence[Scene], look: Look, inline: bool = False) -> str:
+def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     """The scenes as SVG, one over the other on one axis; ``inline`` for a page of HTML."""
     sheet = _sheet(scenes, look)
     elements: list[str] = []
@@ -81,7 +81,7 @@ def paint(scenes: Sequence[Scene], look: Look, inline: bool = False) -> str:
     )
 
 
-def _sheet(scenes: Sequence[Scene], look: Look) -> _Sheet:
+def _sheet(scenes: Scenes, look: Look) -> _Sheet:
     last = max(len(scene.lanes) for scene in scenes) - 1
     short = look.width is not None and look.width < PHONE
     margin = 12 if short else EDGE
@@ -108,7 +108,7 @@ def _heading(scene: Scene, sheet: _Sheet) -> Iterator[tuple[str, float, float, s
         yield line, 12.5, 17, "faint"
 
 
-def _axis(scenes: Sequence[Scene], scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
+def _axis(scenes: Scenes, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
     step = labels.step_of((45 if sheet.short else 70) / sheet.frame.scale)
     end = max(scene.total for scene in scenes) * (1 + 1e-9)
     height = len(scene.lanes) * sheet.frame.pitch - GAP + 10
@@ -139,7 +139,7 @@ def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
     return path(outlines, *shape[1:])
 
 
-def _legend(scenes: Sequence[Scene], sheet: _Sheet, y: float) -> tuple[list[str], float]:
+def _legend(scenes: Scenes, sheet: _Sheet, y: float) -> tuple[list[str], float]:
     """The legend, in as many lines as it needs, and where it ends."""
     first = sheet.margin if sheet.short else sheet.left
     x, elements = first, []

@@ -22,7 +22,7 @@ from ...actions import OPS, number
 from . import labels
 from .colours import ink, mix, of_256, palette, rgb
 from .idle import intervals, shares
-from .scene import CAUSES, Lane, Scene
+from .scene import CAUSES, Lane, Scene, Scenes
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
@@ -46,7 +46,7 @@ class _Layout(NamedTuple):
     panels: int
 
 
-def paint(scenes: Sequence[Scene], width: int = 160, bits: int = 0) -> str:
+def paint(scenes: Scenes, width: int = 160, bits: int = 0) -> str:
     """The text of a picture ``width`` columns wide in 0 (no colours), 8 (256) or 24 ``bits``."""
     layout = _layout(scenes, width, bits)
     rows = [[_row(lane, scene, layout) for lane in scene.lanes] for scene in scenes]
@@ -77,7 +77,7 @@ def paint(scenes: Sequence[Scene], width: int = 160, bits: int = 0) -> str:
 
 
 # ---- layout ----
-def _layout(scenes: Sequence[Scene], width: int, bits: int) -> _Layout:
+def _layout(scenes: Scenes, width: int, bits: int) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
@@ -231,7 +231,7 @@ def _escape(style: tuple[str, str], bits: int) -> str:
     return f"\x1b[{codes}m"
 
 
-def _legend(scenes: Sequence[Scene], layout: _Layout, width: int) -> list[str]:
+def _legend(scenes: Scenes, layout: _Layout, width: int) -> list[str]:
     shades = max(scene.shades for scene in scenes)
     entries = [*labels.kinds(scenes, shades)]
     if layout.bits:

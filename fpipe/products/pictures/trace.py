@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from ...actions import MOST_SLICES, OPS, Action, Carried, Slice, Span, Wait, joined, read_bytes
 from ...errors import FpipeError
 from .convert import Drawable
-from .scene import Points, Scene
+from .scene import Points, Scene, Scenes
 
 Event: TypeAlias = dict[str, Any]
 
@@ -30,7 +30,7 @@ MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'
 
 
-def paint(scenes: Sequence[Scene]) -> str:
+def paint(scenes: Scenes) -> str:
     """The file's text."""
     facts = [  # what the events do not contain
         {"name": s.name, "unit": s.unit, "span": s.span, "bubble": s.bubble, "ranks": len(s.lanes)}
