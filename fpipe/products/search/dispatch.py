@@ -34,10 +34,8 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Orders | None:
     return run.orders if min(run.count) == problem.microbatches else None
 
 
-def block(problem: Problem, forward: float, backward: float, wait: float = 0.0) -> list[float]:
+def block(problem: Problem, forward: float, backward: float) -> list[float]:
     """Places of a microbatch that takes so many times as long from pass to pass.
-
-    It waits for ``wait`` in the middle of its way to the last stage, and of its way back.
 
     >>> from fpipe import Costs
     >>> block(Problem.of(Costs(), (0, 1), 2, 2, (2.0, 1.0)), 1.0, 2.0)
@@ -46,11 +44,9 @@ def block(problem: Problem, forward: float, backward: float, wait: float = 0.0) 
     p, time = problem, 0.0
     places = [0.0] * (2 * p.stages)
     for s in range(p.stages):
-        time += wait * (2 * s == p.stages)
         places[s] = time
         time += (p.F[s] + (p.link[s] if s + 1 < p.stages else 0.0)) * forward
     for s in reversed(range(p.stages)):
-        time += wait * (2 * (s + 1) == p.stages)
         places[p.stages + s] = time
         time += (p.I[s] + (p.link[s - 1] if s else 0.0)) * backward
     return places

@@ -22,6 +22,7 @@ Orders: TypeAlias = list[list[tuple[int, int]]]
 Rows: TypeAlias = list[list[tuple[int, int, int]]]
 _OPS: tuple[Op, Op, Op] = ("F", "I", "W")
 
+_LARGE = 20_000  #: actions
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 
 
@@ -139,6 +140,11 @@ class Problem:
     def actions(self) -> int:
         """How many actions there are."""
         return 3 * self.stages * self.microbatches
+
+    @property
+    def large(self) -> bool:
+        """Whether few starts are tried, and nothing is annealed."""
+        return self.actions > _LARGE
 
     def time(self, op: int, stage: int, microbatch: int) -> float:
         """How long an action takes."""

@@ -23,7 +23,6 @@ from .problem import ALMOST, Problem
 from .starts import starts
 
 _STARTS = 0.5  #: the share of the time until which starts are made
-_MANY = 20_000  #: actions, from which on nothing is annealed
 _DESCENT = 300_000  #: moves of the descent times actions: less than a tenth of a second
 _COLD = 0.99  #: the share of the time at which annealing is a descent
 
@@ -61,7 +60,7 @@ class Search:
                         solutions.append(self._start(variant, bound))
             self._prove(problems, bounds)
             best = min(solutions, key=lambda one: one.filled.span)
-            if self.span > self.bound * ALMOST and best.problem.actions <= _MANY:
+            if self.span > self.bound * ALMOST and not best.problem.large:
                 self._anneal(best)
         except KeyboardInterrupt:
             if self.schedule is None:
@@ -108,6 +107,8 @@ class Search:
                 self._merge(solution)
             if best is None or filled.span < best.filled.span:
                 best = solution
+            if self.schedule is None:
+                self._take(best)  # what Ctrl-C returns
             if best.is_best:
                 break
         assert best is not None, "one microbatch after another fits"

@@ -17,7 +17,7 @@ from .fill import Filled, best_fill, fill
 from .graph import Graph
 from .problem import ALMOST, Orders, Problem, Rows, passes_of, rows_of
 
-_MANY = 20_000  #: actions, from which on only few named schedules are tried
+#: Names that are tried for large problems.
 _FEW_NAMES = ("ZBVZeroBubble", "ZBH1", "InterleavedZeroBubble", "VHalf", "VMin", "Interleaved1F1B")
 #: How many times as long a microbatch of a repeated block takes from pass to pass, forwards and
 #: backwards.
@@ -35,14 +35,13 @@ def starts(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator
 
 
 def _tried(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled | None]:
-    many = problem.actions > _MANY
     tried = []
     for orders in chain(_of_v(problem), _warm_ups(problem)):
         tried.append(orders)
         yield fill(problem, orders, bound)
         for other in _delayed(problem, orders):
             yield fill(problem, other, bound)
-        if many and late():
+        if problem.large and late():
             break
     graph = Graph.of(problem)
     for schedule in _named(problem):
@@ -52,11 +51,11 @@ def _tried(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator
         tried.append(passes_of(rows, problem.stages))
         yield graph.filled(rows)
         yield from map(graph.filled, _relieved(rows, problem))
-        if many and late():
+        if problem.large and late():
             break
     yield fill(problem, one_by_one(problem), bound)
     for steps in _STEPS:
-        if many and late():
+        if problem.large and late():
             return
         orders = dispatch(problem, block(problem, *steps))
         if orders is not None:
@@ -70,8 +69,7 @@ def _tried(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator
 
 def _named(problem: Problem) -> Iterator[Schedule]:
     """The named schedules that place stages as the problem does; of many actions only few."""
-    many = problem.actions > _MANY
-    for name in _FEW_NAMES if many else schedule_names():
+    for name in _FEW_NAMES if problem.large else schedule_names():
         with suppress(ScheduleError):  # it needs other counts
             few = make_schedule(name, problem.ranks, min(2, problem.microbatches), problem.stages)
             if few.placement.paths == (problem.path,):
@@ -94,11 +92,11 @@ def _of_v(problem: Problem) -> Iterator[Orders]:
     if p.path != (*range(p.ranks), *reversed(range(p.ranks))) or not p.even:
         return
     room = min(
-        limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
+        limit / max(1e-30, *(p.saved[s] * p.size[0] for s in held))
         for limit, held in zip(p.limit, p.of_rank, strict=True)
     )
     most = int(min(room * ALMOST, p.stages))
-    if most == p.stages and p.actions > _MANY:
+    if most == p.stages and p.large:
         return  # ZBV is as good and takes less time
     for chunks in range(most, max(0, most - 3), -1):
         with suppress(ScheduleError):  # less memory than it can do with

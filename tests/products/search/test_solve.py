@@ -14,7 +14,7 @@ import torch
 
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
-from fpipe.products.search import exact, search
+from fpipe.products.search import exact, search, starts
 from fpipe.products.search.bounds import lower_bound
 from fpipe.products.search.problem import Problem
 from sample import also
@@ -429,9 +429,15 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "anneal", interrupted)
-    s = solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60)
-    assert s.check().gap > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "anneal", interrupted)
+        assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
+    monkeypatch.setattr(starts.Graph, "of", interrupted)
+    assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
+
+
+def test_stages_that_save_nothing_fit_in_any_memory() -> None:
+    assert quick(Costs(saved=0), 3, 6, "V", memory=5).gap == 0
 
 
 def test_what_a_user_gets_wrong_is_named() -> None:
