@@ -22,7 +22,7 @@ import fpipe
 from benchmarks.stages import square
 from fpipe import ops
 from fpipe.collectives._store import set_timeout
-from fpipe.engine import plan_cache
+from fpipe.engine import first_call
 from fpipe.engine.execute import WATCH
 from fpipe.engine.results import Results
 from fpipe.products.training.outcome import store
@@ -157,7 +157,7 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
             fate.strike()
 
     if fate.at("handshake"):
-        fate.before(plan_cache, "agree")
+        fate.before(first_call, "agree")
     loss = None if cell.when in ("pullback", "each") else square
     more = {"dp": fpipe.copies(group.dp, zero=2 if cell.when == "ZeRO" else 0)} if dp > 1 else {}
     if cell.when == "weighted":
