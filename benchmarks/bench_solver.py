@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.command import options, save
-from fpipe import Costs, Schedule, ScheduleError, make_schedule, pack, schedule_names, solve
+from fpipe import Costs, Schedule, make_schedule, pack, schedule_names, solve
+from fpipe.errors import ScheduleError
 from fpipe.products.search import exact
 
 #: Zero-bubble paper, tables 5 and 6, and a larger case: p, m, F, I, W, link, hidden size, heads,

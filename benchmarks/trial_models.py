@@ -94,7 +94,7 @@ def in_a_process(way: str, families: Sequence[str], cuts: Sequence[int]) -> Row:
     torch.set_num_threads(1)
     groups = {4: fpipe.init(timeout=120), 2: fpipe.init(pp=2, dp=2, timeout=120)}
     if any(group.at_once != (way == "memory") for group in groups.values()):
-        raise fpipe.GroupError(
+        raise fpipe.errors.GroupError(
             f"messages do not go through {way} here: shared memory needs Linux on x86-64 and gloo"
         )
     return rows(way, families, cuts, groups.__getitem__, groups[4])

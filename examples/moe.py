@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     schedule = fpipe.make_schedule(given.schedule, group.size, MICROBATCHES)
     stages = stages_of(schedule.stages, members, size)
     # members are copies of the pipeline with rows of their own, and hold the experts each for itself
-    copies = {"dp": spread, "own": ["*.up", "*.down"]} if size > 1 else {}
+    copies = {"dp": fpipe.copies(spread, own=["*.up", "*.down"])} if size > 1 else {}
     pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap, **copies)
     params, losses, tx = pipe.place(parameters(schedule.stages, member, size)), [], fpipe.sgd(0.5)
     state = tx.init(params)

@@ -31,7 +31,7 @@ def main() -> None:
     normal = lambda *shape: torch.randn(*shape, generator=draw)
     params = pipe.place([{"w": normal(WIDTH, WIDTH) / 4, "b": torch.zeros(WIDTH)} for _ in range(STAGES)])
     private = fpipe.per_example(pipe, LIMIT)  # no example counts for more than LIMIT
-    tx = fpipe.chain(fpipe.add_noise((NOISE * LIMIT / ROWS) ** 2, gamma=0, seed=1), fpipe.adamw(0.01))
+    tx = fpipe.chain(fpipe.transforms.add_noise((NOISE * LIMIT / ROWS) ** 2, gamma=0, seed=1), fpipe.adamw(0.01))
     state = tx.init(params)
     x, t = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
     for step in range(10):

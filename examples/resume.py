@@ -74,7 +74,7 @@ def main(folder: str | None = None, steps: int = 8) -> tuple[list[float], list[f
     place = Path(folder or tempfile.mkdtemp())
     try:
         fpipe.launch(train, place / "run", steps, "1F1B", 2, steps // 2 + 1, ranks=2, timeout=100)
-    except fpipe.LaunchError as error:
+    except fpipe.errors.LaunchError as error:
         print(error)
     print("continued on one process from", sorted(path.name for path in (place / "run").glob("step-*"))[-1])
     train(place / "run", steps)

@@ -21,10 +21,7 @@ _TABLE = {
     "products.training.quorum": "quorum",
     "products.training.launch": "launch",
     "products.training.loop": "Loop",
-    "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError "
-    "LaunchError MismatchError"
-    " PeerError PlanError ScheduleError StageError StalledError TraceError TransformError"
-    " UnsupportedError WeaveError",
+    "errors": "FpipeError",
     "generators": "make_schedule register_schedule schedule_names",
     "products.search.balancing": "balance",
     "products.search.packing": "pack",
@@ -51,11 +48,10 @@ _TABLE = {
     "actions.timeline": "Timeline",
     "products.search.solve": "Solved solve",
     "stage": "Stage block remat",
-    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain "
-    "clip_by_global_norm"
-    " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
-    " master mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
-    " sum_tied warmup_constant warmup_cosine warmup_linear warmup_stable_decay weight_decay",
+    "transforms": "Transform accumulate adamw apply_updates cast chain clip_by_global_norm "
+    "dynamic_loss_scale ema from_torch global_norm lion masked master mean_over muon "
+    "optimistic partition scale scale_by_schedule sgd skip_nonfinite sum_tied "
+    "weight_decay",
 }
 #: public modules and packages, as in ``fpipe.errors``: name -> path in the package
 _MODULES = {
@@ -64,6 +60,7 @@ _MODULES = {
     "interop": "interop",
     "ops": "collectives.ops",
     "testing": "testing",
+    "transforms": "transforms",
 }
 
 #: public name -> its module
@@ -74,6 +71,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import interop as interop
     from . import testing as testing
+    from . import transforms as transforms
     from .actions.costs import Costs as Costs
     from .actions.timeline import Timeline as Timeline
     from .collectives import ops as ops
@@ -88,7 +86,7 @@ if TYPE_CHECKING:
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline
-    from .errors import *
+    from .errors import FpipeError as FpipeError
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
@@ -121,7 +119,30 @@ if TYPE_CHECKING:
     from .stage import Stage as Stage
     from .stage import block as block
     from .stage import remat as remat
-    from .transforms import *
+    from .transforms import Transform as Transform
+    from .transforms import accumulate as accumulate
+    from .transforms import adamw as adamw
+    from .transforms import apply_updates as apply_updates
+    from .transforms import cast as cast
+    from .transforms import chain as chain
+    from .transforms import clip_by_global_norm as clip_by_global_norm
+    from .transforms import dynamic_loss_scale as dynamic_loss_scale
+    from .transforms import ema as ema
+    from .transforms import from_torch as from_torch
+    from .transforms import global_norm as global_norm
+    from .transforms import lion as lion
+    from .transforms import masked as masked
+    from .transforms import master as master
+    from .transforms import mean_over as mean_over
+    from .transforms import muon as muon
+    from .transforms import optimistic as optimistic
+    from .transforms import partition as partition
+    from .transforms import scale as scale
+    from .transforms import scale_by_schedule as scale_by_schedule
+    from .transforms import sgd as sgd
+    from .transforms import skip_nonfinite as skip_nonfinite
+    from .transforms import sum_tied as sum_tied
+    from .transforms import weight_decay as weight_decay
 else:
     __all__ = sorted({*_NAMES, *_MODULES})
 

@@ -88,7 +88,7 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
         if unknown:
             raise TransformError(
                 f"labels {sorted(map(str, unknown))} have no transform; there are "
-                f"{sorted(map(str, transforms))}: add one, for instance fpipe.identity()"
+                f"{sorted(map(str, transforms))}: add one, for instance fpipe.transforms.identity()"
             )
         return by_leaf
 

@@ -46,8 +46,8 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     """Multiply by a function of the step.
 
     Args:
-        schedule: a function of the step, an int that counts from 0, such as ``fpipe.warmup_cosine``
-            returns.
+        schedule: a function of the step, an int that counts from 0, such as
+            ``fpipe.transforms.warmup_cosine`` returns.
 
     Returns:
         A ``Transform``.

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
+from fpipe import Action, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.check import check_rows, inspect_rows
 from fpipe.actions.dependencies import Fact, Facts, walk
+from fpipe.errors import ScheduleError
 from schedule_table import TABLE, cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"

@@ -11,18 +11,10 @@ from typing import get_args
 import pytest
 
 import fpipe
-from fpipe import (
-    Action,
-    Costs,
-    FpipeError,
-    Fused,
-    Placement,
-    Schedule,
-    ScheduleError,
-    make_schedule,
-)
+from fpipe import Action, Costs, FpipeError, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.action_kinds import KINDS, Op
 from fpipe.actions.dependencies import needs, provides
+from fpipe.errors import ScheduleError
 from schedule_table import cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"

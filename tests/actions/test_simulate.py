@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effort import lines
-from fpipe import Action, Costs, Placement, Schedule, ScheduleError, Timeline, make_schedule
+from fpipe import Action, Costs, Placement, Schedule, Timeline, make_schedule
 from fpipe.actions.dependencies import needs
+from fpipe.errors import ScheduleError
 from schedule_table import cases
 
 TWO = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]")

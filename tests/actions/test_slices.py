@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fpipe import Action, Costs, Fused, Placement, Schedule, ScheduleError, Slice, make_schedule
+from fpipe import Action, Costs, Fused, Placement, Schedule, Slice, make_schedule
 from fpipe.actions.action import plain
+from fpipe.errors import ScheduleError
 from fpipe.products.command.cli import main
 from fpipe.products.pictures import trace
 from fpipe.products.search.comparison import compare

@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from effort import lines
-from fpipe import Action, Fused, Schedule, ScheduleError, make_schedule
+from fpipe import Action, Fused, Schedule, make_schedule
 from fpipe.actions.text import format_csv, format_rows, parse_csv, parse_rows
+from fpipe.errors import ScheduleError
 from schedule_table import Case, cases
 
 NUMBER = st.integers(0, 999_999)

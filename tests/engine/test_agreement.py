@@ -139,7 +139,7 @@ def differ(kind: Kind, warm: bool, group: Any) -> None:
 
 
 def names(kind: Kind, error: BaseException | None) -> bool:
-    return isinstance(error, fpipe.MismatchError) and any(
+    return isinstance(error, fpipe.errors.MismatchError) and any(
         word in str(error) for word in kind.name.split("|")
     )
 

@@ -54,39 +54,43 @@ def step(pipe: fpipe.Pipeline, params: Any = PARAMS, x: Any = X, *targets: Any, 
 MADE_WRONG = {
     "wrong number of stages": (
         lambda: piped([layer] * 3),
-        fpipe.ScheduleError,
+        fpipe.errors.ScheduleError,
         "4 stages on 2 ranks, not 3; .*4 functions",
     ),
-    "no stages": (lambda: fpipe.pipeline([], "1F1B"), fpipe.StageError, "one at least"),
+    "no stages": (lambda: fpipe.pipeline([], "1F1B"), fpipe.errors.StageError, "one at least"),
     "a stage that is no function": (
         lambda: piped([layer, 3, layer, layer]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "not int 3",
     ),
     "a module as a stage": (
         lambda: piped([torch.nn.Linear(4, 4)] * 4),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "not the module Linear; .*from_module",
     ),
     "a module in place of stages": (
         lambda: piped(torch.nn.Linear(4, 4)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "one at least; .*from_module",
     ),
-    "an unknown schedule": (lambda: piped(schedule="ZBW"), fpipe.ScheduleError, "did you mean ZBV"),
+    "an unknown schedule": (
+        lambda: piped(schedule="ZBW"),
+        fpipe.errors.ScheduleError,
+        "did you mean ZBV",
+    ),
     "a schedule for other ranks": (
         lambda: piped(schedule=fpipe.make_schedule("1F1B", 3, 4)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "for 3 ranks, the group has 2",
     ),
     "a schedule for other stages": (
         lambda: piped(schedule=fpipe.make_schedule("1F1B", 2, 4)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "runs 2 stages, the pipeline has",
     ),
     "a schedule for other microbatches": (
         lambda: step(piped(schedule=fpipe.make_schedule("ZBV", 2, 3))),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "for 3 microbatches, but 4",
     ),
     "a schedule that cannot run": (
@@ -96,131 +100,175 @@ MADE_WRONG = {
             group=fpipe.local(1),
             microbatches=1,
         ),
-        fpipe.ScheduleError,
+        fpipe.errors.ScheduleError,
         "0B0",
     ),
     "no such file": (
         lambda: piped(schedule="nowhere.csv"),
-        fpipe.ScheduleError,
+        fpipe.errors.ScheduleError,
         "cannot read 'nowhere.csv'",
     ),
-    "a schedule of another kind": (lambda: piped(schedule=7), fpipe.StageError, "schedule=7"),
-    "an unknown reduction": (lambda: piped(reduction="max"), fpipe.StageError, "reduction='max'"),
-    "unknown outputs": (lambda: piped(outputs="all"), fpipe.StageError, "outputs='all'"),
+    "a schedule of another kind": (
+        lambda: piped(schedule=7),
+        fpipe.errors.StageError,
+        "schedule=7",
+    ),
+    "an unknown reduction": (
+        lambda: piped(reduction="max"),
+        fpipe.errors.StageError,
+        "reduction='max'",
+    ),
+    "unknown outputs": (lambda: piped(outputs="all"), fpipe.errors.StageError, "outputs='all'"),
     "a dtype of accumulation that is a string": (
         lambda: piped(accumulate="float32"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "give a floating dtype",
     ),
-    "a seed that is a fraction": (lambda: piped(seed=1.5), fpipe.StageError, "give an integer"),
-    "argnums": (lambda: fpipe.grad(piped(), argnums=2), fpipe.StageError, "argnums=2"),
+    "a seed that is a fraction": (
+        lambda: piped(seed=1.5),
+        fpipe.errors.StageError,
+        "give an integer",
+    ),
+    "argnums": (lambda: fpipe.grad(piped(), argnums=2), fpipe.errors.StageError, "argnums=2"),
     "a gradient without a loss": (
         lambda: fpipe.grad(piped(loss=None)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "has no loss",
     ),
-    "a gradient of a function": (lambda: fpipe.grad(layer), fpipe.StageError, "not function"),
-    "a vjp of a loss": (lambda: fpipe.vjp(piped(), PARAMS, X), fpipe.StageError, "without a loss"),
-    "a vjp of a loss with its targets": (
-        lambda: fpipe.vjp(piped(), PARAMS, X, T),
-        fpipe.StageError,
+    "a gradient of a function": (
+        lambda: fpipe.grad(layer),
+        fpipe.errors.StageError,
+        "not function",
+    ),
+    "a vjp of a loss": (
+        lambda: fpipe.vjp(piped(), PARAMS, X),
+        fpipe.errors.StageError,
         "without a loss",
     ),
-    "a vjp of a function": (lambda: fpipe.vjp(layer, PARAMS, X), fpipe.StageError, "not function"),
+    "a vjp of a loss with its targets": (
+        lambda: fpipe.vjp(piped(), PARAMS, X, T),
+        fpipe.errors.StageError,
+        "without a loss",
+    ),
+    "a vjp of a function": (
+        lambda: fpipe.vjp(layer, PARAMS, X),
+        fpipe.errors.StageError,
+        "not function",
+    ),
     "argnums that are none": (
         lambda: fpipe.grad(piped(), argnums=None),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "argnums=None",
     ),
     "argnums that are a fraction": (
         lambda: fpipe.grad(piped(), argnums=1.0),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "argnums=1.0",
     ),
     "a loss that is no function": (
         lambda: piped(loss=3),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "loss=3; give a function",
     ),
-    "a group that is a number": (lambda: piped(group=4), fpipe.GroupError, "group=4 .*fpipe.adopt"),
-    "copies that are a number": (lambda: piped(dp=4), fpipe.GroupError, "dp=4 .*fpipe.adopt"),
+    "a group that is a number": (
+        lambda: piped(group=4),
+        fpipe.errors.GroupError,
+        "group=4 .*fpipe.adopt",
+    ),
+    "copies that are a number": (
+        lambda: piped(dp=4),
+        fpipe.errors.GroupError,
+        "dp=4 .*fpipe.adopt",
+    ),
     "weights that are a number": (
         lambda: fpipe.weighted(3),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "a function of the targets, not 3",
     ),
     "microbatches that are a number": (
         lambda: fpipe.Microbatches(3),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "takes a list.* not 3",
     ),
     "microbatches that are one batch": (
         lambda: fpipe.Microbatches({"x": X}),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "takes a list",
     ),
     "frozen as one text": (
         lambda: piped(frozen="0.*"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         r"frozen='0\.\*'; give a list",
     ),
-    "frozen stages by number": (lambda: piped(frozen=[0]), fpipe.StageError, "has the int 0"),
+    "frozen stages by number": (
+        lambda: piped(frozen=[0]),
+        fpipe.errors.StageError,
+        "has the int 0",
+    ),
     "own as one text": (
         lambda: fpipe.copies(fpipe.local(1), own="0.*"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "own='0",
     ),
     "tied as one group": (
         lambda: piped(tied=("0.w", "1.w")),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "in place of a group",
     ),
     "tied as a mapping": (
         lambda: piped(tied={"0.w": "1.w"}),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "give a list of groups",
     ),
-    "tied to itself": (lambda: piped(tied=[("0.w", "0.w")]), fpipe.StageError, "fewer than two"),
-    "tied to a number": (lambda: piped(tied=[("0.w", 7)]), fpipe.StageError, "has the int 7"),
+    "tied to itself": (
+        lambda: piped(tied=[("0.w", "0.w")]),
+        fpipe.errors.StageError,
+        "fewer than two",
+    ),
+    "tied to a number": (
+        lambda: piped(tied=[("0.w", 7)]),
+        fpipe.errors.StageError,
+        "has the int 7",
+    ),
     "tied to a stage that is not there": (
         lambda: piped(tied=[("0.w", "9.w")]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "a stage below 4",
     ),
-    "a Stage of a number": (lambda: fpipe.Stage(3), fpipe.StageError, "not int 3"),
+    "a Stage of a number": (lambda: fpipe.Stage(3), fpipe.errors.StageError, "not int 3"),
     "remat of a number": (
         lambda: fpipe.remat(3),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "what remat takes must be a function.* not int 3",
     ),
     "an engine of a Stage": (
         lambda: fpipe.Stage(layer, engine="jit"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "engine='jit'; give one",
     ),
     "dynamic axes without a list": (
         lambda: fpipe.Stage(layer, dynamic={"x": 1}),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "dynamic=",
     ),
     "dynamic leaves by number": (
         lambda: fpipe.Stage(layer, dynamic={0: (1,)}),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "dynamic=",
     ),
     "dynamic axes as a text": (
         lambda: fpipe.Stage(layer, dynamic="x"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "dynamic='x'",
     ),
     "frozen leaves of a Stage as one text": (
         lambda: fpipe.Stage(layer, frozen="w"),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "frozen='w'",
     ),
     "costs that are a number": (
         lambda: piped(schedule=fpipe.auto(costs=3)),
-        fpipe.ScheduleError,
+        fpipe.errors.ScheduleError,
         "costs=3; give fpipe.Costs",
     ),
 }
@@ -253,143 +301,143 @@ def with_side(p, x, *, mask):
 CALLED_WRONG = {
     "parameters of a missing stage": (
         lambda: step(piped(), PARAMS[:3]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "the 4 stages.*3 ent",
     ),
     "parameters that are no list": (
         lambda: step(piped(), {"w": 1}),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "got a dict",
     ),
     "parameters that are None": (
         lambda: step(piped(), [None, *PARAMS[1:]]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "stage 0.*its parameters are None",
     ),
     "a batch that does not split": (
         lambda: step(piped(microbatches=3, schedule="GPipe", group=fpipe.local(4))),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "8 rows, which 3 microbatches do not divide",
     ),
     "a target that does not split": (
         lambda: step(piped(), PARAMS, X, T[:6]),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "target 0 has 6 rows",
     ),
     "a leaf without axes": (
         lambda: step(piped(), PARAMS, torch.tensor(1.0)),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "without axes",
     ),
     "no count of microbatches": (
         lambda: step(piped(microbatches=None)),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "how many microbatches",
     ),
     "counts that differ": (
         lambda: step(piped(), PARAMS, fpipe.Microbatches([X, X]), fpipe.Microbatches([T])),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         r"\[1, 2\] microbatches",
     ),
-    "no microbatches at all": (lambda: fpipe.Microbatches([]), fpipe.BatchError, "empty"),
+    "no microbatches at all": (lambda: fpipe.Microbatches([]), fpipe.errors.BatchError, "empty"),
     "an output that does not fit the next stage": (
         lambda: step(piped(), [PARAMS[0], torch.randn(3, 4), *PARAMS[2:]]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         r"stage 2: stage layer \(float32\[3, 3\]; float32\[2, 4\]\) raised .* what stage 1 returns",
     ),
     "an object that cannot be sent": (
         lambda: step(piped([layer, lambda p, x: (x, object()), layer, layer])),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "stage 1: .* returns a object, which cannot be sent",
     ),
     "a loss that is no scalar": (
         lambda: step(piped(loss=lambda y, t: y - t)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         r"one scalar tensor.*float32\[2, 3\]",
     ),
     "a loss that is a number": (
         lambda: step(piped(loss=lambda y, t: 1.0)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "returned no tensor",
     ),
     "a loss of integers": (
         lambda: step(piped(loss=lambda y, t: (y > t).sum())),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "must be floating",
     ),
     "a loss without its target": (
         lambda: fpipe.grad(piped())(PARAMS, X),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "squared.*missing",
     ),
     "a target without a loss": (
         lambda: piped(loss=None)(PARAMS, X, T),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "has no loss",
     ),
     "has_aux without aux": (
         lambda: fpipe.grad(piped(), has_aux=True)(PARAMS, X, T),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "not Tensor",
     ),
     "a side input that nobody names": (
         lambda: step(piped([layer, with_side] * 2), maks=X),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "did you mean 'mask'",
     ),
     "a side input that is missing": (
         lambda: step(piped([layer, with_side] * 2)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "stage 1.*missing.*'mask'",
     ),
     "a weight for each row": (
         lambda: step(piped(reduction=fpipe.weighted(lambda t: t))),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "one number per microbatch",
     ),
     "a weight that is no number": (
         lambda: step(piped(reduction=fpipe.weighted(lambda t: None))),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "one number per microbatch",
     ),
     "a weight that cannot be computed": (
         lambda: step(piped(reduction=fpipe.weighted(lambda t: 1 // 0))),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "fpipe.weighted's function raised ZeroDivisionError for microbatch 0",
     ),
     "a seed that is a tensor": (
         lambda: fpipe.value_and_grad(piped())(PARAMS, X, T, seed=torch.tensor(3)),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "give an integer",
     ),
     "state of another length": (
         lambda: step(piped([fpipe.Stage(lambda p, s, x: (x, s), state=True)] * 4), state=[None]),
-        fpipe.StageError,
+        fpipe.errors.StageError,
         "each of the 4 stages",
     ),
     "a cotangent of another shape": (
         lambda: fpipe.vjp(piped(loss=None), PARAMS, X)[1](torch.ones(8, 4)),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         r"shape \[8, 4\]",
     ),
     "no cotangent": (
         lambda: fpipe.vjp(piped(loss=None), PARAMS, X)[1](None),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "dy is None",
     ),
     "a compressed sparse parameter": (
         lambda: step(piped(), [compressed(), *PARAMS[1:]]),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "layout torch.sparse_csr",
     ),
     "compressed sparse microbatches": (
         lambda: step(piped(), PARAMS, fpipe.Microbatches([compressed()] * 4)),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "layout torch.sparse_csr",
     ),
     "a sparse batch": (
         lambda: step(piped(), PARAMS, X.to_sparse()),
-        fpipe.BatchError,
+        fpipe.errors.BatchError,
         "sparse_coo, which cannot be cut",
     ),
     "an unhashable leaf": (
@@ -414,7 +462,8 @@ def test_a_stage_that_raises_while_it_runs_names_action_stage_and_shapes():
     """Only an index that is out of range waits for data to go wrong."""
     look_up = lambda p, x: layer(p, x) + p[(x * 0 + 9).long()[:, 0]]
     with pytest.raises(
-        fpipe.ActionError, match=r"^1F0 .*<lambda> .float32\[3, 3\]; float32\[2, 3\].* on rank 1"
+        fpipe.errors.ActionError,
+        match=r"^1F0 .*<lambda> .float32\[3, 3\]; float32\[2, 3\].* on rank 1",
     ) as caught:
         step(piped([layer, look_up, layer, layer]))
     assert isinstance(caught.value.__cause__, IndexError)
@@ -425,7 +474,7 @@ def test_after_an_error_the_next_call_works():
     pipe = piped([look_up, layer, layer, layer])
     right, wrong = {"h": X, "i": torch.zeros(8, dtype=torch.long)}, {"h": X, "i": torch.arange(8)}
     before = step(pipe, PARAMS, right)
-    with pytest.raises(fpipe.ActionError):
+    with pytest.raises(fpipe.errors.ActionError):
         step(pipe, PARAMS, wrong)
     after = step(pipe, PARAMS, right)
     assert torch.equal(before[0], after[0])
@@ -437,7 +486,7 @@ def test_a_deadlock_tells_what_every_rank_waits_for():
     pipe = piped([layer] * 2, schedule="1F1B", microbatches=2)
     unchecked = fpipe.Schedule.parse("[0F0, 0B0, 0F1, 0B1]\n[1F1, 1B1, 1F0, 1B0]")
     vars(pipe.config)["schedule_for"] = lambda microbatches: unchecked
-    with pytest.raises(fpipe.DeadlockError) as caught:
+    with pytest.raises(fpipe.errors.DeadlockError) as caught:
         step(pipe, PARAMS[:2])
     assert "rank 0: waiting for 1B1's message from rank 1" in str(caught.value)
     assert "rank 1: waiting for 0F1's message from rank 0" in str(caught.value)
@@ -506,14 +555,14 @@ WRONG = {
 def test_debug_names_the_first_action_that_made_a_nan(name: str):
     fns, params, x, words = WRONG[name]
     pipe = piped(fns, seed=1)
-    with fpipe.debug(), pytest.raises(fpipe.ActionError, match=words):
+    with fpipe.debug(), pytest.raises(fpipe.errors.ActionError, match=words):
         step(pipe, params, x)
     step(pipe, params, x)  # without debug it runs
 
 
 def test_debug_sees_losses_and_added_gradients():
     with fpipe.debug():
-        with pytest.raises(fpipe.ActionError, match=r"^3F0 .*made infinity"):
+        with pytest.raises(fpipe.errors.ActionError, match=r"^3F0 .*made infinity"):
             step(piped(loss=lambda y, t: squared(y, t) / 0))
         later = lambda p, x: (
             x["h"] * p.pow(x["e"]).sum()
@@ -521,7 +570,7 @@ def test_debug_sees_losses_and_added_gradients():
         fns = [lambda p, x: {"h": layer(p, x["h"]), "e": x["e"]}, later, layer, layer]
         exponent = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0])[:, None, None]
         zeros = [PARAMS[0], torch.zeros(1), *PARAMS[2:]]
-        with pytest.raises(fpipe.ActionError, match=r"^1[BW]2 .*made"):
+        with pytest.raises(fpipe.errors.ActionError, match=r"^1[BW]2 .*made"):
             step(piped(fns, schedule="1F1B", group=fpipe.local(4)), zeros, {"h": X, "e": exponent})
 
 

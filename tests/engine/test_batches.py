@@ -181,14 +181,14 @@ def test_many_shapes_that_took_long_are_hinted_at_once(monkeypatch: pytest.Monke
 def test_what_makes_no_sense_is_reported():
     params, x, t = given()
     outputs, training = piped(), piped(loss=squared)
-    with pytest.raises(fpipe.BatchError, match="has no loss"):
+    with pytest.raises(fpipe.errors.BatchError, match="has no loss"):
         outputs(params, x, has_aux=True)
-    with pytest.raises(fpipe.BatchError, match="function of"):
+    with pytest.raises(fpipe.errors.BatchError, match="function of"):
         outputs(params, x, each=3)  # type: ignore[arg-type]
     for scale in (0.0, -1, float("nan"), True, torch.ones(1)):
-        with pytest.raises(fpipe.BatchError, match="loss_scale"):
+        with pytest.raises(fpipe.errors.BatchError, match="loss_scale"):
             fpipe.value_and_grad(training)(params, x, t, loss_scale=scale)
-    with pytest.raises(fpipe.StageError, match="'each' cannot be a side input"):
+    with pytest.raises(fpipe.errors.StageError, match="'each' cannot be a side input"):
         fpipe.pipeline([lambda p, x, *, each: x], "GPipe", microbatches=1, group=fpipe.local(1))
 
 
@@ -228,7 +228,7 @@ def test_all_ranks_say_each_or_none():
         pipe = piped(group=group)
         pipe(pipe.place(params), x, each=(lambda i, y: y) if group.rank else None)
 
-    with pytest.raises(fpipe.MismatchError, match="each="):
+    with pytest.raises(fpipe.errors.MismatchError, match="each="):
         fpipe.testing.run(rank, 2)
 
 
@@ -248,7 +248,7 @@ def test_ranks_that_weigh_or_draw_otherwise_are_reported(
         params, x, t = given()
         return fpipe.value_and_grad(pipe)(pipe.place(params), x, t)
 
-    with pytest.raises(fpipe.MismatchError, match=f"disagree about {name}"):
+    with pytest.raises(fpipe.errors.MismatchError, match=f"disagree about {name}"):
         fpipe.testing.run(step, ranks=2)
 
 
@@ -310,6 +310,6 @@ def test_a_weight_that_one_rank_cannot_compute_ends_the_call_everywhere(
         group=group,
         reduction=fpipe.weighted(lambda t: 1 // int(t.sum())),
     )
-    with pytest.raises(fpipe.BatchError, match="ZeroDivisionError"):
+    with pytest.raises(fpipe.errors.BatchError, match="ZeroDivisionError"):
         fpipe.grad(pipe)([torch.eye(3)], torch.ones(4, 3), torch.zeros(4, 3))
     assert ["ZeroDivisionError" in str(error) for error in reported] == [True]

@@ -244,7 +244,7 @@ def test_an_error_of_the_first_step_is_raised(recorder: Recorder):
 
 def test_without_a_gpu_it_is_refused():
     with pytest.raises(
-        fpipe.StageError, match=r'on it, as fpipe.local\(devices=.*compile="cudagraphs"'
+        fpipe.errors.StageError, match=r'on it, as fpipe.local\(devices=.*compile="cudagraphs"'
     ):
         fpipe.pipeline([layer] * 2, microbatches=2, group=fpipe.local(2)).captured()
 

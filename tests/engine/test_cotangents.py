@@ -36,7 +36,7 @@ def pulled(outputs: int = 1) -> tuple[Any, Any]:
 )
 def test_a_cotangent_of_another_kind_is_refused_and_consumes_nothing(dy: Any):
     y, pullback = pulled()
-    with pytest.raises(fpipe.BatchError, match="dy"):
+    with pytest.raises(fpipe.errors.BatchError, match="dy"):
         pullback(dy)
     grads, _ = pullback(torch.ones_like(y))
     assert torch.equal(grads[0], TOTAL)
@@ -54,7 +54,9 @@ def test_none_is_the_cotangent_of_a_leaf_that_is_not_used():
 )
 def test_a_cotangent_of_another_structure_is_refused(dy: Any):
     _, pullback = pulled(2)
-    with pytest.raises(fpipe.BatchError, match="dy does not have the structure of the outputs"):
+    with pytest.raises(
+        fpipe.errors.BatchError, match="dy does not have the structure of the outputs"
+    ):
         pullback(dy)
 
 
@@ -73,7 +75,7 @@ def test_microbatches_of_a_cotangent_are_as_many_as_those_of_the_outputs():
     pipe = fpipe.pipeline([lambda p, x: x * p], group=fpipe.local(1))
     y, pullback = fpipe.vjp(pipe, [torch.ones(3)], fpipe.Microbatches([X[:1], X[1:]]))
     for dy in (fpipe.Microbatches([y[0]]), y[0], fpipe.Microbatches([y[1], y[0]])):
-        with pytest.raises(fpipe.BatchError, match="dy"):
+        with pytest.raises(fpipe.errors.BatchError, match="dy"):
             pullback(dy)
     grads, dx = pullback(fpipe.Microbatches([torch.ones_like(part) for part in y]))
     assert torch.equal(grads[0], X[:1].sum(0) + X[1:].sum(0))
@@ -83,5 +85,5 @@ def test_microbatches_of_a_cotangent_are_as_many_as_those_of_the_outputs():
 def test_a_list_in_place_of_a_cotangent_is_named_without_its_contents():
     pipe = fpipe.pipeline([lambda p, x: x * p], microbatches=1, group=fpipe.local(1))
     y, pullback = fpipe.vjp(pipe, [torch.ones(())], torch.ones(64))
-    with pytest.raises(fpipe.BatchError, match="dy has the leaf a list per microbatch"):
+    with pytest.raises(fpipe.errors.BatchError, match="dy has the leaf a list per microbatch"):
         pullback([y])

@@ -244,7 +244,10 @@ def test_noise_is_another_in_each_part():
     def run(dp: Any) -> tuple[Tensor, Tensor]:
         pipe = pipe_of("1F1B", dp, zero=2)
         zeros = optree.tree_map(torch.zeros_like, pipe.shard(network(2)))
-        both = fpipe.add_noise(1.0, seed=2, over=pipe), fpipe.add_noise(1.0, seed=2)
+        both = (
+            fpipe.transforms.add_noise(1.0, seed=2, over=pipe),
+            fpipe.transforms.add_noise(1.0, seed=2),
+        )
         drawn = [optree.tree_leaves(tx.update(zeros, tx.init(zeros))[0][0]) for tx in both]
         return tuple(torch.cat(leaves)[:16] for leaves in drawn)  # type: ignore[return-value]
 
@@ -599,18 +602,20 @@ def test_parts_make_the_whole(parts: int, limit: int):
 
 # ---- mistakes ----
 def test_mistakes_are_reported():
-    with pytest.raises(fpipe.StageError, match="zero=2 needs copies"):
+    with pytest.raises(fpipe.errors.StageError, match="zero=2 needs copies"):
         fpipe.copies(None, zero=2)
-    with pytest.raises(fpipe.StageError, match="zero=4; 0 keeps everything whole"):
+    with pytest.raises(fpipe.errors.StageError, match="zero=4; 0 keeps everything whole"):
         pipe_of("1F1B", fpipe.local(1), zero=4)
-    with pytest.raises(fpipe.StageError, match="has 2 ranks in this process"):
+    with pytest.raises(fpipe.errors.StageError, match="has 2 ranks in this process"):
         pipe_of("1F1B", fpipe.local(2))
     pipe = pipe_of("1F1B", fpipe.local(1), zero=3)
     x, y = (t[: MICROBATCHES * ROWS] for t in batch())
-    with pytest.raises(fpipe.StageError, match=r"call pipe\.shard\(params\)"):
+    with pytest.raises(fpipe.errors.StageError, match=r"call pipe\.shard\(params\)"):
         fpipe.grad(pipe)(network(2), x, y)
     pipe.shard(network(2))
-    with pytest.raises(fpipe.StageError, match="must have 40 elements along one axis and is"):
+    with pytest.raises(
+        fpipe.errors.StageError, match="must have 40 elements along one axis and is"
+    ):
         fpipe.grad(pipe)(network(2), x, y)
 
 
@@ -639,7 +644,7 @@ def test_copies_that_differ_are_reported():
     def run(dp: Any) -> None:
         step(pipe_of("1F1B", dp, zero=2 * dp.here[0]), dp)
 
-    with pytest.raises(fpipe.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
+    with pytest.raises(fpipe.errors.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
         on_copies(run)
 
 
@@ -649,7 +654,7 @@ def test_an_own_pattern_that_fits_nothing_is_refused():
             network(2), *(t.chunk(2)[dp.here[0]] for t in batch())
         )
 
-    with pytest.raises(fpipe.StageError, match=r"own='\*\.bb' matches no leaf"):
+    with pytest.raises(fpipe.errors.StageError, match=r"own='\*\.bb' matches no leaf"):
         on_copies(run)
 
 
@@ -698,5 +703,5 @@ def part(number: int) -> Any:
 
 
 def test_an_unknown_reduction_of_copies_is_refused():
-    with pytest.raises(fpipe.StageError, match=r"reduction='max'\); give 'mean' or 'sum'"):
+    with pytest.raises(fpipe.errors.StageError, match=r"reduction='max'\); give 'mean' or 'sum'"):
         pipe_of("1F1B", fpipe.local(1), dp_reduction="max")

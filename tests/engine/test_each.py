@@ -156,7 +156,7 @@ def test_other_ranks_get_none():
             fpipe.value_and_grad(pipe, each=each if group.here == (0,) else None)(
                 pipe.place(PARAMS[:2]), X, T
             )
-        except fpipe.MismatchError as error:
+        except fpipe.errors.MismatchError as error:
             return *found, str(error)
         raise AssertionError("ranks that disagree about each= must be refused")
 
@@ -171,15 +171,15 @@ def test_other_ranks_get_none():
 
 def test_a_write_into_what_the_backward_needs_is_refused():
     step = fpipe.value_and_grad(piped(), each=lambda number, y, loss: y.zero_())
-    with pytest.raises(fpipe.ActionError, match=r"each= after 3F0.*wrote into the output"):
+    with pytest.raises(fpipe.errors.ActionError, match=r"each= after 3F0.*wrote into the output"):
         step(PARAMS, X, T)
 
 
 def test_an_error_of_each_names_it():
     step = fpipe.value_and_grad(piped(), each=lambda number, y, loss: loss["no"])
-    with pytest.raises(fpipe.ActionError, match="each= after 3F0 on rank"):
+    with pytest.raises(fpipe.errors.ActionError, match="each= after 3F0 on rank"):
         step(PARAMS, X, T)
-    with pytest.raises(fpipe.BatchError, match="its output, what the loss returned"):
+    with pytest.raises(fpipe.errors.BatchError, match="its output, what the loss returned"):
         fpipe.value_and_grad(piped(), each=3)(PARAMS, X, T)  # type: ignore[arg-type]
 
 

@@ -105,7 +105,7 @@ def test_a_later_shape_where_each_call_says_it():
             float(step(params, X[:n] if first else away(n), T[:n] if last else away(n))[0])
             for n in (4, 8, 4)
         ]
-        with pytest.raises(fpipe.MismatchError, match="disagree about the shape of x"):
+        with pytest.raises(fpipe.errors.MismatchError, match="disagree about the shape of x"):
             step(params, X[:2] if first else away(6), T[:2] if last else away(6))
         return losses
 
@@ -120,7 +120,7 @@ def test_a_later_shape_that_no_call_says():
         step, params = fpipe.value_and_grad(pipe), pipe.place(PARAMS[:2])
         x = lambda n: X[:n] if group.here == (0,) else fpipe.elsewhere()
         step(params, x(8), T)
-        with pytest.raises(fpipe.MismatchError) as caught:
+        with pytest.raises(fpipe.errors.MismatchError) as caught:
             step(params, x(4), T[:4] if group.here == (1,) else T)
         return str(caught.value)
 
@@ -219,7 +219,7 @@ def test_what_other_ranks_know_of_a_stage():
         mine = [p if s == here else None for s, p in enumerate(params)]
         side = {"scale": torch.ones(8, 1)} if here == 0 else {}
         (loss, _), parts = fpipe.value_and_grad(pipe)(mine, X, T, **side)
-        with pytest.raises(fpipe.BatchError, match="did you mean 'scale'"):
+        with pytest.raises(fpipe.errors.BatchError, match="did you mean 'scale'"):
             pipe(mine, X, T, scales=1)
         return loss, parts
 
@@ -268,22 +268,22 @@ def test_a_side_input_that_no_rank_has():
 
 
 def test_a_local_group_has_everything():
-    with pytest.raises(fpipe.StageError, match="all ranks are in this process"):
+    with pytest.raises(fpipe.errors.StageError, match="all ranks are in this process"):
         fpipe.pipeline([layer, fpipe.Stage.elsewhere()], group=fpipe.local(2))
     pipe = fpipe.pipeline([layer] * 2, microbatches=2, group=fpipe.local(2))
-    with pytest.raises(fpipe.BatchError, match="pass it here"):
+    with pytest.raises(fpipe.errors.BatchError, match="pass it here"):
         pipe(PARAMS[:2], fpipe.elsewhere((8, 4)))
 
 
 def test_a_dtype_that_is_text_is_refused():
-    with pytest.raises(fpipe.BatchError, match=r"dtype='int64'\); give a dtype"):
+    with pytest.raises(fpipe.errors.BatchError, match=r"dtype='int64'\); give a dtype"):
         fpipe.elsewhere((8, 4), "int64")  # type: ignore[arg-type]
 
 
 def test_a_stage_that_its_rank_leaves_out():
     def rank(group: Any) -> str:
         stages = [layer, fpipe.Stage.elsewhere()]
-        with pytest.raises(fpipe.StageError) as caught:
+        with pytest.raises(fpipe.errors.StageError) as caught:
             fpipe.pipeline(stages, microbatches=2, group=group)
         return str(caught.value)
 
@@ -293,11 +293,11 @@ def test_a_stage_that_its_rank_leaves_out():
 def test_one_rank_leaves_stages_out_and_another_calls():
     def rank(group: Any) -> str:
         if group.here == (0,):
-            with pytest.raises(fpipe.MismatchError) as caught:
+            with pytest.raises(fpipe.errors.MismatchError) as caught:
                 fpipe.pipeline([layer, fpipe.Stage.elsewhere()], microbatches=2, group=group)
         else:
             pipe = fpipe.pipeline([layer] * 2, microbatches=2, group=group)
-            with pytest.raises(fpipe.MismatchError) as caught:
+            with pytest.raises(fpipe.errors.MismatchError) as caught:
                 pipe(pipe.place(PARAMS[:2]), X)
         return str(caught.value)
 
@@ -321,11 +321,11 @@ def _clients() -> Any:
                 adopted.here[0] == pipe.output_rank,
             )
         )
-    with pytest.raises(fpipe.GroupError, match="one of them, as in mesh"):
+    with pytest.raises(fpipe.errors.GroupError, match="one of them, as in mesh"):
         fpipe.adopt(mesh)
-    with pytest.raises(fpipe.GroupError, match="carries"):
+    with pytest.raises(fpipe.errors.GroupError, match="carries"):
         fpipe.adopt(mesh["pp"], device="meta")
-    with pytest.raises(fpipe.GroupError, match="timeout=0"):
+    with pytest.raises(fpipe.errors.GroupError, match="timeout=0"):
         fpipe.adopt(mesh["pp"], timeout=0)
     return out
 

@@ -203,5 +203,5 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
     ],
 )
 def test_mistakes(call: Any, message: str):
-    with pytest.raises(fpipe.BatchError, match=message):
+    with pytest.raises(fpipe.errors.BatchError, match=message):
         call()

@@ -279,7 +279,7 @@ def test_numbers_that_are_not_there_are_refused(
         away("x", x),
         away("target 0", t),
     )
-    with pytest.raises(fpipe.BatchError, match=f"{which} is on meta and rank 0 is on cpu"):
+    with pytest.raises(fpipe.errors.BatchError, match=f"{which} is on meta and rank 0 is on cpu"):
         fpipe.value_and_grad(piped())(*given)
 
 
@@ -297,18 +297,18 @@ def test_a_tensor_without_axes_is_the_same_for_every_microbatch(
     [
         (
             lambda: piped(engine="jit"),
-            fpipe.StageError,
+            fpipe.errors.StageError,
             "engine='jit'; give one of 'trace', 'eager'",
         ),
-        (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
+        (lambda: piped(microbatches=0), fpipe.errors.ScheduleError, "microbatches=0"),
         (
             lambda: fpipe.local(devices=["cpu", "cuda:99"]),
-            fpipe.GroupError,
+            fpipe.errors.GroupError,
             "device 'cuda:99' is not available",
         ),
         (
             lambda: fpipe.local(devices=["gpu"]),
-            fpipe.GroupError,
+            fpipe.errors.GroupError,
             "'gpu' is not a device; name a type",
         ),
     ],
@@ -322,7 +322,7 @@ def test_what_cannot_be_is_reported_before_anything_runs(
 
 def test_a_scalar_without_a_total_to_join_is_refused(params: list[Tensor], x: Tensor):
     stages = [layer, fpipe.Stage(lambda p, v: (v @ p, p.sum()), aux_loss=True)]
-    with pytest.raises(fpipe.StageError, match="aux_loss=True, and without a loss"):
+    with pytest.raises(fpipe.errors.StageError, match="aux_loss=True, and without a loss"):
         fpipe.vjp(piped(stages, "GPipe", loss=None), params[:2], x)
 
 
@@ -388,7 +388,7 @@ def test_a_pullback_is_called_once_or_kept(params: list[Tensor], x: Tensor):
     first = pullback(torch.ones_like(y), retain=True)
     second = pullback(2 * torch.ones_like(y))
     assert close(second, optree.tree_map(lambda v: 2 * v, first))
-    with pytest.raises(fpipe.StageError, match="retain=True"):
+    with pytest.raises(fpipe.errors.StageError, match="retain=True"):
         pullback(torch.ones_like(y))
 
 
@@ -547,7 +547,7 @@ def test_frozen_leaves_get_none_and_cost_nothing(x: Tensor, t: Tensor):
 
 
 def test_a_frozen_pattern_that_fits_nothing_is_reported(params: list[Tensor], x: Tensor, t: Tensor):
-    with pytest.raises(fpipe.StageError, match=r"frozen='9\.norm' matches no leaf"):
+    with pytest.raises(fpipe.errors.StageError, match=r"frozen='9\.norm' matches no leaf"):
         fpipe.grad(piped(frozen=["9.norm"]))(params, x, t)
 
 
@@ -555,7 +555,7 @@ def test_copies_of_a_tied_parameter_are_frozen_together():
     """Otherwise one copy is trained and the other is not."""
     tied = [("0.w", "2.w")]
     with pytest.raises(
-        fpipe.StageError, match=r"0\.w is frozen and 2\.w is not, but they are tied"
+        fpipe.errors.StageError, match=r"0\.w is frozen and 2\.w is not, but they are tied"
     ):
         piped(frozen=["0.*"], tied=tied)
     piped(frozen=["0.*", "*.w"], tied=tied)
@@ -587,13 +587,13 @@ def test_tied_parameters(schedule: str, params: list[Tensor], x: Tensor, t: Tens
 
 
 def test_tied_names_are_checked(params: list[Tensor], x: Tensor, t: Tensor):
-    with pytest.raises(fpipe.StageError, match=r"'stage\.leaf'"):
+    with pytest.raises(fpipe.errors.StageError, match=r"'stage\.leaf'"):
         piped(tied=[("wte", "3.wte")])
-    with pytest.raises(fpipe.StageError, match="has no such leaf"):
+    with pytest.raises(fpipe.errors.StageError, match="has no such leaf"):
         fpipe.grad(piped(tied=[("0.wte", "3.wte")]))(params, x, t)
     other = [*params[:3], torch.randn(WIDTH, WIDTH + 1)]
     fns = [layer, layer, layer, lambda p, v: layer(p, v)[:, :WIDTH]]
-    with pytest.raises(fpipe.StageError, match=r"tied.*shape"):
+    with pytest.raises(fpipe.errors.StageError, match=r"tied.*shape"):
         fpipe.grad(piped(fns, tied=[("0.", "3.")]))(other, x, t)
 
 

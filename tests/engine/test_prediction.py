@@ -120,5 +120,5 @@ def test_one_rank_with_another_length_is_named():
     def fn(group: Any) -> None:
         steps(group, MODELS["same"], (4, 6, 8, 9 + group.here[0]))
 
-    with pytest.raises(fpipe.MismatchError, match="the shape of x"):
+    with pytest.raises(fpipe.errors.MismatchError, match="the shape of x"):
         run(fn, ranks=2)

@@ -58,7 +58,7 @@ def test_a_value_that_the_backward_needs_changed(changed: str, remat: bool, engi
         grads, _ = pullback(torch.ones(4, 3))
         torch.testing.assert_close(grads[0], (X * X.exp()).sum(0))
         return
-    with pytest.raises(fpipe.StageError, match="in place"):
+    with pytest.raises(fpipe.errors.StageError, match="in place"):
         pullback(torch.ones(4, 3))
 
 
@@ -87,7 +87,7 @@ def test_a_retained_pullback_gives_the_same_again(schedule: str, engine: Any):
     for grads, dx in first[1:]:
         assert torch.equal(dx, first[0][1])
         assert all(map(torch.equal, grads, first[0][0]))
-    with pytest.raises(fpipe.StageError, match="called before"):
+    with pytest.raises(fpipe.errors.StageError, match="called before"):
         pullback(torch.ones_like(y))
 
 

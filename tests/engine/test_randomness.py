@@ -112,7 +112,7 @@ def test_a_traced_stage_that_seeds_a_stream_is_refused(name: str):
     """The seed was set once, while the stage was traced, and counted for no run of it."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with pytest.raises(fpipe.TraceError, match="Pass seed= to "):
+    with pytest.raises(fpipe.errors.TraceError, match="Pass seed= to "):
         fpipe.trace(SEEDING[name], torch.tensor(2.0), X)
     assert torch.equal(torch.get_rng_state(), before), "the stream of the process is as before"
 

@@ -483,7 +483,7 @@ def test_ranks_that_disagree_about_slices() -> None:
         return pipe(pipe.place(parameters(2)), *batch())
 
     with pytest.raises(
-        fpipe.MismatchError, match="disagree about slices: rank 0 has 2, rank 1 has 4"
+        fpipe.errors.MismatchError, match="disagree about slices: rank 0 has 2, rank 1 has 4"
     ):
         fpipe.testing.run(rank, ranks=2, order="buffered", seed=0)
 

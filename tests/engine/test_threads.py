@@ -56,7 +56,7 @@ def test_one_pipeline_in_two_threads_is_right_or_refused():
         for _ in range(30):
             try:
                 value = float(fpipe.value_and_grad(pipe)(params, X, X)[0])
-            except fpipe.GroupError as error:
+            except fpipe.errors.GroupError as error:
                 assert "in use by another thread" in str(error)
             except BaseException as error:
                 wrong.append(error)
@@ -110,7 +110,7 @@ def test_two_pipelines_on_one_group_in_two_threads_are_right_or_refused():
         for _ in range(30):
             try:
                 y = pipes[number](params, X)
-            except fpipe.GroupError as error:
+            except fpipe.errors.GroupError as error:
                 refused += "in use by another thread" in str(error)
             else:
                 wrong.extend([] if torch.equal(y, expected[number]) else [y])
@@ -127,7 +127,7 @@ def test_two_pipelines_on_one_group_in_two_threads_are_right_or_refused():
 def test_a_group_is_free_after_an_error():
     group = fpipe.local(2)
     pipe = fpipe.pipeline([lambda p, x: x * p] * 2, microbatches=2, group=group)
-    with pytest.raises(fpipe.ActionError, match="division"):
+    with pytest.raises(fpipe.errors.ActionError, match="division"):
         pipe([torch.ones(64)] * 2, X, each=lambda number, y: 1 // 0)
     y, pullback = fpipe.vjp(pipe, [torch.ones(64)] * 2, X)
     assert torch.equal(pipe([torch.ones(64)] * 2, X), X), "also between the phases of another call"

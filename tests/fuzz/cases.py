@@ -169,7 +169,7 @@ def fits(name: str, ranks: int, microbatches: int, stages: int) -> bool:
     """Whether there is such a schedule."""
     try:
         fpipe.make_schedule(name, ranks, microbatches, stages=stages)
-    except fpipe.ScheduleError:
+    except fpipe.errors.ScheduleError:
         return False
     return True
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fpipe import Schedule, ScheduleError, make_schedule, register_schedule, schedule_names
+from fpipe import Schedule, make_schedule, register_schedule, schedule_names
+from fpipe.errors import ScheduleError
 from fpipe.generators import unregister_schedule
 
 

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 
 from effort import lines
-from fpipe import Action, Costs, Schedule, ScheduleError, make_schedule, schedule_names
+from fpipe import Action, Costs, Schedule, make_schedule, schedule_names
+from fpipe.errors import ScheduleError
 from fpipe.generators import dualpipe, zbv
 from fpipe.generators.greedy import split_backwards
 from sample import covering

@@ -105,7 +105,7 @@ def test_torch_validator_passes_a_deadlock():
         for rank, line in enumerate(text.splitlines())
     }
     _validate_schedule(rows, 2, 2, 2)  # says nothing
-    with pytest.raises(fpipe.ScheduleError, match="wait"):
+    with pytest.raises(fpipe.errors.ScheduleError, match="wait"):
         fpipe.Schedule.parse(text).check()
 
 

@@ -275,7 +275,7 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
             loss, grads, all_traced = split(
                 model, schedule, ids, want[0] if want else torch.ones(ROWS, 1, 1), side
             )
-        except fpipe.StageError as error:
+        except fpipe.errors.StageError as error:
             return Row(
                 family,
                 "unknown" if isinstance(error.__cause__, TimeoutError) else "refused",

@@ -769,7 +769,7 @@ def batch_sizes_that_every_rank_knows() -> None:
 def batch_sizes_that_a_rank_cannot_know() -> None:
     script = Script("ZBVZeroBubble", group=own_group())
     script.step(*batch(8))
-    with pytest.raises(fpipe.MismatchError, match="disagree"):
+    with pytest.raises(fpipe.errors.MismatchError, match="disagree"):
         script.step(*batch(12))
 
 
@@ -876,7 +876,7 @@ def a_mistake_on_one_rank(which: str) -> None:
     wrong, kind, match = MISTAKES[which]
     script, (x, t) = Script("1F1B"), batch()
     args, keywords = script.args(x, t)
-    with pytest.raises(kind if script.last else fpipe.PeerError, match=match):
+    with pytest.raises(kind if script.last else fpipe.errors.PeerError, match=match):
         script.schedule.step(*args, **(keywords | wrong if script.last else keywords))
     trained(script)
 
@@ -888,5 +888,5 @@ def stages_that_the_schedule_has_elsewhere() -> None:
         PipelineStage(module, s, 4, CPU) for s, module in enumerate(model(4)) if s % 2 == rank
     ]
     schedule = pipelining.ScheduleZBVZeroBubble(stages, MICROBATCHES, squared)
-    with pytest.raises(fpipe.ScheduleError, match=f"rank {rank} has stages .* and got"):
+    with pytest.raises(fpipe.errors.ScheduleError, match=f"rank {rank} has stages .* and got"):
         schedule.step(batch()[0], target=batch()[1])

@@ -172,14 +172,14 @@ def test_arguments_of_forward_as_side_inputs():
 
 def test_gradients_that_do_not_fit_are_refused():
     bound = bind(layers(2))
-    with pytest.raises(fpipe.StageError, match="1 entries of gradients for 2 stages"):
+    with pytest.raises(fpipe.errors.StageError, match="1 entries of gradients for 2 stages"):
         bound.add_grads([{}])
-    with pytest.raises(fpipe.StageError, match=r"'0\.weight' in stage 1 has shape \[3\]"):
+    with pytest.raises(fpipe.errors.StageError, match=r"'0\.weight' in stage 1 has shape \[3\]"):
         bound.add_grads([None, {"0.weight": torch.ones(3)}])
     for wrong in ([], 3, "layers"):
-        with pytest.raises(fpipe.StageError, match="or a list with a module"):
+        with pytest.raises(fpipe.errors.StageError, match="or a list with a module"):
             bind(wrong)  # type: ignore[arg-type]
-    with pytest.raises(fpipe.StageError, match="cuts=3; give a list"):
+    with pytest.raises(fpipe.errors.StageError, match="cuts=3; give a list"):
         fpipe.from_module(torch.nn.Linear(1, 1), cuts=3)  # type: ignore[arg-type]
 
 
@@ -243,7 +243,7 @@ def test_ranks_in_different_modes_are_reported():
         bound = bind([module if s == group.here[0] else None for s, module in enumerate(layers(2))])
         pipe = fpipe.pipeline(bound.stages, microbatches=2, group=group)
         pipe = pipe.eval() if group.here == (0,) else pipe.train()
-        with pytest.raises(fpipe.MismatchError) as caught:
+        with pytest.raises(fpipe.errors.MismatchError) as caught:
             pipe(bound.params, X)
         return str(caught.value)
 
@@ -302,9 +302,11 @@ def test_a_model_on_meta_is_cut_and_filled_by_rank():
     assert found[1][1][1]["angles"] is None
     assert "head.weight" not in asked  # the tied parameter under its first name
 
-    with pytest.raises(fpipe.StageError, match="there are no values for 'angles' of stage 0"):
+    with pytest.raises(
+        fpipe.errors.StageError, match="there are no values for 'angles' of stage 0"
+    ):
         filled(stages, params, model.state_dict().__getitem__)
-    with pytest.raises(fpipe.StageError, match=r"'embed.weight' of stage 0 has shape \[2\]"):
+    with pytest.raises(fpipe.errors.StageError, match=r"'embed.weight' of stage 0 has shape \[2\]"):
         filled(stages, params, lambda name: torch.ones(2))
 
 
@@ -328,10 +330,10 @@ def test_a_state_that_lacks_a_buffer_is_refused_before_anything_is_written():
     norms = [nn.BatchNorm1d(1), nn.BatchNorm1d(1)]
     bound = bind(norms)
     whole = {name: value + 1 for name, value in (bound.state[0] or {}).items()}
-    with pytest.raises(fpipe.StageError, match="the state of stage 1 has no 'running_var'"):
+    with pytest.raises(fpipe.errors.StageError, match="the state of stage 1 has no 'running_var'"):
         bound.write_state(
             [whole, {key: value for key, value in whole.items() if key != "running_var"}]
         )
-    with pytest.raises(fpipe.StageError, match="1 states for 2 stages"):
+    with pytest.raises(fpipe.errors.StageError, match="1 states for 2 stages"):
         bound.write_state([whole])
     assert norms[0].running_mean == 0

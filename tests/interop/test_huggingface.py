@@ -249,7 +249,7 @@ def test_experts_of_bfloat16_trace_as_grouped_products():
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str):
-    with pytest.raises(fpipe.StageError, match=message):
+    with pytest.raises(fpipe.errors.StageError, match=message):
         huggingface.stages(decoder("llama", layers=2), **options)
 
 
@@ -257,7 +257,8 @@ def test_a_model_whose_forward_fails_is_refused():
     model = decoder("llama", layers=2)
     model.lm_head = torch.nn.Linear(3, 4)
     with pytest.raises(
-        fpipe.StageError, match=r"cannot split LlamaForCausalLM: its own forward fails on 4 tokens"
+        fpipe.errors.StageError,
+        match=r"cannot split LlamaForCausalLM: its own forward fails on 4 tokens",
     ):
         huggingface.stages(model, 2)
 
@@ -410,7 +411,8 @@ def test_other_inputs_than_token_ids_need_an_example():
     config = transformers.WhisperConfig(encoder_layers=1, decoder_layers=1, **shape, **ends)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     with pytest.raises(
-        fpipe.StageError, match="takes 'input_features' in place of token ids; give an example"
+        fpipe.errors.StageError,
+        match="takes 'input_features' in place of token ids; give an example",
     ):
         huggingface.stages(model, 2)
     sound, ids = torch.randn(2, 8, 16), tokens(2, 5)
@@ -489,7 +491,9 @@ class Noisy(torch.nn.Module):
 def test_random_numbers_that_several_stages_need_are_refused():
     """Each stage would draw others, and the comparison of a cut is without random numbers."""
     model = decoder("llama", layers=2, train=True)
-    with pytest.raises(fpipe.StageError, match="several stages need the same random numbers"):
+    with pytest.raises(
+        fpipe.errors.StageError, match="several stages need the same random numbers"
+    ):
         huggingface.stages(Noisy(model, each=False), 2)
     assert len(huggingface.stages(Noisy(model, each=True), 2)[0]) == 2
     assert len(huggingface.stages(Noisy(model, each=False).eval(), 2)[0]) == 2
@@ -524,7 +528,7 @@ def test_layers_that_are_dropped_at_random_are_refused():
     model = huggingface_survey.small("opt")
     model.model.decoder.layerdrop = 0.5
     with pytest.raises(
-        fpipe.StageError, match=r"drops layers at random in training \(layerdrop=0.5\)"
+        fpipe.errors.StageError, match=r"drops layers at random in training \(layerdrop=0.5\)"
     ):
         huggingface.stages(model, 2)
     assert len(huggingface.stages(model.eval(), 2)[0]) == 2
@@ -564,14 +568,15 @@ def test_from_module_shows_no_internals_of_torch(compiler: bool):
     if compiler:
         torch.compile(torch.sin, backend="eager")
     with pytest.raises(
-        fpipe.StageError, match=r"submodules: a decorator hides its arguments.*huggingface.stages"
+        fpipe.errors.StageError,
+        match=r"submodules: a decorator hides its arguments.*huggingface.stages",
     ):
         fpipe.from_module(decoder("llama", layers=2), cuts=["model.layers.1"])
 
 
 def test_other_modules_are_sent_to_from_module():
     with pytest.raises(
-        fpipe.StageError,
+        fpipe.errors.StageError,
         match=r"Linear is no causal model of the transformers package; fpipe\.from_mod",
     ):
         huggingface.stages(torch.nn.Linear(2, 2), 1)

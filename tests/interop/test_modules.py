@@ -159,7 +159,7 @@ class ChoiceBeforeCheck(nn.Module):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_choice_is_no_check_of_what_follows(several: bool):
-    with pytest.raises(fpipe.StageError, match="a value decides what it computes"):
+    with pytest.raises(fpipe.errors.StageError, match="a value decides what it computes"):
         fpipe.from_module(ChoiceBeforeCheck(several), ["b"])
 
 
@@ -223,7 +223,7 @@ def test_a_buffer_that_forward_replaces():
     model = nn.Sequential(nn.Linear(2, 2), Counter())
     stages, params = fpipe.from_module(model)
     with pytest.raises(
-        fpipe.StageError, match=r"replaces its buffer '1\.calls'.*state=\['1\.calls'\]"
+        fpipe.errors.StageError, match=r"replaces its buffer '1\.calls'.*state=\['1\.calls'\]"
     ):
         stages[0](params[0], torch.ones(1, 2))
     assert int(model[1].calls) == 0  # the module itself was not touched
@@ -234,7 +234,7 @@ def test_a_buffer_that_forward_replaces():
 
 def test_a_norm_that_runs_in_two_stages_is_refused():
     norm = nn.BatchNorm1d(3)
-    with pytest.raises(fpipe.StageError, match="changes in two stages"):
+    with pytest.raises(fpipe.errors.StageError, match="changes in two stages"):
         fpipe.from_module(nn.Sequential(norm, nn.Linear(3, 3), norm), ["1"])
 
 
@@ -318,7 +318,7 @@ def test_mistakes(model: Any, options: dict[str, Any], message: str | None):
     if message is None:
         assert len(fpipe.from_module(model, **options)[0]) == 2
         return
-    with pytest.raises(fpipe.StageError, match=message):
+    with pytest.raises(fpipe.errors.StageError, match=message):
         fpipe.from_module(model, **options)
 
 
@@ -327,7 +327,7 @@ def test_never_called():
         def forward(self, x: Tensor) -> Tensor:
             return self[0](x)
 
-    with pytest.raises(fpipe.StageError, match="'1', but forward never calls it"):
+    with pytest.raises(fpipe.errors.StageError, match="'1', but forward never calls it"):
         fpipe.from_module(Idle(nn.Linear(2, 2), nn.Linear(2, 2)), ["1"])
 
 
@@ -337,11 +337,11 @@ def test_to_module_refuses_what_does_not_fit():
     assert fpipe.to_module(model, [{}, {"1.bias": torch.ones(2), "1.weight": None}]) is model
     assert model[1].bias.tolist() == [1, 1]
     with pytest.raises(
-        fpipe.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"
+        fpipe.errors.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"
     ):
         fpipe.to_module(model, [{"5.bias": torch.ones(2)}, {}])
     with pytest.raises(
-        fpipe.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"
+        fpipe.errors.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"
     ):
         fpipe.to_module(model, [params[0], {"1.bias": torch.ones(3)}])
 
@@ -435,7 +435,8 @@ def test_a_model_output_keeps_its_class():
 
 def test_a_forward_that_cannot_be_read_shows_no_internals():
     with pytest.raises(
-        fpipe.StageError, match=r"a value decides what it computes, at .*test_modules\.py:\d+"
+        fpipe.errors.StageError,
+        match=r"a value decides what it computes, at .*test_modules\.py:\d+",
     ):
         fpipe.from_module(nn.Sequential(Chooser(), nn.Linear(2, 2)), cuts=["0.never"])
 
@@ -454,7 +455,7 @@ class Noted(nn.Module):
 
 def test_an_attribute_that_a_forward_sets_is_named_with_the_line_of_the_user():
     with pytest.raises(
-        fpipe.StageError,
+        fpipe.errors.StageError,
         match=r"no attribute 'noted', at .*test_modules\.py:\d+ \(return x, .*aux_loss=True",
     ):
         fpipe.from_module(Noted(), cuts=["b"])

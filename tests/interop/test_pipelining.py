@@ -122,7 +122,7 @@ def test_sharded_modules_are_refused(alone: None):
     modules = [fully_shard(nn.Linear(2, 2), mesh=mesh) for _ in range(2)]
     stages = [pipelining.PipelineStage(m, s, 2, torch.device("cpu")) for s, m in enumerate(modules)]
     schedule = pipelining.ScheduleInterleaved1F1B(stages, 2, nn.functional.mse_loss)
-    with pytest.raises(fpipe.UnsupportedError, match="under fully_shard"):
+    with pytest.raises(fpipe.errors.UnsupportedError, match="under fully_shard"):
         schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
 
 
@@ -130,20 +130,20 @@ def test_mistakes_before_the_first_step(alone: None, tmp_path):
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="Stage index 2 is out of range of 2"):
         pipelining.PipelineStage(module, 2, 2, torch.device("cpu"))
-    with pytest.raises(fpipe.UnsupportedError, match="dw_builder"):
+    with pytest.raises(fpipe.errors.UnsupportedError, match="dw_builder"):
         pipelining.PipelineStage(module, 0, 2, torch.device("cpu"), dw_builder=lambda: None)
     stages = [pipelining.PipelineStage(module, s, 3, torch.device("cpu")) for s in range(3)]
     with pytest.raises(ValueError, match="ZBVZeroBubble takes 2 stages on 1 ranks, not 3"):
         pipelining.ScheduleZBVZeroBubble(stages, 2)
     runtime = schedules._PipelineScheduleRuntime(stages, 2)
-    with pytest.raises(fpipe.ScheduleError, match="there is no order yet"):
+    with pytest.raises(fpipe.errors.ScheduleError, match="there is no order yet"):
         runtime.step()
     (tmp_path / "wrong.csv").write_text("0F0,1F0,2F0,2B0,1B0,0B0\n")
-    with pytest.raises(fpipe.ScheduleError, match="1 microbatches; there are 1, 3 and 2"):
+    with pytest.raises(fpipe.errors.ScheduleError, match="1 microbatches; there are 1, 3 and 2"):
         runtime._load_csv(tmp_path / "wrong.csv")
     with pytest.raises(NotImplementedError, match="format='xml'"):
         runtime._load_csv(tmp_path / "wrong.csv", format="xml")  # type: ignore[arg-type]
-    with pytest.raises(fpipe.UnsupportedError, match="UNSHARD"):
+    with pytest.raises(fpipe.errors.UnsupportedError, match="UNSHARD"):
         runtime.register_custom_function(
             pipelining.orders.ComputationType("UNSHARD"), lambda action, ctx: None
         )

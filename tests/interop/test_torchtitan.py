@@ -139,11 +139,11 @@ def test_a_file_for_something_else(tmp_path: Path):
     path = tmp_path / "mine.csv"
     fpipe.make_schedule("1F1B", 3, 4).to_csv(path)
     with pytest.raises(
-        fpipe.StageError, match="is for pipeline_parallel_degree 3, the configuration says 2"
+        fpipe.errors.StageError, match="is for pipeline_parallel_degree 3, the configuration says 2"
     ):
         torchtitan.settings(Small(), config(schedule_csv=str(path)))
     with pytest.raises(
-        fpipe.StageError, match=r"Linear has no `layers` as torchtitan's models have"
+        fpipe.errors.StageError, match=r"Linear has no `layers` as torchtitan's models have"
     ):
         torchtitan.settings(nn.Linear(2, 2), config())
 
@@ -227,7 +227,7 @@ def test_parts_are_theirs(package: Any):
                     theirs = None
                 try:
                     ours = torchtitan.names_per_part(stages, layers, *less)
-                except fpipe.StageError:
+                except fpipe.errors.StageError:
                     ours = None
                 assert ours == theirs, (stages, layers, less)
 
@@ -315,7 +315,7 @@ def test_parts_on_meta_train_as_the_whole_model(long: bool):
 
 def test_axes_that_torchtitan_applies_inside_the_parts_are_refused():
     dims = SimpleNamespace(dp_shard=2)
-    with pytest.raises(fpipe.UnsupportedError, match="dp_shard is not supported"):
+    with pytest.raises(fpipe.errors.UnsupportedError, match="dp_shard is not supported"):
         torchtitan.pipelining_fn(
             Small(), dims, config(), torch.device("cpu"), None, lambda m, *_: m, nn.MSELoss()
         )

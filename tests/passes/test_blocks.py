@@ -256,7 +256,7 @@ def test_an_error_inside_a_block_is_that_of_the_function():
         return x @ p["w"].sum(0)[None]
 
     for fn in (wrong, fpipe.block(wrong)):
-        with pytest.raises(fpipe.ActionError, match="reduction dim"):
+        with pytest.raises(fpipe.errors.ActionError, match="reduction dim"):
             traced(repeated(fn), parameters(1), torch.ones(2, WIDTH))
 
 

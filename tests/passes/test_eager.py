@@ -508,7 +508,7 @@ def test_a_write_into_a_captured_tensor_is_refused_before_it_happens(looking: bo
         count.view(1)[0].add_(1)
         return x @ p
 
-    with pytest.raises(fpipe.TraceError, match="closes over"):
+    with pytest.raises(fpipe.errors.TraceError, match="closes over"):
         trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3))
     assert count == 0
 
@@ -520,7 +520,7 @@ def test_a_write_into_a_parameter_is_refused(looking: bool):
             p.add_(int(looking and x.sum().item() > 1e9) + 1)
         return x @ p
 
-    with pytest.raises(fpipe.TraceError, match="writes into a parameter"):
+    with pytest.raises(fpipe.errors.TraceError, match="writes into a parameter"):
         trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3))
 
 
@@ -531,10 +531,10 @@ def test_a_captured_tensor_that_wants_a_gradient_is_refused(looking: bool):
     def fn(p: Tensor, x: Tensor) -> Tensor:
         return x @ p @ other * (2 if looking and x.sum().item() > 0 else 1)
 
-    with pytest.raises(fpipe.TraceError, match="would silently not get"):
+    with pytest.raises(fpipe.errors.TraceError, match="would silently not get"):
         trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3))
     own = trace(fpipe.Stage(fn, engine="eager", like=lambda p, x: x), randn(3, 3), randn(2, 3))
-    with pytest.raises(fpipe.TraceError, match="would silently not get"):
+    with pytest.raises(fpipe.errors.TraceError, match="would silently not get"):
         own.forward(randn(3, 3), randn(2, 3))
 
 
@@ -546,7 +546,8 @@ def fussy(p: Tensor, x: Tensor) -> Tensor:
 def test_a_function_that_cannot_be_rehearsed_asks_for_a_likeness():
     p, x = randn(3, 3), -torch.ones(2, 3)
     with pytest.raises(
-        fpipe.StageError, match=r"(?s)fussy.*AssertionError at .*test_eager.*like=lambda p, x: x"
+        fpipe.errors.StageError,
+        match=r"(?s)fussy.*AssertionError at .*test_eager.*like=lambda p, x: x",
     ):
         trace(fpipe.Stage(fussy, engine="eager"), p, x)
     own = trace(fpipe.Stage(fussy, engine="eager", like=lambda p, x: x), p, x)
@@ -554,7 +555,7 @@ def test_a_function_that_cannot_be_rehearsed_asks_for_a_likeness():
 
 
 def test_an_ordinary_mistake_is_reported_as_one():
-    with pytest.raises(fpipe.ActionError, match=r"test_eager.*cannot be multiplied"):
+    with pytest.raises(fpipe.errors.ActionError, match=r"test_eager.*cannot be multiplied"):
         trace(fpipe.Stage(lambda p, x: x @ p, engine="eager"), randn(4, 4), randn(2, 3))
 
 
@@ -612,7 +613,9 @@ def test_what_differs_from_the_plan_is_reported(name: str):
     )
     run = fpipe.value_and_grad(pipe)
     run([torch.ones(3), randn(3, 3)], torch.ones(4, 3), torch.zeros(4))
-    with pytest.raises(fpipe.ActionError, match=r"1F0 \(odd .*float32\[3, 3\]; float32\[2, 3\].*"):
+    with pytest.raises(
+        fpipe.errors.ActionError, match=r"1F0 \(odd .*float32\[3, 3\]; float32\[2, 3\].*"
+    ):
         run([torch.ones(3) * 1000, randn(3, 3)], torch.ones(4, 3), torch.zeros(4))
 
 
@@ -625,7 +628,7 @@ def test_a_gradient_that_nobody_expected_is_reported():
         return x.detach() * 2 if len(calls) == 1 else x * p
 
     own = trace(fpipe.Stage(fn, engine="eager"), randn(3), randn(2, 3))
-    with pytest.raises(fpipe.StageError, match="one that carries a gradient"):
+    with pytest.raises(fpipe.errors.StageError, match="one that carries a gradient"):
         own.forward(randn(3), randn(2, 3))
 
 
@@ -658,14 +661,15 @@ def test_an_error_names_action_stage_shapes_and_line():
         group=fpipe.local(2),
     )
     with pytest.raises(
-        fpipe.ActionError, match=r"1F0 \(picky .*float32\[2, 3\].*KeyError at .*raise KeyError"
+        fpipe.errors.ActionError,
+        match=r"1F0 \(picky .*float32\[2, 3\].*KeyError at .*raise KeyError",
     ) as caught:
         fpipe.grad(pipe)([torch.ones(3) * 1000, randn(3, 3)], torch.ones(4, 3), torch.ones(4, 3))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_compile_of_an_eager_stage_is_refused():
-    with pytest.raises(fpipe.StageError, match="only traced programs are compiled"):
+    with pytest.raises(fpipe.errors.StageError, match="only traced programs are compiled"):
         trace(
             fpipe.Stage(branching, engine="eager", compile="aot_eager"),
             make(branching),
@@ -767,7 +771,7 @@ def test_under_debug():
     with fpipe.debug():
         fpipe.grad(pipe)(params, x, x)
         params[2]["w"][0, 0] = float("nan")
-        with pytest.raises(fpipe.ActionError, match=r"2F0 .*NaN"):
+        with pytest.raises(fpipe.errors.ActionError, match=r"2F0 .*NaN"):
             fpipe.grad(pipe)(params, x, x)
 
 
@@ -807,9 +811,9 @@ def test_parameters_that_are_dtensors(mesh: DeviceMesh):
     for mine, other in zip(grads, others, strict=True):
         assert all(isinstance(g, DTensor) for g in mine.values())
         assert same({n: g.full_tensor() for n, g in mine.items()}, other)
-    with pytest.raises(fpipe.TraceError, match=r'DTensor float32\[6\].*engine="eager"'):
+    with pytest.raises(fpipe.errors.TraceError, match=r'DTensor float32\[6\].*engine="eager"'):
         run(layer, split)
-    with pytest.raises(fpipe.StageError, match=r"returns a DTensor.*to_local"):
+    with pytest.raises(fpipe.errors.StageError, match=r"returns a DTensor.*to_local"):
         trace(fpipe.Stage(lambda p, x: p["up"], engine="eager"), split[0], x)
 
 

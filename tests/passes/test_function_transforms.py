@@ -278,7 +278,7 @@ def test_an_error_of_a_stage_inside_a_transform_names_the_stage(place: str):
     }
     text = what.get(place, "each= after microbatch 0")
     with pytest.raises(
-        fpipe.ActionError, match=rf"{text} raised AttributeError at .*\.py:\d+ \(return len"
+        fpipe.errors.ActionError, match=rf"{text} raised AttributeError at .*\.py:\d+ \(return len"
     ) as caught:
         torch.func.grad(value)(torch.tensor(0.0))
     assert isinstance(caught.value.__cause__, AttributeError)

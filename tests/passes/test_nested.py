@@ -187,7 +187,7 @@ def test_a_seed_inside_a_stage_is_refused():
     inner = fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1), seed=1)
     pipe = fpipe.pipeline([lambda p, x: inner([p], x)], microbatches=1, group=fpipe.local(1))
     with pytest.raises(
-        fpipe.StageError, match=r"seed= is not defined for a pipeline inside stage .*lambda"
+        fpipe.errors.StageError, match=r"seed= is not defined for a pipeline inside stage .*lambda"
     ):
         pipe(parameters(1), X)
 
@@ -198,13 +198,13 @@ def test_a_vjp_inside_a_transform_or_a_stage_is_refused():
     def outer(p: Tensor, x: Tensor) -> Tensor:
         return fpipe.vjp(inner, [p], x)[0]
 
-    with pytest.raises(fpipe.StageError, match=r"cannot run inside a torch\.func transform"):
+    with pytest.raises(fpipe.errors.StageError, match=r"cannot run inside a torch\.func transform"):
         torch.func.grad(lambda p: outer(p, X).sum())(parameters(1)[0])
     pipe = fpipe.pipeline([outer], microbatches=1, group=fpipe.local(1))
-    with pytest.raises(fpipe.StageError, match=r"cannot run inside stage .*outer"):
+    with pytest.raises(fpipe.errors.StageError, match=r"cannot run inside stage .*outer"):
         pipe(parameters(1), X)
     _, pullback = fpipe.vjp(inner, parameters(1), X)
-    with pytest.raises(fpipe.StageError, match=r"cannot run inside a torch\.func transform"):
+    with pytest.raises(fpipe.errors.StageError, match=r"cannot run inside a torch\.func transform"):
         torch.func.grad(lambda dy: pullback(dy)[1].sum())(X)
 
 
@@ -244,7 +244,7 @@ def test_an_inner_pipeline_does_not_write_into_parameters():
     params = parameters(1)
     inner = fpipe.pipeline([lambda p, x: x @ p.mul_(2)], microbatches=1, group=fpipe.local(1))
     with pytest.raises(
-        fpipe.TraceError, match="writes into its parameters or side inputs in place"
+        fpipe.errors.TraceError, match="writes into its parameters or side inputs in place"
     ):
         torch.vmap(lambda x: inner(params, x))(X[None])
 
@@ -261,16 +261,16 @@ def test_results_of_functions_are_checked_inside_a_transform():
     expected = value(squared)
     torch.testing.assert_close(value(lambda y, target: (squared(y, target), 1)), expected)
     with pytest.raises(
-        fpipe.StageError, match=r"must return one scalar tensor.*it returned float32"
+        fpipe.errors.StageError, match=r"must return one scalar tensor.*it returned float32"
     ):
         value(lambda y, target: (y - target).square().mean(0))
-    with pytest.raises(fpipe.StageError, match="must be floating"):
+    with pytest.raises(fpipe.errors.StageError, match="must be floating"):
         value(lambda y, target: (y > target).sum())
-    with pytest.raises(fpipe.StageError, match=r"must return \(scalar, aux\)"):
+    with pytest.raises(fpipe.errors.StageError, match=r"must return \(scalar, aux\)"):
         value(squared, has_aux=True)
     stage = fpipe.Stage(lambda p, x: (layer(p, x), x.sum(0)), aux_loss=True)
     pipe = fpipe.pipeline([stage], loss=squared, microbatches=2, group=fpipe.local(1))
-    with pytest.raises(fpipe.StageError, match="aux_loss=True"):
+    with pytest.raises(fpipe.errors.StageError, match="aux_loss=True"):
         torch.func.vmap(lambda x: pipe(params, x, Y))(X[None])
 
 

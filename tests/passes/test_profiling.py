@@ -17,10 +17,11 @@ from matplotlib.figure import Figure
 
 import fpipe
 import sleeping_stages
-from fpipe import Action, Costs, FpipeError, StageError
+from fpipe import Action, Costs, FpipeError
 from fpipe.actions.action import Fused
 from fpipe.collectives.group import Done
 from fpipe.engine.execute import WATCH
+from fpipe.errors import StageError
 from fpipe.passes.profile.costing import costs, messages, shares, spans, timeline
 from fpipe.passes.profile.profiling import split, whole
 from fpipe.passes.profile.recording import Event, Run, differences, gathered

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import fpipe
 from collective_stages import WIDTH, all_collectives, moe_stage, parameters
 from common import same, squared
-from fpipe import WeaveError
-from fpipe.errors import GroupError, MismatchError
+from fpipe.errors import GroupError, MismatchError, WeaveError
 from fpipe.passes.weaving.collective_order import Starts, conflicts
 from fpipe.passes.weaving.search import weave
 from fpipe.passes.weaving.segments import segments_of

@@ -178,7 +178,7 @@ def test_an_error_in_a_checkpoint_does_not_reach_later_functions():
                 [fn], loss=torch.sum, microbatches=1, group=fpipe.local(1), engine=engine
             )
         )([torch.ones(2)], torch.full((1, 2), 3.0))
-        with pytest.raises(fpipe.ActionError, match="broken") as caught:
+        with pytest.raises(fpipe.errors.ActionError, match="broken") as caught:
             run(stage)
         assert run(lambda p, x: x * p * p)[0].tolist() == [6.0, 6.0], caught
 

@@ -255,7 +255,7 @@ def test_a_checkpoint_inside_functional_call_is_refused(engine: Any):
     module = Checkpointed()
     params = {name: leaf.detach() * 2 for name, leaf in module.named_parameters()}
     call = lambda p, x: torch.func.functional_call(module, p, (x,))
-    with pytest.raises(fpipe.TraceError, match=r"put fpipe\.remat around"):
+    with pytest.raises(fpipe.errors.TraceError, match=r"put fpipe\.remat around"):
         step([call], [params], lambda y, t: y.sum(), engine)
 
 
@@ -431,7 +431,9 @@ def test_a_place_in_the_memory_of_an_argument_is_refused_in_a_trace():
     pipe = lambda engine: fpipe.pipeline(
         [window], loss=loss, microbatches=2, group=fpipe.local(1), engine=engine
     )
-    with pytest.raises(fpipe.TraceError, match="as_strided with storage_offset= on an argument"):
+    with pytest.raises(
+        fpipe.errors.TraceError, match="as_strided with storage_offset= on an argument"
+    ):
         fpipe.value_and_grad(pipe("trace"))([torch.ones(1)], x)
     value, _ = fpipe.value_and_grad(pipe("eager"))([torch.ones(1)], x)
     assert value == (x[:, 1] + 2 * x[:, 2] + x[:, 3]).mean()

@@ -266,7 +266,7 @@ def operations(program: Any) -> list[str]:
 def test_trees_of_another_structure_are_refused():
     programs = trace(lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": CONSTANT}, X)
     with pytest.raises(
-        fpipe.StageError, match=r"no leaf 'p1', which .* the structure that was traced"
+        fpipe.errors.StageError, match=r"no leaf 'p1', which .* the structure that was traced"
     ):
         programs.forward({"w": EYE}, X)
 
@@ -509,7 +509,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_data_is_refused(name: str):
-    with pytest.raises(fpipe.TraceError, match=r'engine="eager"') as caught:
+    with pytest.raises(fpipe.errors.TraceError, match=r'engine="eager"') as caught:
         trace(REFUSED[name], EYE, X)
     begins = "for expert in" if name == "loop" else f'"{name}":'
     lines = Path(__file__).read_text().splitlines()
@@ -526,14 +526,14 @@ def test_a_sparse_gradient_is_refused(engine: Any):
     )
     pipe = fpipe.pipeline([stage], loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(1))
     with pytest.raises(
-        fpipe.StageError, match=r"sparse gradient of shape \[4, 2\].*leave sparse=True out"
+        fpipe.errors.StageError, match=r"sparse gradient of shape \[4, 2\].*leave sparse=True out"
     ):
         fpipe.value_and_grad(pipe)([torch.ones(4, 2)], torch.arange(4))
 
 
 def test_an_ordinary_mistake_is_reported_with_its_line():
     with pytest.raises(
-        fpipe.ActionError, match=r"RuntimeError at .*test_programs\.py:\d+"
+        fpipe.errors.ActionError, match=r"RuntimeError at .*test_programs\.py:\d+"
     ) as caught:
         trace(lambda p, x: x @ p, torch.ones(4, 4), X)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -544,7 +544,8 @@ def test_a_captured_tensor_that_wants_a_gradient_is_refused(leaf: bool):
     weight = torch.randn(3, 3, requires_grad=True)
     captured = weight if leaf else weight * 2
     with pytest.raises(
-        fpipe.TraceError, match=r"closes over a tensor of shape \[3, 3\] that requires a gradient"
+        fpipe.errors.TraceError,
+        match=r"closes over a tensor of shape \[3, 3\] that requires a gradient",
     ):
         trace(lambda p, x: x @ captured @ p, EYE, X)
 
@@ -565,10 +566,10 @@ def test_a_write_into_a_captured_tensor_is_refused_before_it_happens():
         return torch.func.functional_call(norm, p, (x,))
 
     for fn, p in ((whole, EYE), (view, EYE), (statistics, norm_params)):
-        with pytest.raises(fpipe.TraceError, match=r"closes over.*state=True"):
+        with pytest.raises(fpipe.errors.TraceError, match=r"closes over.*state=True"):
             trace(fn, p, X)
     hidden = lambda p, x: F.batch_norm(x, captured, captured, p[0], None, True)
-    with pytest.raises(fpipe.TraceError, match=r"closes over.*state=True"):
+    with pytest.raises(fpipe.errors.TraceError, match=r"closes over.*state=True"):
         trace(hidden, EYE, X)
     assert torch.equal(captured, torch.zeros(3))
     assert norm.num_batches_tracked == 0 and torch.equal(norm.running_mean, torch.zeros(3))
@@ -580,7 +581,7 @@ def test_a_write_into_a_parameter_is_refused():
         return x @ p
 
     before = EYE.clone()
-    with pytest.raises(fpipe.TraceError, match="parameter in place"):
+    with pytest.raises(fpipe.errors.TraceError, match="parameter in place"):
         trace(scales, EYE, X)
     assert torch.equal(EYE, before)
 
@@ -595,12 +596,12 @@ def test_a_write_into_a_parameter_is_refused():
     ],
 )
 def test_what_cannot_be_sent_is_refused(made: Any, word: str):
-    with pytest.raises(fpipe.StageError, match=rf"returns a .*{word}.*cannot be sent"):
+    with pytest.raises(fpipe.errors.StageError, match=rf"returns a .*{word}.*cannot be sent"):
         trace(lambda p, x: {"y": x, "more": made}, EYE, X)
 
 
 def test_state_of_numbers_is_refused():
-    with pytest.raises(fpipe.StageError, match=r"returns 1 in its state"):
+    with pytest.raises(fpipe.errors.StageError, match=r"returns 1 in its state"):
         trace(fpipe.Stage(lambda p, s, x: (x, s + 1), state=True), EYE, X, state=0)
 
 
@@ -614,7 +615,7 @@ def test_state_of_numbers_is_refused():
     ],
 )
 def test_an_auxiliary_loss_that_is_none_is_refused(fn: Any, message: str):
-    with pytest.raises(fpipe.StageError, match=message):
+    with pytest.raises(fpipe.errors.StageError, match=message):
         trace(fpipe.Stage(fn, aux_loss=True), EYE, X)
 
 
@@ -831,9 +832,9 @@ def test_compile_by_inductor():
 
 
 def test_an_unknown_compiler_is_reported():
-    with pytest.raises(fpipe.StageError, match="compile='inductr' is no compiler"):
+    with pytest.raises(fpipe.errors.StageError, match="compile='inductr' is no compiler"):
         fpipe.Stage(tanh_layer, compile="inductr")
-    with pytest.raises(fpipe.StageError, match="compile='inductr' is no compiler"):
+    with pytest.raises(fpipe.errors.StageError, match="compile='inductr' is no compiler"):
         fpipe.pipeline([tanh_layer], compile="inductr", group=fpipe.local(1))
 
 

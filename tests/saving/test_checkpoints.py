@@ -26,7 +26,8 @@ from checkpoint_model import (
     uninterrupted,
 )
 from common import same
-from fpipe import CheckpointError, testing
+from fpipe import testing
+from fpipe.errors import CheckpointError
 from fpipe.saving.files import stored
 from fpipe.saving.manifest import Manifest
 from fpipe.transforms.norms import ClipState

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fpipe
 from common import same
-from fpipe import CheckpointError
+from fpipe.errors import CheckpointError
 
 FOREIGN = object()
 

@@ -22,7 +22,8 @@ from torch import Tensor
 import fpipe
 from checkpoint_model import Layout, pipeline
 from common import same
-from fpipe import CheckpointError, Stage
+from fpipe import Stage
+from fpipe.errors import CheckpointError
 from fpipe.saving.files import header, opened
 from fpipe.saving.manifest import Manifest
 from fpipe.transforms.optimizers import AdamState

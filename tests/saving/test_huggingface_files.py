@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import fpipe
 from common import same
-from fpipe import CheckpointError
+from fpipe.errors import CheckpointError
 from fpipe.interop import huggingface
 from huggingface_decoders import decoder, tokens
 

@@ -14,7 +14,8 @@ import torch
 import fpipe
 from checkpoint_model import Layout, by_name, model, pipeline
 from common import same
-from fpipe import CheckpointError, Stage, testing
+from fpipe import Stage, testing
+from fpipe.errors import CheckpointError
 from fpipe.saving.files import stored
 
 LAYOUTS = [

@@ -98,7 +98,8 @@ def of_vjp(params: list[Leaves], x: Tensor) -> None:
 def of_transforms(params: list[Leaves], grads: list[Leaves]) -> None:
     """Updates have the type of gradients."""
     tx = fpipe.chain(
-        fpipe.clip_by_global_norm(1.0), fpipe.adamw(fpipe.warmup_cosine(1e-3, warmup=10, steps=100))
+        fpipe.clip_by_global_norm(1.0),
+        fpipe.adamw(fpipe.transforms.warmup_cosine(1e-3, warmup=10, steps=100)),
     )
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)

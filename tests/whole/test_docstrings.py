@@ -105,7 +105,7 @@ def test_gaps_are_found():
         Args:
             x, z: numbers.
         """
-        raise fpipe.StageError(x)
+        raise fpipe.errors.StageError(x)
 
     assert set(gaps("fn", fn)) == {
         "more in Args",

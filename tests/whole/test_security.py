@@ -120,7 +120,7 @@ def test_forged_files_run_nothing(tmp_path: Path, what: str, suffix: str):
 def test_a_forged_schedule_of_a_pipeline_runs_nothing(tmp_path: Path):
     canary, file = tmp_path / "canary", tmp_path / "plan.csv"
     file.write_bytes(forged(canary)["python"])
-    with pytest.raises(fpipe.ScheduleError):
+    with pytest.raises(fpipe.errors.ScheduleError):
         fpipe.pipeline([lambda p, x: x * p] * 2, str(file), group=fpipe.local(2))(
             [torch.ones(())] * 2, torch.ones(2)
         )
@@ -129,7 +129,9 @@ def test_a_forged_schedule_of_a_pipeline_runs_nothing(tmp_path: Path):
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A file of any size was read into memory, and /dev/zero without an end."""
-    with pytest.raises(fpipe.ScheduleError, match="'/dev/zero': it has more than 67108864 bytes"):
+    with pytest.raises(
+        fpipe.errors.ScheduleError, match="'/dev/zero': it has more than 67108864 bytes"
+    ):
         fpipe.Schedule.from_csv("/dev/zero")
     with pytest.raises(fpipe.FpipeError, match="more than 268435456 bytes"):
         pictures.load("/dev/zero")

@@ -26,7 +26,7 @@ QUERIES = {
     "resume": "howto/checkpoints.html",
     "bf16": "howto/precision.html",
     "global_norm": "reference.html#fpipe.clip_by_global_norm",
-    "cosine": "reference.html#fpipe.warmup_cosine",
+    "cosine": "reference.html#fpipe.transforms.warmup_cosine",
     "from_csv": "reference.html#fpipe.Schedule.from_csv",
     "microbatches": "reference.html#fpipe",
     "deepspeed": "howto/migrate.html",

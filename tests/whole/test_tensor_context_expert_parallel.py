@@ -286,5 +286,7 @@ def test_gradients_are_those_of_the_unsplit_model(
 
 
 def test_a_module_that_is_not_sharded():
-    with pytest.raises(fpipe.StageError, match="Matrix is not under fully_shard; shard it first"):
+    with pytest.raises(
+        fpipe.errors.StageError, match="Matrix is not under fully_shard; shard it first"
+    ):
         from_fsdp(Matrix(torch.eye(2)))

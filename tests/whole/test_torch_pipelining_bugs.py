@@ -335,7 +335,7 @@ def test_parser_and_validator(text: str):
     """There: accepts ``2F0xyz``, duplicates, orders that deadlock, microbatches never run
     backward.
     """
-    with pytest.raises(fpipe.ScheduleError):
+    with pytest.raises(fpipe.errors.ScheduleError):
         fpipe.Schedule.parse(text).check()
 
 
@@ -344,7 +344,7 @@ def test_an_unknown_deadlock():
     crossed = "[0F0, 0F1, 0B1, 0B0]\n[1F1, 1B1, 1F0, 1B0]".replace(
         "0F0, 0F1, 0B1, 0B0", "0F0, 0B0, 0F1, 0B1"
     )
-    with pytest.raises(fpipe.ScheduleError, match=r"rank \d") as caught:
+    with pytest.raises(fpipe.errors.ScheduleError, match=r"rank \d") as caught:
         fpipe.Schedule.parse(crossed).check()
     assert caught.value.rank is not None and caught.value.position is not None
     assert re.search(r"\b[01][FB][01]\b", str(caught.value))

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
-from ... import Costs, Placement, Schedule, ScheduleError, StageError, make_schedule
+from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs
 from ...collectives import Group
+from ...errors import ScheduleError, StageError
 from ...generators import in_bytes
 from .choose import choose
 

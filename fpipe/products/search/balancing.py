@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise, product
 from math import inf, isfinite
 from typing import Any
 
-from ... import Costs, Placement, Schedule, ScheduleError, StageError, Timeline, schedule_names
+from ... import Costs, Placement, Schedule, Timeline, schedule_names
+from ...errors import ScheduleError, StageError
 from ...generators import schedule_from
 
 #: How many simulated actions a search may spend; a second or two.

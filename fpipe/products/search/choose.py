@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ... import Costs, Placement, Schedule, ScheduleError, make_schedule, schedule_names
+from ... import Costs, Placement, Schedule, make_schedule, schedule_names
 from ...actions import number, plain
+from ...errors import ScheduleError
 from ...generators import Memory, limits
 from .bounds import Bound
 from .problem import ALMOST

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ... import Costs, Schedule, ScheduleError, make_schedule, schedule_names
+from ... import Costs, Schedule, make_schedule, schedule_names
 from ...actions import as_costs, number, uncollected
+from ...errors import ScheduleError
 from ...generators import orders_slices
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ... import Costs, ScheduleError
+from ... import Costs
 from ...actions import number
+from ...errors import ScheduleError
 from ...generators import in_bytes
 from .comparison import Entry, entry_of
 from .solve import Kind, solve

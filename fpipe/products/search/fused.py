@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ... import Action, Costs, Fused, Schedule, ScheduleError
+from ... import Action, Costs, Fused, Schedule
 from ...actions import AnyAction, Row
+from ...errors import ScheduleError
 
 
 def merged(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:

@@ -12,7 +12,8 @@ from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
-from ... import Costs, ScheduleError
+from ... import Costs
+from ...errors import ScheduleError
 from .balancing import spread
 
 _SUMMED = ("F", "I", "W", "B", "saved", "kept")

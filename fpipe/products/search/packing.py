@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from ... import BatchError
+from ...errors import BatchError
 
 #: How many exchanges between the dearest microbatch and another one are made at most.
 ROUNDS = 200

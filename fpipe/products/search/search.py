@@ -13,7 +13,8 @@ from random import Random
 from time import monotonic
 from typing import NamedTuple
 
-from ... import Costs, Schedule, ScheduleError
+from ... import Costs, Schedule
+from ...errors import ScheduleError
 from . import exact
 from .annealing import anneal
 from .bounds import Bound

@@ -12,9 +12,10 @@ from math import inf
 from numbers import Real
 from typing import Literal, TypeAlias
 
-from ... import Costs, Placement, Schedule, ScheduleError, Timeline
+from ... import Costs, Placement, Schedule, Timeline
 from ...actions import as_costs
 from ...actions import progress as progress_line
+from ...errors import ScheduleError
 from ...generators import Memory, limits
 from .bounds import Bound, lower_bound
 from .layers import best_cut, layers_work

@@ -11,7 +11,8 @@ from contextlib import suppress
 from itertools import chain, product
 from math import floor, inf
 
-from ... import Schedule, ScheduleError, make_schedule, schedule_names
+from ... import Schedule, make_schedule, schedule_names
+from ...errors import ScheduleError
 from .dispatch import block, dispatch
 from .fill import Filled, best_fill, fill
 from .graph import Graph

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import Costs, ScheduleError, StageError
+from fpipe import Costs
+from fpipe.errors import ScheduleError, StageError
 from fpipe.products.search import auto
 
 

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from fpipe import Costs, ScheduleError, make_schedule, schedule_names
+from fpipe import Costs, make_schedule, schedule_names
+from fpipe.errors import ScheduleError
 from fpipe.products.search.choose import choose
 
 

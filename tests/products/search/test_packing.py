@@ -45,7 +45,7 @@ def test_every_microbatch_has_a_sequence():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(fpipe.BatchError, match="2 sequences cannot fill microbatches=3"):
+    with pytest.raises(fpipe.errors.BatchError, match="2 sequences cannot fill microbatches=3"):
         fpipe.pack([1, 2], microbatches=3)
-    with pytest.raises(fpipe.BatchError, match=r"cost\(7\) is -1"):
+    with pytest.raises(fpipe.errors.BatchError, match=r"cost\(7\) is -1"):
         fpipe.pack([7, 2], microbatches=2, cost=lambda n: -1.0)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
+from fpipe import Costs, Placement, Schedule, Solved, make_schedule, solve
+from fpipe.errors import ScheduleError
 from fpipe.products.search import exact, search, starts
 from fpipe.products.search.bounds import lower_bound
 from fpipe.products.search.problem import Problem

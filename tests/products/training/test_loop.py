@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 import fpipe
 from checkpoint_model import Layout, adam, batch, by_name, optimizer, pipeline
 from common import same
-from fpipe import CheckpointError, Stage, testing
+from fpipe import Stage, testing
+from fpipe.errors import CheckpointError
 
 NORM = "running_mean", "running_var", "num_batches_tracked"
 LAYOUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2)]
@@ -113,7 +114,7 @@ def test_records_have_the_rate_and_the_norm():
     stages = [Stage(lambda p, x: x * p, name=name) for name in ("a", "b")]
     loss = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
-    params, rate = [torch.ones(2)] * 2, fpipe.warmup_linear(0.1, warmup=2, steps=6)
+    params, rate = [torch.ones(2)] * 2, fpipe.transforms.warmup_linear(0.1, warmup=2, steps=6)
     data = lambda step: (torch.ones(2, 2), torch.full((2, 2), 3.0 + step))
     for last in (fpipe.adamw(rate), fpipe.master(fpipe.adamw(rate, donate=True), donate=True)):
         tx = fpipe.chain(
@@ -179,7 +180,7 @@ def test_running_statistics_are_saved_and_continue_under_another_cut(tmp_path: P
 def test_a_loader_is_no_function_of_the_step():
     pipe, params = pipeline(LAYOUTS[1])
     with pytest.raises(
-        fpipe.BatchError, match="batch is a DataLoader; it must be a function of the step"
+        fpipe.errors.BatchError, match="batch is a DataLoader; it must be a function of the step"
     ):
         fpipe.Loop(pipe, fpipe.sgd(0.1)).run(params, DataLoader([1]), 1)  # type: ignore[arg-type]
 
@@ -253,16 +254,16 @@ def test_numbers_are_checked(options: dict[str, int]):
 
 def test_arguments_of_another_kind_are_refused():
     pipe, tx = pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1)
-    with pytest.raises(fpipe.StageError, match="returns, not int"):
+    with pytest.raises(fpipe.errors.StageError, match="returns, not int"):
         fpipe.Loop(3, tx)  # type: ignore[arg-type]
-    with pytest.raises(fpipe.TransformError, match="tx=3; give a transform"):
+    with pytest.raises(fpipe.errors.TransformError, match="tx=3; give a transform"):
         fpipe.Loop(pipe, 3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="path=3; give the folder"):
         fpipe.Loop(pipe, tx, path=3)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_without_a_loss_is_refused():
-    with pytest.raises(fpipe.StageError, match="the pipeline has no loss"):
+    with pytest.raises(fpipe.errors.StageError, match="the pipeline has no loss"):
         fpipe.Loop(fpipe.pipeline([dropped], microbatches=1, group=fpipe.local(1)), fpipe.sgd(0.1))
 
 

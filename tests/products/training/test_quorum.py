@@ -171,7 +171,9 @@ def test_a_copy_that_always_fails_is_given_up():
     assert fpipe.launch(fails, False, ranks=1, copies=2, restarts=1, timeout=60) == [[0], None]
     with pytest.raises(ValueError, match=r"copy . fails"):
         fpipe.launch(fails, True, ranks=1, copies=2, restarts=0, timeout=60)
-    with pytest.raises(fpipe.LaunchError, match="copies=0, restarts=3; give at least one copy"):
+    with pytest.raises(
+        fpipe.errors.LaunchError, match="copies=0, restarts=3; give at least one copy"
+    ):
         fpipe.launch(fails, True, ranks=1, copies=0)
 
 
