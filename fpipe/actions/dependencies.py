@@ -63,6 +63,7 @@ def needs_slice(action: Action) -> Fact | None:
     """The fact of another slice that ``action`` needs. All slices of a microbatch are on one rank,
     so this concerns the order within a row alone.
 
+    >>> from fpipe import Slice
     >>> needs_slice(Action(2, "F", Slice(3, 1, of=2)))
     Fact(kind='F', stage=2, microbatch=3.0)
     >>> needs_slice(Action(2, "F", Slice(3, 0, of=2)))

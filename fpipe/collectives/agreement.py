@@ -113,6 +113,11 @@ class Exchange(Protocol):
         """Wait a short time for the digests that are missing."""
         ...
 
+    @property
+    def poll(self) -> float:
+        """Seconds to look again and again before the first pause."""
+        ...
+
     def gone(self, number: int) -> str:
         """Why the digests that are missing will not come, if that is known."""
         ...
@@ -182,6 +187,9 @@ class Agreement:
     def _wait(self, done: Callable[[], bool]) -> None:
         exchange, number = self.exchange, self._number
         assert exchange is not None
+        end = time.perf_counter() + exchange.poll
+        while not done() and time.perf_counter() < end:
+            pass  # a rank that sleeps wakes late
         while not done():
             peer = exchange.missing(number)
             self._monitor.until(
@@ -315,6 +323,11 @@ class Reduced:
 
     def missing(self, number: int) -> None:
         """It is not known."""
+
+    @property
+    def poll(self) -> float:
+        """None: the pause ends as soon as the reduction is complete."""
+        return 0.0
 
     def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 #: Numbers of 64 bits of one rank: two digests, and how many were written.
 NUMBERS = 3
 _COUNT = 2
-_PAUSE = 2e-4  #: seconds between two looks
+_PAUSE = 1e-4  #: seconds between two looks
 
 
 class Board(NamedTuple):
@@ -34,6 +34,7 @@ class Board(NamedTuple):
     digests: memoryview
     others: Mapping[int, memoryview]
     reason: Callable[[int], str]
+    poll: float = 0.0  # seconds to look again and again before the first pause
 
     def start(self, number: int, digest: int) -> None:
         """Write the digest, and then the number of digests."""

@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -45,6 +44,12 @@ _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
 _CPU = torch.device("cpu")
+
+
+def _direct(form: WireFormat) -> bool:
+    """Whether messages are one contiguous tensor in one piece, as most are."""
+    single = form.plain and len(pieces(form.sizes)) == 1
+    return single and not form.specs[0].dtype.is_complex
 
 
 class Address(NamedTuple):
@@ -120,7 +125,7 @@ class SharedMemory:
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
         digests = {rank: peer.outbox.digests for rank, peer in peers.items()}
-        self.exchange = Board(outbox.digests, digests, lambda rank: peers[rank].gone())
+        self.exchange = Board(outbox.digests, digests, lambda rank: peers[rank].gone(), self._poll)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
@@ -132,10 +137,13 @@ class SharedMemory:
         """
         monitor, writer, message = self._monitor, self._writers[dst, PLANS], pieces(form.sizes)
         pack, src = form.pack, monitor.rank
+        direct = writer.sender(form.specs[0], form.sizes[0]) if _direct(form) else None
 
         def send(tensors: tuple[Tensor, ...]) -> None:
             if monitor.broken is not None:
                 monitor.check()
+            if direct is not None and not self._late and len(tensors) == 1 and direct(tensors[0]):
+                return
             self._write(writer, pack(tensors, src, dst), message)
 
         return send
@@ -146,7 +154,7 @@ class SharedMemory:
         """Broadcast from one rank to the others of its host."""
         if tensors is None:
             inbox = self._inboxes[src, SHARED]
-            arrived = self._fetch(inbox, form)
+            arrived = self._fetcher(inbox, form)()
             return inbox.request(form).wait() if arrived is None else arrived
         buffers = form.pack(tensors, src, src)
         for dst in self._peers:
@@ -199,20 +207,37 @@ class SharedMemory:
 
         It returns None also where an earlier message was requested and not read.
         """
-        return partial(self._fetch, self._inboxes[src, PLANS], form)
+        return self._fetcher(self._inboxes[src, PLANS], form)
 
-    def _fetch(self, inbox: _Inbox, form: WireFormat) -> tuple[Tensor, ...] | None:
-        reader, (piece, *more) = inbox.reader, pieces(form.sizes)
-        if inbox.requested or more or self._monitor.broken is not None:
-            return None
-        number = reader.count
-        if not reader.has(number):
-            end = time.perf_counter() + self._poll
-            while not reader.has(number):
-                if time.perf_counter() >= end:
-                    return None
-        buffers = form.empty(_CPU)
-        return form.unpack(buffers, _CPU) if reader.read(buffers, piece) else None
+    def _fetcher(self, inbox: _Inbox, form: WireFormat) -> Callable[[], tuple[Tensor, ...] | None]:
+        reader, (piece, *more), monitor = inbox.reader, pieces(form.sizes), self._monitor
+        requested, clock, poll = inbox.requested, time.perf_counter, self._poll
+
+        def read() -> tuple[Tensor, ...] | None:
+            if not reader.has(reader.count):
+                return None
+            buffers = form.empty(_CPU)
+            return form.unpack(buffers, _CPU) if reader.read(buffers, piece) else None
+
+        def read_one() -> tuple[Tensor, ...] | None:
+            tensor = direct()
+            return None if tensor is None else (tensor,)
+
+        take = read
+        if _direct(form):
+            direct, take = reader.fetcher(form.specs[0], form.sizes[0]), read_one
+
+        def fetch() -> tuple[Tensor, ...] | None:
+            if requested or more or monitor.broken is not None:
+                return None
+            message = take()
+            if message is None and poll:
+                end = clock() + poll
+                while message is None and clock() < end:
+                    message = take()
+            return message
+
+        return fetch
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Sleep until the next piece has arrived."""
