@@ -66,7 +66,7 @@ class Kind:
 
 
 #: The kinds, in the order in which legends and tables list them.
-KINDS: dict[Op, Kind] = {
+KINDS: dict[str, Kind] = {
     "F": Kind(
         "forward",
         provides=("F",),

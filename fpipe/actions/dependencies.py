@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from .action import Action, Row, unit
 from .action_kinds import FACTS, KINDS, FactKind
@@ -182,7 +182,7 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
     """
     facts = Facts(stages, microbatches)
     present, run = facts.at_first() + b"\1", _run_ordered if ordered else _run
-    ranks = [run(cast(Sequence[Action], row), facts, present) for row in rows]
+    ranks = [run(cast(Any, row), facts, present) for row in rows]
     reached, lacking = [0] * len(rows), [facts.size] * len(rows)  # that one is always present
     runs, turn, moved = list[int](), range(len(rows)), True  # an array grows slower
     while moved:

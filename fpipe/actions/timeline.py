@@ -237,7 +237,8 @@ class Timeline:
         or B.
         """
         held = {op: (kind.activations,) * self.placement.stages for op, kind in KINDS.items()}
-        return tuple(max(accumulate(_changes(row, held), initial=0)) for row in self.rows)
+        most = (max(accumulate(_changes(row, held), initial=0)) for row in self.rows)
+        return cast(tuple[int, ...], tuple(most))
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..actions.action import plain
 from ..schedule import Schedule
 from .greedy import split_backwards
 from .interleaved import by_groups
@@ -82,7 +83,7 @@ def _one_chunk(name: str, ranks: int, microbatches: int, stages: int, step: int)
     patterns = [_pattern(microbatches, ranks - 1 - rank, step) for rank in range(ranks)]
     split = split_backwards(one_a_rank(name, patterns, microbatches, ranks), step * ranks)
     assert split is not None, "the warm-up fits in the memory"
-    patterns = ["".join(action.op for action in row) for row in split[0]]
+    patterns = ["".join(action.op for action in plain(row)) for row in split[0]]
     return one_a_rank(name, patterns, microbatches, stages)
 
 

@@ -40,24 +40,60 @@ class Entry(NamedTuple):
 
 #: Lowest first: each may import only from those above it, and exactly the ones named.
 PACKAGES = {
-    "errors": Entry('exceptions', 'everything else', ''),
-    "tree": Entry('pytrees and abstract tensors', 'everything else', ''),
-    "devices": Entry('devices as records', 'everything else', 'errors'),
-    "actions": Entry('rule of dependence, text, check, simulation, costs', 'torch', 'errors'),
-    "schedule": Entry('public values: Action, Fused, Placement, Schedule', 'torch', 'actions errors'),
-    "generators": Entry('the catalogue of schedules', 'torch', 'actions errors schedule'),
-    "stage": Entry('public value: Stage, remat', 'programs, ranks', 'devices errors'),
-    "collectives": Entry('groups, messages, faults, capabilities', 'schedules, programs', 'devices errors tree'),
-    "programs": Entry('a function -> its programs F, B, I, W', 'ranks, schedules', 'actions devices errors stage tree'),
-    "lowering": Entry('schedule + programs -> the instructions of one rank', 'tensors, backends', 'actions collectives devices programs schedule tree'),
-    "engine": Entry('one call: configuration, preparation, feed, loop, results', 'names of schedules, kinds of backends', 'actions collectives errors generators lowering programs schedule stage tree'),
-    "passes": Entry('features that most pipelines do not use', 'products', 'actions collectives devices engine errors lowering programs schedule stage tree'),
-    "transforms": Entry('gradient transforms, (init, update)', 'schedules', 'collectives errors programs tree'),
-    "saving": Entry('checkpoints, whole weights', 'how a pipeline runs', 'actions collectives engine errors passes stage tree'),
-    "testing": Entry('fake groups, conformance suite', 'schedules, programs', 'collectives errors tree'),
-    "products": Entry('pictures, search, clusters, training, the command line', 'interop', 'actions collectives devices errors generators saving schedule stage transforms tree'),
-    "interop": Entry("other people's models, trainers, files", 'lowering', 'collectives engine errors programs saving schedule stage tree'),
-    "__main__": Entry('python -m fpipe', '', 'products'),
+    "errors": Entry("exceptions", "everything else", ""),
+    "tree": Entry("pytrees and abstract tensors", "everything else", ""),
+    "devices": Entry("devices as records", "everything else", "errors"),
+    "actions": Entry("rule of dependence, text, check, simulation, costs", "torch", "errors"),
+    "schedule": Entry(
+        "public values: Action, Fused, Placement, Schedule", "torch", "actions errors"
+    ),
+    "generators": Entry("the catalogue of schedules", "torch", "actions errors schedule"),
+    "stage": Entry("public value: Stage, remat", "programs, ranks", "devices errors"),
+    "collectives": Entry(
+        "groups, messages, faults, capabilities", "schedules, programs", "devices errors tree"
+    ),
+    "programs": Entry(
+        "a function -> its programs F, B, I, W",
+        "ranks, schedules",
+        "actions devices errors stage tree",
+    ),
+    "lowering": Entry(
+        "schedule + programs -> the instructions of one rank",
+        "tensors, backends",
+        "actions collectives devices programs schedule tree",
+    ),
+    "engine": Entry(
+        "one call: configuration, preparation, feed, loop, results",
+        "names of schedules, kinds of backends",
+        "actions collectives errors generators lowering programs schedule stage tree",
+    ),
+    "passes": Entry(
+        "features that most pipelines do not use",
+        "products",
+        "actions collectives devices engine errors lowering programs schedule stage tree",
+    ),
+    "transforms": Entry(
+        "gradient transforms, (init, update)", "schedules", "collectives errors programs tree"
+    ),
+    "saving": Entry(
+        "checkpoints, whole weights",
+        "how a pipeline runs",
+        "actions collectives engine errors passes stage tree",
+    ),
+    "testing": Entry(
+        "fake groups, conformance suite", "schedules, programs", "collectives errors tree"
+    ),
+    "products": Entry(
+        "pictures, search, clusters, training, the command line",
+        "interop",
+        "actions collectives devices errors generators saving schedule stage transforms tree",
+    ),
+    "interop": Entry(
+        "other people's models, trainers, files",
+        "lowering",
+        "collectives engine errors programs saving schedule stage tree",
+    ),
+    "__main__": Entry("python -m fpipe", "", "products"),
 }
 #: What is built on the library, and what no other part may import.
 PRODUCTS = {"products", "interop"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ...actions import KINDS, Op
+from ...actions import KINDS
 
 #: name -> its colour on light and on dark paper; the causes of idle time are those of
 #: ``scene.CAUSES``
@@ -69,7 +69,7 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     return {**theme, **ops, **tints, "t9": theme["other"]}
 
 
-def fill(op: Op, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
+def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     """The colour of ``op`` in the chunk numbered ``shade`` of ``shades``.
 
     >>> fill("F"), fill("F", 1, 2)

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, Action, AnyAction, Op
+from ...actions import KINDS, Action, AnyAction
 
 #: cause of idle time -> its name in the legend
 CAUSES = {
@@ -89,7 +89,7 @@ class Scene:
         return tuple(part for bar in self.bars for part in bar.action.parts)
 
     @cached_property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[str, ...]:
         """The ops that occur, in the order of the legend."""
         seen = {part.op for part in self.parts}
         return tuple(op for op in KINDS if op in seen)
