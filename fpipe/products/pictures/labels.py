@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import floor, log10
 from typing import NamedTuple
 
-from ...actions import KINDS, OPS, Action, Op, counted, number
+from ...actions import KINDS, OPS, Action, counted, number
 from .convert import ABSENT, SAME
 from .idle import PHASES, intervals, phases, shares
 from .scene import CAUSES, Lane, Scene, Scenes
@@ -200,7 +200,7 @@ class Entry(NamedTuple):
 
 def kinds(scenes: Scenes, shades: int) -> Iterator[Entry]:
     """The kinds of work that occur, with all their shades."""
-    found: dict[Op, None] = dict.fromkeys(op for scene in scenes for op in scene.ops)
+    found: dict[str, None] = dict.fromkeys(op for scene in scenes for op in scene.ops)
     for op in found:
         yield Entry(tuple(f"{op}{shade}" for shade in range(shades)), KINDS[op].name)
 
