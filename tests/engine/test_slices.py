@@ -602,7 +602,7 @@ WRONG = [
     (
         lambda: fpipe.per_example(pipe_of(1, 1)),
         StageError,
-        "norms per example of a pipeline with slices",
+        "a norm per example of a pipeline with slices",
     ),
 ]
 
