@@ -282,16 +282,16 @@ def test_heart_does_not_grow():
     )
     assert done.returncode == 0, done.stderr
     heart = json.loads(done.stdout)
-    assert heart["count"] <= 51
-    assert heart["tokens"] <= 71_000
+    assert heart["count"] <= 44
+    assert heart["tokens"] <= 65_200
     assert heart["run"] / heart["lines"] >= 0.35
 
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 362_000
-    assert tokens / lines <= 9.6
-    assert PACKAGE.total("anys") <= 1_250
+    assert tokens <= 344_300
+    assert tokens / lines <= 9.47
+    assert PACKAGE.total("anys") <= 725
 
 
 def test_no_regression():
@@ -303,7 +303,7 @@ def test_no_regression():
     # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver,
     # one its choices, one the members of a quorum, one the results of its copies, five what is
     # under way in a connection
-    assert len(PACKAGE.mutated_classes) <= 45
+    assert len(PACKAGE.mutated_classes) <= 39
     assert len(PACKAGE.long_functions) <= 10
     assert PACKAGE.total("ignores") <= 32
 
