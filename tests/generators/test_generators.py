@@ -410,7 +410,7 @@ def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None
         )
         return lines(lambda: make_schedule(name, ranks, 8 * ranks)) / actions
 
-    assert effort(16) < min(44, 1.1 * effort(8))
+    assert effort(16) < min(40, 1.1 * effort(8))
 
 
 @pytest.mark.parametrize(
