@@ -56,7 +56,7 @@ $(OTHER)/.installed: | $(VENV)/.installed-dev
 	@echo "installing torch $(TORCH) into $(OTHER) (several GB) ..."
 	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
-		torch==$(TORCH) -e '.[test,bench]'
+		torch==$(TORCH) -e '.[test]'
 	@touch $@
 
 test-torch: $(OTHER)/.installed ## the whole suite with another torch, in an environment of its own; TORCH=2.11.0

@@ -3,8 +3,7 @@ thread.
 
 All step 200 parameters (100 matrices, each with a vector) in 8 stages. Each family of rows has a
 reference of torch. The rounds alternate, and medians of the time of the processor are compared,
-which other processes change less. Muon steps the matrices alone. Lion is compared with the foreach
-version of the package lion-pytorch where that is installed.
+which other processes change less.
 
     python -m benchmarks.bench_optimizer [--rounds 21] [--sides 32,128,512] [--json FILE]
 """
@@ -14,8 +13,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from time import thread_time
 from typing import Any
 
@@ -24,7 +21,7 @@ import torch
 from benchmarks.command import options, save
 from benchmarks.measure import alternate, ratio
 from fpipe.devices.allocator import keep_freed
-from fpipe.transforms import Transform, adamw, apply_updates, chain, clip_by_global_norm, lion, muon
+from fpipe.transforms import Transform, adamw, apply_updates, chain, clip_by_global_norm
 
 STAGES, LAYERS = 8, 100
 
@@ -122,21 +119,15 @@ def families(side: int) -> dict[str, dict[str, tuple[Callable[[], object], float
         model(side),
         [{name: 0.01 * leaf for name, leaf in stage.items()} for stage in model(side)],
     )
-    matrices, their = (
-        [{n: x for n, x in stage.items() if x.ndim == 2} for stage in tree]
-        for tree in (params, grads)
-    )
     copied = lambda tree: [{name: leaf.clone() for name, leaf in stage.items()} for stage in tree]
     torchs = partial(torch_step, params, grads)
-    given = lambda make, tree=params, gs=grads: stepper(
-        make(donate=True), copied(tree), gs, donate=True
-    )
-    kept = lambda make, tree=params, gs=grads: stepper(make(), copied(tree), gs, donate=False)
+    given = lambda make: stepper(make(donate=True), copied(params), grads, donate=True)
+    kept = lambda make: stepper(make(), copied(params), grads, donate=False)
     adam, clip = partial(adamw, 3e-4), clip_by_global_norm
     clipped = lambda donate=False: chain(clip(1.0), adamw(3e-4, donate=donate))
     exact = lambda donate=False: chain(clip(1.0, exact=True), adamw(3e-4, donate=donate))
     fused = partial(torch.optim.AdamW, lr=3e-4, fused=True)
-    rows = {
+    return {
         "adamw": {
             "torch fused": (torchs(fused), None),
             "torch foreach": (torchs(partial(torch.optim.AdamW, lr=3e-4, foreach=True)), None),
@@ -153,20 +144,6 @@ def families(side: int) -> dict[str, dict[str, tuple[Callable[[], object], float
             "fpipe clip exact donate": (given(exact), None),
         },
     }
-    if find_spec("lion_pytorch") is not None:
-        best = import_module("lion_pytorch.foreach").Lion
-        rows["lion"] = {
-            "lion-pytorch foreach": (torchs(partial(best, lr=3e-4, weight_decay=1e-3)), None),
-            "fpipe lion donate": (given(partial(lion, 3e-4)), 1.15),
-            "fpipe lion": (kept(partial(lion, 3e-4)), 1.6),
-        }
-    if side <= 128:
-        rows["muon"] = {
-            "torch Muon": (torch_step(matrices, their, partial(torch.optim.Muon, lr=0.02)), None),
-            "fpipe muon donate": (given(partial(muon, 0.02), matrices, their), 1.15),
-            "fpipe muon": (kept(partial(muon, 0.02), matrices, their), 1.6),
-        }
-    return rows
 
 
 def measure(side: int, rounds: int) -> dict[str, tuple[float, float, float | None]]:

@@ -41,16 +41,12 @@ def stage_of(members: Any, layers: int) -> Callable[..., torch.Tensor]:
     """A stage: a dense part, dispatch, experts of so many layers, combine."""
 
     def stage(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        with fpipe.segment("dense"):
-            for _ in range(layers):
-                x = torch.tanh(x @ p["dense"])
-        with fpipe.segment("dispatch"):
-            d = ops.all_to_all(x, members)
-        with fpipe.segment("experts"):
-            for _ in range(layers):
-                d = torch.tanh(d @ p["expert"])
-        with fpipe.segment("combine"):
-            return x + ops.all_to_all(d, members)
+        for _ in range(layers):
+            x = torch.tanh(x @ p["dense"])
+        d = ops.all_to_all(x, members)
+        for _ in range(layers):
+            d = torch.tanh(d @ p["expert"])
+        return x + ops.all_to_all(d, members)
 
     return stage
 

@@ -26,7 +26,7 @@ from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
 from fpipe.lowering.builder import lower
-from fpipe.lowering.plan import LoweringInput, ProgramSet
+from fpipe.lowering.job import LoweringInput, ProgramSet
 from fpipe.lowering.value_graph import Interface, ValueGraph
 from fpipe.programs.cache import Signature, programs_of
 from fpipe.programs.program import Programs

@@ -4,7 +4,7 @@ schedule exceeds.
 Then a step of two processes with sequences of log-normal lengths: 1F1B with microbatches in input
 order against packed ones in the solver's order.
 
-    python -m benchmarks.bench_solver [--seconds 10] [--cases 20] [--rounds 20] [--json FILE]
+    python -m benchmarks.bench_solver [--seconds 10] [--rounds 20] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from benchmarks.command import options, save
 from fpipe import Costs, Schedule, make_schedule, pack, schedule_names, solve
 from fpipe.errors import ScheduleError
-from fpipe.products.search import exact
 
 #: Zero-bubble paper, tables 5 and 6, and a larger case: p, m, F, I, W, link, hidden size, heads,
 #: rates of 1p and 2p
@@ -86,25 +84,6 @@ def published(seconds: float) -> Iterator[Row]:
     )
 
 
-def frontier(seconds: float) -> Iterator[Row]:
-    """For how many limits of memory a V has the idle time of the formula of Controllable Memory;
-    prints all limits.
-    """
-    for p in (4, 8, 16):
-        limits, begin, idle = range(2 * ((p + 4) // 3), 2 * p + 1), time.perf_counter(), []
-        formula = [3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2))) for k in limits]
-        for k in limits:
-            s = solve(Costs(), p, 4 * p, "V", memory=k, time_limit=seconds, progress=False)
-            idle.append(round(s.timeline.span - 24 * p))
-        for what, row in (("chunks held", limits), ("formula", formula), ("idle passes", idle)):
-            print(f"  V of {p} ranks, {what:11}", *(f"{number:3}" for number in row), flush=True)
-        met = sum(one <= least for one, least in zip(idle, formula, strict=True))
-        took = time.perf_counter() - begin
-        yield Row(
-            f"frontier of V, {p} ranks: limits at the formula", len(limits), met, None, took, True
-        )
-
-
 def uneven(seconds: float) -> Iterator[Row]:
     """Uneven costs within the memory of V-Half and V-Min, and a last stage that is 30 % heavier."""
     for name, memory, target in (("V-Half", 10, 0.085), ("V-Min", 8, 0.16)):
@@ -136,35 +115,6 @@ def fixed_bubbles(costs: Costs, memory: float) -> Iterator[float]:
         t = s.simulate(costs)
         if not s.placement.replicated and max(t.peak_bytes) <= memory * (1 + 1e-9):
             yield t.bubble
-
-
-def small(cases: int) -> Iterator[Row]:
-    """Exact search of small cases within a minute, and how far the fast search is from it."""
-    draw, proved, near, begin = random.Random(4), 0, 0, time.perf_counter()
-    if not exact.available():
-        return
-    for _ in range(cases):
-        p, m, placement = (
-            draw.choice((2, 3, 4)),
-            draw.choice((3, 4, 5, 6)),
-            draw.choice(("one", "V")),
-        )
-        stages = p * (1 if placement == "one" else 2)
-        numbers = lambda low, high, stages=stages: [draw.randint(low, high) for _ in range(stages)]
-        costs = Costs(numbers(5, 20), numbers(5, 20), numbers(3, 15), comm=draw.choice((0, 1, 2)))
-        limit = float(draw.choice((2, 3, p, p + 1, 2 * p)) * stages // p)
-        best = solve(costs, p, m, placement, memory=limit, time_limit=60, progress=False)
-        with patch.object(exact, "available", lambda: False):
-            fast = solve(costs, p, m, placement, memory=limit, time_limit=2, progress=False)
-        proved += best.gap == 0
-        near += fast.timeline.span <= 1.02 * best.timeline.span
-    seconds = time.perf_counter() - begin
-    yield Row(
-        f"small cases of {cases} that are proved to be the best", cases, proved, None, seconds, True
-    )
-    yield Row(
-        f"small cases of {cases} whose fast search is within 2 %", cases, near, None, seconds, True
-    )
 
 
 # ---- a measured step ----
@@ -249,14 +199,12 @@ def measured(rounds: int) -> Iterator[Row]:
 
 def main() -> None:
     """Print the table."""
-    given = options(__doc__, seconds=10, cases=20, rounds=20).parse_args()
+    given = options(__doc__, seconds=10, rounds=20).parse_args()
     rows: list[Row] = []
     print(f"{'':66} {'target':>8} {'reached':>8} {'bound':>8} {'seconds':>8}")
     parts = (
         published(given.seconds),
-        frontier(3 * given.seconds),
         uneven(given.seconds),
-        small(given.cases),
         measured(given.rounds),
     )
     for part in parts:

@@ -33,7 +33,7 @@ from benchmarks.alone import Alone, programs
 from benchmarks.command import options, save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.collectives.transport import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 
 SCHEDULES = {
     "GPipe": ("ScheduleGPipe", 1),

@@ -33,7 +33,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from benchmarks.fault_cell import FIRST, HOST, SECOND, Cell, host_main, rank_main, write
-from fpipe.collectives.transport import SWITCH as MEMORY
+from fpipe.collectives.shared_memory import SWITCH as MEMORY
 
 WHAT = ("kill", "stop", "raise", "cut", "slow")
 WHEN = (

@@ -35,7 +35,7 @@ import fpipe
 from benchmarks import fault_matrix
 from benchmarks.stages import residual, square
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.transport import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 from fpipe.engine.execute import WATCH
 from fpipe.products.training.outcome import environment, store
 

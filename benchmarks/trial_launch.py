@@ -1,19 +1,15 @@
-"""examples/train.py, launched in four ways: the same loss to the last digit at each step.
+"""examples/train.py, launched in three ways: the same loss to the last digit at each step.
 
-python benchmarks/trial_launch.py                    # python, torchrun, two hosts (network
-namespaces), a local Ray python benchmarks/trial_launch.py --ways python ray --steps 5
+    python benchmarks/trial_launch.py     # python, torchrun, two hosts (network namespaces)
+    python benchmarks/trial_launch.py --ways python torchrun --steps 5
 
-Two hosts need root and iproute2, Ray needs fpipe[ray]. Exit code 1 where a loss differs or a way
-did not run.
+Two hosts need root and iproute2. Exit code 1 where a loss differs or a way did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -108,29 +104,6 @@ def _ended(node: subprocess.Popen[Any], timeout: float) -> tuple[int, str, str]:
     return node.returncode, out, err
 
 
-def by_ray(options: list[str]) -> str:
-    """Four actors of a Ray on this machine."""
-    import ray
-
-    import fpipe
-
-    ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False
-    )
-    try:
-        return fpipe.launch(as_script, options, ranks=4, on="ray:CPU", timeout=400, env=ENV)[0]
-    finally:
-        ray.shutdown()
-
-
-def as_script(options: list[str]) -> str:
-    """What the script prints in this process, run as a script is."""
-    sys.argv = [SCRIPT, *options]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(SCRIPT, run_name="__main__")
-    return out.getvalue()
-
-
 def _output(command: list[str]) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **ENV}
@@ -144,7 +117,6 @@ WAYS: dict[str, Callable[[list[str]], str]] = {
     "python": by_python,
     "torchrun": by_torchrun,
     "two-hosts": by_two_hosts,
-    "ray": by_ray,
 }
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fpipe
-from fpipe.collectives.transport import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 

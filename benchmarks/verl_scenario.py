@@ -59,7 +59,7 @@ def batch(
     found = left_right_2_no_padding(TensorDict(data, batch_size=[half]))
     tu.assign_non_tensor(
         found,
-        use_remove_padding=task["packed"],
+        use_remove_padding=True,
         use_dynamic_bsz=task["dynamic"],
         max_token_len_per_gpu=64,
         micro_batch_size_per_gpu=2,
@@ -82,8 +82,9 @@ def worker(task: dict[str, Any]) -> TrainingWorker:
         tokenizer_path=f"{task['model']}/tokenizer",
         enable_gradient_checkpointing=task["remat"],
         override_config={"attn_implementation": "sdpa"},
-        use_remove_padding=task["packed"],
+        use_remove_padding=True,
         lora_rank=task["lora"],
+        lora={"merge": bool(task["lora"])},
     )
     if task["engine"] == "fpipe":
         engine: Any = FpipeEngineConfig(dtype="fp32", **task["options"])
@@ -167,9 +168,9 @@ def step(
     return {name: metrics[name] for name in ("loss", "grad_norm", "lr")}
 
 
-def weights(made: TrainingWorker, **flags: Any) -> dict[str, torch.Tensor]:
+def weights(made: TrainingWorker) -> dict[str, torch.Tensor]:
     """All exported tensors, on each rank."""
-    named, _ = made.engine.get_per_tensor_param(**flags)
+    named, _ = made.engine.get_per_tensor_param()
     return {name: tensor.detach().clone().cpu() for name, tensor in named}
 
 
@@ -195,7 +196,6 @@ def main() -> None:
     task: dict[str, Any] = {
         "options": {},
         "values": False,
-        "packed": True,
         "dynamic": True,
         "temperature": 1.0,
         "remat": False,
@@ -221,10 +221,9 @@ def compared(made: TrainingWorker, task: dict[str, Any], folder: Path) -> None:
     found: dict[str, Any] = {"before": outputs(made, task)}
     if task["lora"]:
         found["reference"] = outputs(made, task, no_lora_adapter=True)
-        found["base"] = weights(made)
     found["steps"] = [step(made, task, number) for number in range(3)]
     made.save_checkpoint(str(folder / "checkpoint"), global_step=3)
-    found["weights"] = weights(made, **({"base_sync_done": True} if task["lora"] else {}))
+    found["weights"] = weights(made)
     found["onward"] = [step(made, task, number) for number in range(3, 5)]
     again = worker(task)
     again.load_checkpoint(str(folder / "checkpoint"))

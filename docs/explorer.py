@@ -2,8 +2,8 @@
 and costs.
 
 The orders of actions are computed here, by the generators of the package, for many counts; the page
-simulates them with the costs that its reader chooses (``explorer.js``), and draws them as
-``fpipe view`` does. A test compares its times with those of the package.
+simulates them with the costs that its reader chooses (``explorer.js``), and draws them as the page
+of a timeline does. A test compares its times with those of the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from fpipe.actions import OPS, Action
 from fpipe.errors import ScheduleError
-from fpipe.generators import about_schedule, catalogue, make_schedule, schedule_names
+from fpipe.generators import about_schedule, catalogue, make_schedule, orders_slices, schedule_names
 from fpipe.products.pictures import html
 from fpipe.schedule import Schedule
 
@@ -57,7 +57,7 @@ def contents() -> dict[str, Any]:
 
 def built(name: str, ranks: int, microbatches: int, per_rank: int) -> Schedule:
     """The schedule for these counts; ScheduleError where it has none."""
-    slices = SLICES if catalogue.orders_slices(name) else 1
+    slices = SLICES if orders_slices(name) else 1
     return make_schedule(name, ranks, microbatches, per_rank * ranks, slices=slices)
 
 

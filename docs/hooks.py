@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import explorer  # noqa: E402
 
 import fpipe  # noqa: E402
-from fpipe.generators import about_schedule, catalogue  # noqa: E402
+from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
 from fpipe.products.search.comparison import per_share  # noqa: E402
 
 # ---- pages of files outside of docs/ ----
@@ -167,26 +167,8 @@ FACTS = {
     "ZB2P": Facts(
         "Qi et al. 2024, section 3", "2401.10241", "by search, at most 2p activations", "2p"
     ),
-    "InterleavedZB1P": Facts(
-        "Qi et al. 2024; Narayanan et al. 2021",
-        "2401.10241",
-        "by search, at most p activations",
-        "p",
-    ),
-    "InterleavedZB2P": Facts(
-        "Qi et al. 2024; Narayanan et al. 2021",
-        "2401.10241",
-        "by search, at most 2p activations",
-        "2p",
-    ),
     "VHalf": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 2) // 2"),
     "VMin": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 4) // 3"),
-    "V": Facts(
-        "Qi et al. 2024",
-        "2405.15362",
-        "as ZBV with memory=1, else by search on blocks",
-        "p times memory=",
-    ),
     "DualPipe": Facts(
         "DeepSeek-AI 2024",
         "2412.19437",
@@ -258,7 +240,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
     for name in fpipe.schedule_names():
         if name not in FACTS:
             continue  # registered by a user
-        schedule = fpipe.make_schedule(name, P, M, slices=K if catalogue.orders_slices(name) else 1)
+        schedule = fpipe.make_schedule(name, P, M, slices=K if orders_slices(name) else 1)
         timeline = schedule.simulate(per_share(fpipe.Costs(), schedule))
         facts = FACTS[name]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
@@ -343,12 +325,12 @@ SECTIONS = {
     "Stages": "Stage block remat",
     "Modules": "from_module to_module",
     "Batches": "Microbatches elsewhere pack pad",
-    "Other derivatives": "hvp jvp per_example",
-    "Ranks and processes": "adopt init launch local quorum",
+    "Other derivatives": "per_example",
+    "Ranks and processes": "adopt elastic init launch local",
     "Schedules": "Action Costs Fused Placement Schedule Slice Solved Timeline balance "
     "make_schedule register_schedule schedule_names solve",
     "Measuring and debugging": "debug measure_costs profile",
-    "Programs of a stage": "Programs segment trace",
+    "Programs of a stage": "Programs trace",
     "Checkpoints and runs": "Loop load receive save stream",
 }
 #: Classes that only the library creates: they have no signature in the reference.
@@ -365,7 +347,6 @@ HIDDEN = {
     "fpipe.Pipeline": "call parts",
     "fpipe.Programs": "held added_by adding known_adding",
     "fpipe.Placement": "path_index",
-    "fpipe.Stage": "in_mode",
     "fpipe.Costs": "spread links of_units",
     "fpipe.devices": "Streams distrusted drawn exclusive keep_freed restore_streams save_streams",
 }
@@ -393,9 +374,11 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             if inspect.isclass(member) or inspect.isfunction(member)
         }
     elif inspect.isclass(value) and not issubclass(value, BaseException):
+        ours = [cls for cls in value.__mro__ if cls.__module__.startswith("fpipe")]
         found = {
             member: getattr(value, member)
-            for member, kept in vars(value).items()
+            for cls in reversed(ours)
+            for member, kept in vars(cls).items()
             if callable(kept) or isinstance(kept, (property, classmethod, staticmethod))
         }
     else:

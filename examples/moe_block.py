@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/moe.py
 
-A block is attention, a router, dispatch (all_to_all), experts, combine (all_to_all), each a segment, so that fused
-actions can interleave them. The backward pass recomputes what is inside ``fpipe.remat``. The router is outside, so its
+A block is attention, a router, dispatch (all_to_all), experts, combine (all_to_all); fused actions interleave the
+parts of two. The backward pass recomputes what is inside ``fpipe.remat``. The router is outside, so its
 choices are saved, and each token goes to the same experts in both passes.
 """
 
@@ -54,19 +54,15 @@ def block(members: Any, size: int) -> Callable[[dict[str, Tensor], Tensor], Tens
     """A block whose experts are spread over the members of a process group."""
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        with fpipe.segment("attention"):
-            x = fpipe.remat(attention)(p, x)
-            h = F.layer_norm(x, (WIDTH,), p["norm2"])
-            taken, weight = route(p, h.flatten(0, 1))
-            sent = torch.einsum("nec,nd->ecd", taken, h.flatten(0, 1))
-        with fpipe.segment("dispatch"):
-            received = fpipe.ops.all_to_all(sent, members)
-        with fpipe.segment("experts"):
-            received = rearrange(received, "(source expert) slot width -> source expert slot width", source=size)
-            outputs = rearrange(fpipe.remat(experts)(p, received), "source expert ... -> (source expert) ...")
-        with fpipe.segment("combine"):
-            returned = fpipe.ops.all_to_all(outputs, members)
-            return x + torch.einsum("nec,ecd->nd", weight, returned).view(x.shape)
+        x = fpipe.remat(attention)(p, x)
+        h = F.layer_norm(x, (WIDTH,), p["norm2"])
+        taken, weight = route(p, h.flatten(0, 1))
+        sent = torch.einsum("nec,nd->ecd", taken, h.flatten(0, 1))
+        received = fpipe.ops.all_to_all(sent, members)
+        received = rearrange(received, "(source expert) slot width -> source expert slot width", source=size)
+        outputs = rearrange(fpipe.remat(experts)(p, received), "source expert ... -> (source expert) ...")
+        returned = fpipe.ops.all_to_all(outputs, members)
+        return x + torch.einsum("nec,ecd->nd", weight, returned).view(x.shape)
 
     return fn
 

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
-    "products.training.quorum": "quorum",
+    "products.training.elastic": "elastic",
     "products.training.launch": "launch",
     "products.training.loop": "Loop",
     "errors": "FpipeError",
@@ -26,20 +26,19 @@ _TABLE = {
     "products.search.balancing": "balance",
     "products.search.packing": "pack",
     "interop.modules": "from_module to_module",
-    "passes.weaving.segments": "segment",
     "programs.program": "Programs",
-    "programs.cache": "trace",
+    "programs.trace_one": "trace",
+    "programs.wrappers": "block remat",
     "passes.elsewhere.arguments": "elsewhere",
     "engine.copies": "copies",
     "products.search.auto": "auto",
     "passes.debugging": "debug",
-    "passes.derived.forward_mode": "hvp jvp",
     "passes.derived.per_example": "per_example",
     "engine.microbatches": "Microbatches",
     "engine.padding": "pad",
-    "engine.building": "pipeline",
-    "engine.gradients": "grad value_and_grad vjp",
-    "engine.pipeline": "Pipeline",
+    "engine.gradients": "value_and_grad",
+    "engine.vjp": "grad vjp",
+    "engine.pipeline": "Pipeline pipeline",
     "passes.profile.profiling": "measure_costs profile",
     "passes.weighting": "weighted",
     "saving": "load receive save stream",
@@ -47,11 +46,10 @@ _TABLE = {
     "actions.costs": "Costs",
     "actions.timeline": "Timeline",
     "products.search.solve": "Solved solve",
-    "stage": "Stage block remat",
-    "transforms": "Transform accumulate adamw apply_updates cast chain clip_by_global_norm "
-    "dynamic_loss_scale ema from_torch global_norm lion masked master mean_over muon "
-    "optimistic partition scale scale_by_schedule sgd skip_nonfinite sum_tied "
-    "weight_decay",
+    "stage": "Stage",
+    "transforms": "Transform adamw apply_updates cast chain clip_by_global_norm "
+    "dynamic_loss_scale from_torch global_norm masked master mean_over partition scale "
+    "scale_by_schedule sgd skip_nonfinite",
 }
 #: public modules and packages, as in ``fpipe.errors``: name -> path in the package
 _MODULES = {
@@ -78,14 +76,14 @@ if TYPE_CHECKING:
     from .collectives.local import local as local
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
-    from .engine.building import pipeline as pipeline
     from .engine.copies import copies as copies
-    from .engine.gradients import grad as grad
     from .engine.gradients import value_and_grad as value_and_grad
-    from .engine.gradients import vjp as vjp
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline
+    from .engine.pipeline import pipeline as pipeline
+    from .engine.vjp import grad as grad
+    from .engine.vjp import vjp as vjp
     from .errors import FpipeError as FpipeError
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
@@ -93,56 +91,46 @@ if TYPE_CHECKING:
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
     from .passes.debugging import debug as debug
-    from .passes.derived.forward_mode import hvp as hvp
-    from .passes.derived.forward_mode import jvp as jvp
     from .passes.derived.per_example import per_example as per_example
     from .passes.elsewhere.arguments import elsewhere as elsewhere
     from .passes.profile.profiling import measure_costs as measure_costs
     from .passes.profile.profiling import profile as profile
-    from .passes.weaving.segments import segment as segment
     from .passes.weighting import weighted as weighted
     from .products.search.auto import auto as auto
     from .products.search.balancing import balance as balance
     from .products.search.packing import pack as pack
     from .products.search.solve import Solved as Solved
     from .products.search.solve import solve as solve
+    from .products.training.elastic import elastic as elastic
     from .products.training.launch import launch as launch
     from .products.training.loop import Loop as Loop
-    from .products.training.quorum import quorum as quorum
-    from .programs.cache import trace as trace
     from .programs.program import Programs as Programs
+    from .programs.trace_one import trace as trace
+    from .programs.wrappers import block as block
+    from .programs.wrappers import remat as remat
     from .saving import load as load
     from .saving import receive as receive
     from .saving import save as save
     from .saving import stream as stream
     from .schedule import *
     from .stage import Stage as Stage
-    from .stage import block as block
-    from .stage import remat as remat
     from .transforms import Transform as Transform
-    from .transforms import accumulate as accumulate
     from .transforms import adamw as adamw
     from .transforms import apply_updates as apply_updates
     from .transforms import cast as cast
     from .transforms import chain as chain
     from .transforms import clip_by_global_norm as clip_by_global_norm
     from .transforms import dynamic_loss_scale as dynamic_loss_scale
-    from .transforms import ema as ema
     from .transforms import from_torch as from_torch
     from .transforms import global_norm as global_norm
-    from .transforms import lion as lion
     from .transforms import masked as masked
     from .transforms import master as master
     from .transforms import mean_over as mean_over
-    from .transforms import muon as muon
-    from .transforms import optimistic as optimistic
     from .transforms import partition as partition
     from .transforms import scale as scale
     from .transforms import scale_by_schedule as scale_by_schedule
     from .transforms import sgd as sgd
     from .transforms import skip_nonfinite as skip_nonfinite
-    from .transforms import sum_tied as sum_tied
-    from .transforms import weight_decay as weight_decay
 else:
     __all__ = sorted({*_NAMES, *_MODULES})
 

@@ -16,22 +16,20 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions.action import Action, AnyAction, Fused, Row, Slice, joined, plain
+from .actions.action import Action, Fused, Placement, Row, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, as_costs
-from .actions.placement import Placement
 from .actions.product import product
+from .actions.routes import placement_of
 from .actions.simulation import simulate_rows
+from .actions.slices import sliced_rows
 from .actions.text import format_csv, format_rows, parse_csv, parse_rows
-from .actions.text_files import read_bytes, write_bytes
+from .actions.text_files import read_text, write_bytes
 from .actions.timeline import Timeline
+from .actions.unit import Slice
 from .errors import ScheduleError
 
 __all__ = ["Action", "Fused", "Placement", "Schedule", "Slice"]
-
-
-#: Of a file of actions: about eight million of them.
-MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +74,7 @@ class Schedule:
             raise ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
         try:
             if self.placement is None:
-                object.__setattr__(self, "placement", Placement.from_rows(rows))
+                object.__setattr__(self, "placement", placement_of(rows))
             if not self.slices:
                 first = next((part for row in rows for part in plain(row)), None)
                 object.__setattr__(self, "slices", 1 if first is None else first.slices)
@@ -269,9 +267,7 @@ class Schedule:
             )
         if slices == 1:
             return self
-        rows = tuple(
-            tuple(cell for action in row for cell in _sliced(action, slices)) for row in self.rows
-        )
+        rows = sliced_rows(self.rows, slices)
         return Schedule(
             rows, self.placement.sliced(slices), self.microbatches, self.name, slices=slices
         )
@@ -350,35 +346,3 @@ class Schedule:
     def _inspection(self) -> Inspection:
         """What ``check`` and ``simulate`` share."""
         return inspect_rows(self.rows, self.placement, self.units, self.slices)
-
-
-def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
-    """An action as one for each slice; of a fused action, whose parts may go in different
-    directions, too.
-    """
-    for step in range(slices):
-
-        def at(part, step=step):
-            return step if part.op == "F" else slices - 1 - step
-
-        yield joined(
-            [
-                part._replace(microbatch=Slice(part.microbatch, at(part), slices))
-                for part in action.parts
-            ]
-        )
-
-
-def read_text(path: str | PathLike[str]) -> str:
-    """The text of a file of actions, of at most ``MOST_BYTES``."""
-    try:
-        return read_bytes(path, MOST_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(
-            f"{path} is not text (byte {error.start}); give a CSV of actions"
-        ) from error
-    except (OSError, ValueError) as error:  # ValueError: too large, or a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ScheduleError(
-            f"cannot read {str(path)!r}: {reason}; give the path of a CSV file"
-        ) from error

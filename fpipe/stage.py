@@ -8,34 +8,23 @@ schedules nor ranks.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import (
     Any,
     Literal,
     NamedTuple,
-    Protocol,
     TypeAlias,
     TypeVar,
-    cast,
     get_args,
-    runtime_checkable,
 )
 
 import torch
-from torch.fx.traceback import annotate
-from torch.utils.checkpoint import checkpoint
 
-from .devices import distrusted
 from .errors import StageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Engine: TypeAlias = Literal["trace", "eager"]
-#: The end of the name of a stage in a mode.
-_MODES = {True: " in training", False: " in evaluation"}
 #: Which axes of inputs may have any size: those that differ (None), none, the first two, or those
 #: named.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
@@ -64,17 +53,6 @@ class Weight(NamedTuple):
 
     key: str
     like: torch.Tensor
-
-
-@runtime_checkable
-class HasModes(Protocol):
-    """A function that computes something else in training than in evaluation, as a module with
-    dropout does.
-    """
-
-    def in_mode(self, training: bool) -> Callable[..., Any]:
-        """The function in one of the two modes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -150,7 +128,7 @@ class Stage:
     weights: Mapping[str, Weight] | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
-        _check_function("a stage", "(params, x)", self.fn)
+        check_function("a stage", "(params, x)", self.fn)
         if self.engine not in (None, *get_args(Engine)):
             raise StageError(
                 f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
@@ -187,19 +165,6 @@ class Stage:
     def __call__(self, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)
 
-    def in_mode(self, training: bool) -> Stage:
-        """The stage in training or in evaluation; as it is where its function has no modes."""
-        fn, inner = self.fn, self.fn.fn if isinstance(self.fn, Remat) else self.fn
-        if isinstance(inner, HasModes):
-            moded = inner.in_mode(training)
-            fn = Remat(moded) if inner is not fn else moded
-        elif isinstance(fn, Elsewhere) and fn.moded:
-            fn = replace(fn, text=fn.moded)
-        else:
-            return self
-        name = self.label.removesuffix(_MODES[True]).removesuffix(_MODES[False])
-        return replace(self, fn=fn, name=name + _MODES[training])  # ranks compare names
-
     @property
     def label(self) -> str:
         """A name for messages."""
@@ -223,7 +188,8 @@ def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
     return Stage(fn)
 
 
-def _check_function(what: str, arguments: str, fn: object) -> None:
+def check_function(what: str, arguments: str, fn: object) -> None:
+    """Raise StageError for a value that cannot be called."""
     if not callable(fn):
         raise StageError(f"{what} must be a function fn{arguments}, not {type(fn).__name__} {fn!r}")
 
@@ -268,15 +234,6 @@ OF_MODULES = (
 )
 
 
-def _takes_params(module: torch.nn.Module) -> bool:
-    """Whether a module is called as a stage is: with parameters, perhaps a state, and x."""
-    try:
-        inspect.signature(module.forward).bind(None, None)
-    except TypeError:
-        return False
-    return True
-
-
 def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the keyword-only arguments of a function.
 
@@ -293,97 +250,6 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-#: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a
-#: checkpoint.
-RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
-
-
-class _Wrapper:
-    """A function that another one stands for."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        _check_function(f"what {type(self).__name__.lower()} takes", "(...)", fn)
-        self.fn = fn
-        self.__wrapped__ = fn
-        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
-
-    def __repr__(self) -> str:
-        return f"fpipe.{type(self).__name__.lower()}({self.__qualname__})"
-
-
-class Remat(_Wrapper):
-    """A function whose inner values are computed again in the backward instead of saved; see
-    ``remat``.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if RECORDING.get():
-            return checkpoint(partial(self.fn, **kwargs), *args, use_reentrant=False)
-        with annotate({"fpipe_remat": object()}):
-            return self.fn(*args, **kwargs)
-
-
-def remat(fn: F) -> F:
-    """Recompute ``fn`` in the backward: the forward saves its inputs and its random draws only.
-
-    One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
-
-    Args:
-        fn: a stage function, or a part of one.
-
-    Returns:
-        A function with the arguments and the result of ``fn``.
-
-    >>> from fpipe import trace
-    >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2),
-    ...     torch.ones(1, 2))
-    >>> programs.saved
-    ('x0', 'p0')
-    """
-    return cast(F, Remat(fn))
-
-
-#: What a call of a block does while a stage is traced.
-BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar(
-    "BLOCKS", default=None
-)
-
-
-class Block(_Wrapper):
-    """A function that is traced once for all its calls with equal shapes; see ``block``."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handler = BLOCKS.get()
-        return self.fn(*args, **kwargs) if handler is None else handler(self, args, kwargs)
-
-
-def block(fn: F) -> F:
-    """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers
-    of a stage.
-
-    The first trace of a stage of many layers then takes about as long as that of one layer.
-    Programs and results are the same as without it. Hugging Face layers and equal modules in an
-    ``nn.Sequential`` or ``nn.ModuleList`` are blocks without being named.
-
-    Args:
-        fn: a pure function whose result depends on its arguments alone, as that of a stage does. It
-            may take and return any pytrees.
-
-    Returns:
-        A function with the arguments and the result of ``fn``.
-
-    >>> from fpipe import trace
-    >>> layer = block(lambda p, x: torch.tanh(x @ p))
-    >>> def stage(params, x):
-    ...     for p in params:
-    ...         x = layer(p, x)
-    ...     return x
-    >>> trace(stage, [torch.eye(2)] * 3, torch.ones(1, 2)).forward.code.count("tanh(")
-    3
-    """
-    return cast(F, Block(fn))
-
-
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
     """A stage with the pipeline's engine and compiler where it names none itself."""
     engine = stage.engine or engine
@@ -392,25 +258,10 @@ def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> S
     )
 
 
-def without_unsafe_compilers(
-    stages: Sequence[Stage], devices: Iterable[torch.device], stacklevel: int
-) -> tuple[Stage, ...]:
-    """The stages, without a compiler and with a warning where torch.compile is known to fail on the
-    devices.
-
-    >>> devices = [torch.device("xpu", 0), torch.device("cpu")]
-    >>> [stage.compile for stage in without_unsafe_compilers([Stage(max, compile="inductor")],
-    ...     devices, 2)]
-    ['inductor']
-    """
-    compilers = [stage.compile for stage in stages if stage.compile]
-    kind = distrusted(devices) if compilers else None
-    if kind is None:
-        return tuple(stages)
-    warnings.warn(
-        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at "
-        "work torch.compile is "
-        "not trusted; the programs run as they were traced. Leave compile= out, or use one device",
-        stacklevel=stacklevel + 1,
-    )
-    return tuple(replace(stage, compile=None) for stage in stages)
+def _takes_params(module: torch.nn.Module) -> bool:
+    """Whether a module is called as a stage is: with parameters, perhaps a state, and x."""
+    try:
+        inspect.signature(module.forward).bind(None, None)
+    except TypeError:
+        return False
+    return True

@@ -6,15 +6,15 @@ The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch. Wha
 is for all of the package; the other names are for this folder, ``schedule`` and ``lowering``.
 """
 
-from .action import MOST_SLICES, Action, AnyAction, Fused, Row, Slice, joined, plain, unit
+from .action import Action, AnyAction, Fused, Placement, Row, joined, plain
 from .action_kinds import KINDS, OPS, Kind, Op
-from .collector import uncollected
 from .costs import Beside, Costs, PerStage, as_costs
-from .placement import Placement
+from .dependencies import uncollected
 from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
 from .timeline import Carried, Span, Timeline, Wait
+from .unit import MOST_SLICES, Slice, unit
 
 __all__ = [
     "KINDS",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule.
+"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule, and ``Placement``, which rank
+runs each stage.
 
 Standard library only; nothing here knows tensors or order.
 
@@ -12,70 +13,13 @@ each other
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from ..errors import ScheduleError
 from .action_kinds import Op
-
-#: Slices of a microbatch where their number is not known, as of an action alone.
-MOST_SLICES = 1_000_000
-
-
-class Slice(int):
-    """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
-
-    It is that number, so that slices are compared and counted as microbatches are, and it prints as
-    ``3.1``.
-
-    Args:
-        microbatch: the number of the microbatch.
-        slice: the number of the slice within it.
-        of: how many slices each microbatch has.
-
-    Raises:
-        ScheduleError: if there is no such slice.
-
-    >>> Slice(3, 1, of=4), Slice(3, 1, of=4) == 13
-    (3.1, True)
-    """
-
-    of: int
-
-    def __new__(cls, microbatch: int, slice: int, of: int) -> Slice:
-        if not 0 <= slice < of:
-            raise ScheduleError(
-                f"there is no slice {slice} of {of}; slices are counted from 0", rule="slices"
-            )
-        number = super().__new__(cls, microbatch * of + slice)
-        number.of = of
-        return number
-
-    @property
-    def microbatch(self) -> int:
-        """The number of the microbatch."""
-        return self // self.of
-
-    @property
-    def slice(self) -> int:
-        """The number of the slice within the microbatch."""
-        return self % self.of
-
-    def __str__(self) -> str:
-        return f"{self.microbatch}.{self.slice}"
-
-    __repr__ = __str__
-
-    def __reduce__(self) -> tuple[type[Slice], tuple[int, int, int]]:
-        return Slice, (self.microbatch, self.slice, self.of)
-
-
-def unit(number: int, slices: int) -> int:
-    """The unit of work with this number: a microbatch or, where these have slices, a slice of one.
-
-    >>> unit(13, 4), unit(13, 1)
-    (3.1, 13)
-    """
-    return number if slices == 1 else Slice(*divmod(number, slices), slices)
+from .unit import Slice
 
 
 class Action(NamedTuple):
@@ -162,3 +106,244 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
     """
     for action in row:
         yield from action.parts
+
+
+refuse = partial(ScheduleError, rule="placement")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank runs each stage, for each microbatch.
+
+    With one path each stage is on one rank. A stage that is on different ranks in different paths
+    has replicas (DualPipe, Chimera). Paths that no microbatch takes are removed, and the others are
+    sorted by the first microbatch that takes them, so that equal placements compare equal.
+
+    Args:
+        paths: ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route
+            ``k``.
+        ranks: how many ranks there are.
+        route: ``route[m]`` is the path of microbatch ``m``, or of slice ``m`` of all; empty where
+            there is one path.
+
+    >>> Placement.v(2)
+    Placement(0: [0, 3], 1: [1, 2])
+    >>> Placement.of([[0, 1, 4], [2, 3]]).rank_of(4)
+    0
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    ranks: int
+    route: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(tuple, self.paths)))
+        if not self.paths or not self.paths[0]:
+            raise refuse("a placement needs at least one stage; give each stage a rank")
+        if any(len(path) != len(self.paths[0]) for path in self.paths):
+            raise refuse("every path of a placement must name a rank for each stage")
+        bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
+        if bad:
+            remedy = "give ranks=, or correct the rank of the stage"
+            raise refuse(
+                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
+                f"{remedy}"
+            )
+        if len(self.paths) > 1 and not self.route:
+            raise refuse("several paths need a route: one path index per microbatch")
+        if any(not 0 <= k < len(self.paths) for k in self.route):
+            raise refuse("a route names a path that the placement does not have")
+        taken: dict[tuple[int, ...], int] = {}
+        route = tuple(taken.setdefault(self.paths[k], len(taken)) for k in self.route)
+        object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
+        object.__setattr__(self, "route", route if len(taken) > 1 else ())
+
+    # ---- constructors ----
+    @classmethod
+    def loop(cls, ranks: int, per_rank: int = 1) -> Placement:
+        """Stage ``s`` on rank ``s % ranks``.
+
+        Args:
+            ranks: how many ranks there are.
+            per_rank: how many stages each holds.
+
+        Returns:
+            The placement, as of 1F1B and Interleaved1F1B.
+
+        >>> Placement.loop(2, 2)
+        Placement(0: [0, 2], 1: [1, 3])
+        """
+        return cls((tuple(s % ranks for s in range(ranks * per_rank)),), ranks)
+
+    @classmethod
+    def v(cls, ranks: int, per_rank: int = 2) -> Placement:
+        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for
+        2, the last stage.
+
+        Args:
+            ranks: how many ranks there are.
+            per_rank: how many stages each holds.
+
+        Returns:
+            The placement, as of ZBV and DualPipeV.
+
+        >>> Placement.v(3)
+        Placement(0: [0, 5], 1: [1, 4], 2: [2, 3])
+        """
+        down = tuple(range(ranks))
+        return cls((sum((down if c % 2 == 0 else down[::-1] for c in range(per_rank)), ()),), ranks)
+
+    @classmethod
+    def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
+        """From the stages that each rank holds, each stage on exactly one.
+
+        Args:
+            stages_by_rank: for each rank, its stages.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ScheduleError: if a stage is missing or on two ranks.
+
+        >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
+        True
+        """
+        rank_of: dict[int, int] = {}
+        for rank, held in enumerate(stages_by_rank):
+            for stage in held:
+                if stage in rank_of:
+                    remedy = (
+                        "place it on one rank, or build Placement(paths, ranks, route) for replicas"
+                    )
+                    raise refuse(
+                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; {remedy}"
+                    )
+                rank_of[stage] = rank
+        missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
+        if missing:
+            raise refuse(f"no rank holds stage {missing[0]}; give every stage a rank")
+        return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
+
+    @classmethod
+    def bidirectional(
+        cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1
+    ) -> Placement:
+        """Stages as in ``v(ranks, per_rank)`` and, for the microbatches in ``up``, with the ranks
+        the other way round.
+
+        Args:
+            ranks: how many ranks there are.
+            microbatches: how many microbatches there are.
+            up: the microbatches that enter at the last rank.
+            per_rank: how many stages each rank holds for one direction.
+
+        Returns:
+            The placement, as of DualPipe and Chimera, and of BitPipe for 2 or more stages a rank.
+
+        >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
+        1
+        """
+        (down,), upwards = cls.v(ranks, per_rank).paths, set(up)
+        other = tuple(ranks - 1 - rank for rank in down)
+        return cls((down, other), ranks, tuple(int(m in upwards) for m in range(microbatches)))
+
+    # ---- questions ----
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.paths[0])
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage is on more than one rank."""
+        return len(self.paths) > 1
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs ``stage`` for ``microbatch``.
+
+        Args:
+            stage: the number of the stage.
+            microbatch: which of several paths counts.
+
+        Returns:
+            The rank.
+
+        >>> Placement.v(2).rank_of(3)
+        0
+        """
+        return self.path(microbatch)[stage]
+
+    def path(self, microbatch: int) -> tuple[int, ...]:
+        """The rank of every stage, for one microbatch.
+
+        Args:
+            microbatch: the number of the microbatch.
+
+        Returns:
+            One rank for each stage.
+
+        >>> Placement.v(2).path(0)
+        (0, 1, 1, 0)
+        """
+        return self.paths[self.path_index(microbatch)]
+
+    def path_index(self, microbatch: int) -> int:
+        """Which of ``paths`` a microbatch takes."""
+        return self.route[microbatch % len(self.route)] if self.route else 0
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """All ranks of ``stage``, in path order, each once.
+
+        Args:
+            stage: the number of the stage.
+
+        Returns:
+            The ranks: more than one where the stage has replicas.
+
+        >>> Placement.v(2).ranks_of(3)
+        (0,)
+        """
+        return tuple(dict.fromkeys(path[stage] for path in self.paths))
+
+    def sliced(self, slices: int) -> Placement:
+        """The placement of the slices of microbatches: all slices of a microbatch take its path.
+
+        Args:
+            slices: how many slices each microbatch has.
+
+        Returns:
+            The placement.
+
+        >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
+        (0, 0, 1, 1)
+        """
+        return Placement(
+            self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices))
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Numbers of stages.
+
+        >>> Placement.v(2).stages_of(0)
+        (0, 3)
+        """
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        held: list[set[int]] = [set() for _ in range(self.ranks)]
+        for path in self.paths:
+            for stage, rank in enumerate(path):
+                held[rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in held)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{rank}: {list(stages)}" for rank, stages in enumerate(self._held))
+        return f"Placement({inside})"

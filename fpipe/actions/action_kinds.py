@@ -22,6 +22,8 @@ FACTS: dict[FactKind, str] = {
     "I": "the input gradient",
     "W": "the weight gradient",
 }
+#: Those that a schedule must provide once for every stage and microbatch.
+REQUIRED: tuple[FactKind, ...] = ("F", "I", "W")
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from functools import partial
 from itertools import permutations
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Row, unit
+from .action import Action, AnyAction, Fused, Placement, Row
 from .action_kinds import FACTS, KINDS
 from .dependencies import Blocked, Fact, Walk, needs, needs_slice, provides
-from .placement import Placement
 from .text import counted
+from .unit import unit
 
 _SHOWN_RANKS, _SHOWN_ACTIONS = 6, 5  # of a circle; on each side of a place
 

@@ -30,10 +30,10 @@ from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
 from . import broken_rules
-from .action import Action, Fused, Row, Slice
-from .action_kinds import FACTS, KINDS, OPS
+from .action import Action, Fused, Placement, Row
+from .action_kinds import KINDS, OPS, REQUIRED
 from .dependencies import Walk, walk
-from .placement import Placement
+from .unit import Slice
 
 #: op -> its bit in the set of ops that a stage and microbatch has had
 _BIT = {op: 1 << index for index, op in enumerate(OPS)}
@@ -50,7 +50,7 @@ def _providing(facts: Sequence[str]) -> int:
 def _complete(had: int) -> bool:
     """Whether these ops provide every fact once."""
     provided = [fact for op, bit in _BIT.items() if had & bit for fact in KINDS[op].provides]
-    return sorted(provided) == sorted(FACTS)
+    return sorted(fact for fact in provided if fact in REQUIRED) == sorted(REQUIRED)
 
 
 def _after(op: str) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from ..errors import ScheduleError
 from .action import AnyAction
@@ -376,10 +376,10 @@ def _numbers(name: str, value: Any) -> Any:
     return number(name, value)
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
     """``value`` as a float, or an error that names the cost."""
     try:
-        result = nan if isinstance(value, str) else float(value)
+        result = float(value) if isinstance(value, SupportsFloat) else nan
     except (TypeError, ValueError, OverflowError):
         result = nan
     valid = result > 0 if name == "bandwidth" else 0 <= result < inf

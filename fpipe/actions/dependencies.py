@@ -11,13 +11,16 @@ slices, counted through all microbatches.
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from .action import Action, Row, unit
+from .action import Action, Row
 from .action_kinds import FACTS, KINDS, FactKind
+from .unit import unit
 
 _FACTS = tuple(FACTS)
 
@@ -236,3 +239,15 @@ def _run_ordered(
             yield position, at + need
         present[at + give] = 1
     yield len(row), facts.size
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector, for what creates many objects and no reference cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -11,14 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-#: Passes items on, and counts them.
-Track: TypeAlias = Callable[[Sequence[Any]], Iterator[Any]]
 AFTER = 1.0  #: seconds until the line appears
 _END = 1.0  #: seconds for the thread to erase it
 _EVERY = 0.1  #: seconds between two pictures of it
+
+
+class Track(Protocol):
+    """Passes items on, and counts them."""
+
+    def __call__(self, items: Sequence[T], /) -> Iterator[T]: ...
 
 
 @contextmanager
@@ -49,6 +53,22 @@ def progress(what: str | Callable[[], str]) -> Iterator[Track]:
         done.set()
         if thread.ident is not None:
             thread.join(_END)
+
+
+@contextmanager
+def noted(what: str) -> Iterator[Callable[[str], None]]:
+    """Around the work; ``note(text)`` says which part of it follows.
+
+    >>> with noted("tracing") as note:
+    ...     note("stage 1 of 2")
+    """
+    now = [what]
+
+    def note(text: str) -> None:
+        now[0] = f"{what} {text}"
+
+    with progress(lambda: now[0]):
+        yield note
 
 
 def _show(what: str | Callable[[], str], counts: Sequence[int], done: threading.Event) -> None:

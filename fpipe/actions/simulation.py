@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Row
+from .action import Action, AnyAction, Placement, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import inspect_rows
 from .costs import Beside, Costs, Predict, number
 from .dependencies import Facts, Walk
-from .placement import Placement
 from .timeline import Carried, Timeline
 
 #: How an op runs on a stage; a plain tuple, since unpacking that is three times as fast:

@@ -20,8 +20,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import ScheduleError
-from .action import MOST_SLICES, Action, AnyAction, Fused, Row, Slice, joined, unit
+from .action import Action, AnyAction, Fused, Row, joined
 from .action_kinds import OPS
+from .unit import MOST_SLICES, Slice, unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([{OPS}]){_NUMBER}(?:[.]{_NUMBER})?")

@@ -16,6 +16,8 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
+from ..errors import ScheduleError
+
 #: The folders of links to the streams of a process, such as /dev/stdout, which may be files.
 _STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
@@ -77,3 +79,22 @@ def _write_beside(path: Path, part: Path, content: bytes) -> None:
     if path.exists():
         part.chmod(path.stat().st_mode & 0o7777)
     part.replace(path)
+
+
+#: Of a file of actions: about eight million of them.
+MOST_BYTES = 64 << 20
+
+
+def read_text(path: str | PathLike[str]) -> str:
+    """The text of a file of actions, of at most ``MOST_BYTES``."""
+    try:
+        return read_bytes(path, MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{path} is not text (byte {error.start}); give a CSV of actions"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: too large, or a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(
+            f"cannot read {str(path)!r}: {reason}; give the path of a CSV file"
+        ) from error

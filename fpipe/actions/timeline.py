@@ -20,11 +20,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Row
+from .action import Action, AnyAction, Fused, Placement, Row
 from .action_kinds import KINDS
 from .dependencies import Facts
-from .placement import Placement
 from .product import product
+from .routes import placement_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ class Timeline:
         microbatches = (
             max(part.microbatch for row in rows for action in row for part in action.parts) + 1
         )
-        placement = Placement.from_rows(rows)
+        placement = placement_of(rows)
         causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
         return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
 
@@ -380,8 +380,6 @@ class Timeline:
         style: str = "paper",
         *,
         memory: bool = True,
-        critical: bool = False,
-        messages: bool = False,
     ) -> Axes:
         """Draw the timeline with matplotlib, to be edited, combined and saved as its figures are.
 
@@ -390,8 +388,6 @@ class Timeline:
             style: ``"paper"`` for print, without figures beside the lanes; ``"light"`` or
                 ``"dark"`` for a screen.
             memory: Draw below each lane what its rank holds.
-            critical: Draw a line through the actions on which the total depends.
-            messages: Draw a line for every message between ranks.
 
         Returns:
             The axes. Time is along x, and rank r lies between r and r + 1 on y.
@@ -406,15 +402,13 @@ class Timeline:
         ['rank 0', 'rank 1']
         """
         pictures = product("pictures")
-        return pictures.plot(self, ax, style, pictures.Look(memory, critical, messages))
+        return pictures.plot(self, ax, style, pictures.Look(memory))
 
     def save(
         self,
         path: str | PathLike[str],
         *,
         memory: bool = True,
-        critical: bool = False,
-        messages: bool = False,
         against: Timeline | None = None,
         dark: bool | None = None,
         width: float | None = None,
@@ -425,8 +419,6 @@ class Timeline:
         Args:
             path: The file; its suffix selects the format.
             memory: Draw below each lane what its rank holds.
-            critical: Draw a line through the actions on which the total depends.
-            messages: Draw a line for every message between ranks.
             against: Another timeline, drawn above this one, whose actions then have the colours of
                 how much earlier or later they end than there.
             dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and
@@ -440,13 +432,11 @@ class Timeline:
         >>> import pathlib, tempfile
         >>> from fpipe.generators import make_schedule
         >>> path = pathlib.Path(tempfile.mkdtemp(), "zbv.svg")
-        >>> make_schedule("ZBV", 4, 8).simulate().save(path, critical=True, width=390)
+        >>> make_schedule("ZBV", 4, 8).simulate().save(path, width=390)
         >>> path.read_text()[:4]
         '<svg'
         """
-        look = product("pictures").Look(
-            memory, critical, messages, against is not None, dark, width
-        )
+        look = product("pictures").Look(memory, against is not None, dark, width)
         product("pictures").save(self if against is None else [against, self], path, look)
 
 

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING
 from .group import Group
 
 if TYPE_CHECKING:
-    from .bounded import BoundedStore
+    from .c10d import C10dGroup
+    from .capabilities import DTYPES, reduction, sending
     from .codec import decode, encode
 
 #: Names whose modules are loaded when they are first used.
-_LATER = {"BoundedStore": "bounded", "decode": "codec", "encode": "codec"}
-__all__ = ["BoundedStore", "Group", "decode", "encode"]
+_LATER = {
+    "C10dGroup": "c10d",
+    "DTYPES": "capabilities",
+    "decode": "codec",
+    "encode": "codec",
+    "reduction": "capabilities",
+    "sending": "capabilities",
+}
+__all__ = ["DTYPES", "C10dGroup", "Group", "decode", "encode", "reduction", "sending"]
 
 
 def __getattr__(name: str) -> object:

@@ -23,10 +23,6 @@ from .codec import MOST_BYTES, decode, encode
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 
 
-#: For documented names that the stubs of torch.distributed do not export.
-_DIST: Any = dist
-
-
 def default_store() -> Store:
     """The store of the default process group."""
     return _get_default_store()
@@ -34,17 +30,7 @@ def default_store() -> Store:
 
 def prefixed(prefix: str, store: Store) -> Store:
     """The same store, in which every key has a prefix."""
-    return _DIST.PrefixStore(prefix, store)
-
-
-def connected(host: str, port: int, timeout: timedelta) -> Store:
-    """The store of another process."""
-    return _DIST.TCPStore(host, port, is_master=False, timeout=timeout)
-
-
-def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A process group that is independent of the default one."""
-    return _DIST.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def connection(store: Store, timeout: timedelta) -> Store:
@@ -84,7 +70,7 @@ def members(name: str) -> list[int]:
     return dist.get_process_group_ranks(_resolved(name))
 
 
-def gather_members(name: str, obj: Any) -> list[Any] | None:
+def gather_members(name: str, obj: object) -> list[Any] | None:
     """The object of every member of a process group, by rank; None if there is no other member, or
     a fake backend.
 

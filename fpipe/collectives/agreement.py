@@ -2,9 +2,10 @@
 """Whether all ranks run the same call, and the error that says how they differ.
 
 Before each call a rank announces a digest: a number that is equal on all ranks if they run the same
-plan with the same options. An :class:`Exchange` compares the digests while the call runs. Where
-they differ, the ranks exchange their facts, as text through the store, so that every rank raises
-the same error. This module must not know plans, nor what the facts mean.
+plan with the same options. An exchange compares the digests while the call runs: by a reduction
+over the backend (:class:`Reduced`), or by a board in shared memory. Where they differ, the ranks
+exchange their facts, as text through the store, so that every rank raises the same error. This
+module must not know plans, nor what the facts mean.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from .bounded import BoundedStore
 from .codec import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
+
+if TYPE_CHECKING:
+    from .shared_memory.board import Board
 
 _MASK = 2**62 - 1
 _HEADER = 2**31 - 1
@@ -94,35 +98,6 @@ def _parted(one: str, other: str) -> tuple[str, str]:
     return next((a, b) for a, b in zip(*parts, strict=True) if a != b)
 
 
-class Exchange(Protocol):
-    """How ranks compare the digests of their calls."""
-
-    def start(self, number: int, digest: int) -> None:
-        """Announce this rank's digest for a call."""
-        ...
-
-    def equal(self, number: int, digest: int) -> bool | None:
-        """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
-        ...
-
-    def missing(self, number: int) -> int | None:
-        """A rank whose digest is missing, if the exchange knows which."""
-        ...
-
-    def pause(self) -> None:
-        """Wait a short time for the digests that are missing."""
-        ...
-
-    @property
-    def poll(self) -> float:
-        """Seconds to look again and again before the first pause."""
-        ...
-
-    def gone(self, number: int) -> str:
-        """Why the digests that are missing will not come, if that is known."""
-        ...
-
-
 class Agreement:
     """One rank's view of the calls of its group.
 
@@ -134,11 +109,13 @@ class Agreement:
     def __init__(
         self, store: BoundedStore, monitor: FaultMonitor, names: Sequence[int], nth: int = 0
     ):
-        self.exchange: Exchange | None = None
+        #: Announces the number and digest of a call, and returns the comparison of the ranks.
+        self.exchange: Callable[[int, int], Reduced | Board] | None = None
+        self._compared: Reduced | Board | None = None
         self.head = [0]
         self._store, self._monitor, self._names = store, monitor, names
-        self._number, self._word, self._base = -1, 0, nth * _STEP
-        self._facts: tuple[Callable[..., Facts], tuple[Any, ...]] = dict, ()
+        self._number, self._base = -1, nth * _STEP
+        self._facts: Callable[[], Facts] = dict
         self._agreed, self._round = True, -1
         #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
         self.refusal: BaseException | None = None
@@ -148,23 +125,22 @@ class Agreement:
         """The header as a tag of torch.distributed."""
         return self.head[0] >> 32
 
-    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
-        """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks
+    def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
+        """Announce the next call; returns its number. ``facts()`` is called only where ranks
         differ.
         """
         if self._monitor.broken is not None:
             self._monitor.check()
-        self._facts = facts, values
+        self._facts = facts
         return self._announce(digest)
 
     def _announce(self, digest: int) -> int:
         number = self._number = self._number + 1
         # other than in earlier calls of the same plan
-        self._word = digest = (digest + number + self._base) & _MASK
+        digest = (digest + number + self._base) & _MASK
         self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
-            self._agreed = False
-            self.exchange.start(number, digest)
+            self._agreed, self._compared = False, self.exchange(number, digest)
         return number
 
     def check(self) -> bool:
@@ -172,8 +148,8 @@ class Agreement:
         Never blocks.
         """
         if not self._agreed:
-            assert self.exchange is not None
-            equal = self.exchange.equal(self._number, self._word)
+            assert self._compared is not None
+            equal = self._compared.equal()
             if equal is False:
                 raise self._disagreement()
             self._agreed = equal is True
@@ -185,19 +161,19 @@ class Agreement:
             self._wait(self.check)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        exchange, number = self.exchange, self._number
-        assert exchange is not None
-        end = time.perf_counter() + exchange.poll
+        compared = self._compared
+        assert compared is not None
+        end = time.perf_counter() + compared.poll
         while not done() and time.perf_counter() < end:
             pass  # a rank that sleeps wakes late
         while not done():
-            peer = exchange.missing(number)
+            peer = compared.missing()
             self._monitor.until(
-                lambda peer=peer: done() or exchange.missing(number) != peer,
+                lambda peer=peer: done() or compared.missing() != peer,
                 peer,
                 "for the calls of" if peer is None else "for the call of",
-                exchange.pause,
-                lambda: exchange.gone(number),
+                compared.pause,
+                compared.gone,
             )
 
     # ---- calls that a rank refuses ----
@@ -214,12 +190,9 @@ class Agreement:
 
     def _announced(self) -> bool:
         """Whether every rank has announced this call, or refused it. Never blocks."""
-        exchange = self.exchange
-        assert exchange is not None
-        return (
-            exchange.missing(self._number) is None
-            and exchange.equal(self._number, self._word) is not None
-        )
+        compared = self._compared
+        assert compared is not None
+        return compared.missing() is None and compared.equal() is not None
 
     def leave(self) -> None:
         """Wait until every rank has announced a call that one of them refused; then the next one
@@ -256,8 +229,7 @@ class Agreement:
     def _facts_of_all(self) -> dict[int, Facts]:
         """The facts of every rank that publishes them in time."""
         me, end = self._monitor.rank, time.monotonic() + _PATIENCE
-        facts, values = self._facts
-        mine, by_rank = dict(facts(*values)), dict[int, Facts]()
+        mine, by_rank = dict(self._facts()), dict[int, Facts]()
         try:
             self._store.set(self._key(me), encode(mine))
             for rank in range(self._monitor.size):
@@ -295,46 +267,44 @@ def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | N
     return None
 
 
-class Reduced:
-    """An exchange of digests over a backend: one reduction per call, which runs beside it."""
+class Reduced(NamedTuple):
+    """The digests of a call, compared by a reduction that runs beside it."""
 
-    def __init__(self, pg: dist.ProcessGroup):
-        self._pg = pg
-        self._options = dist.AllreduceOptions()  # pyright: ignore[reportPrivateImportUsage]
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._both = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._work: dist.Work | None = None
+    digest: int
+    both: torch.Tensor  # the largest digest, and the smallest, negated
+    work: dist.Work
+    poll: float = 0.0  # seconds to look before the first pause, which ends with the reduction
 
-    def start(self, number: int, digest: int) -> None:
-        """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the
-        time.
-        """
-        self._both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        self._work = self._pg.allreduce([self._both], self._options)
-
-    def equal(self, number: int, digest: int) -> bool | None:
-        """Whether the largest and the smallest digest are this one."""
-        assert self._work is not None
-        if not self._work.is_completed():
+    def equal(self) -> bool | None:
+        """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
+        if not self.work.is_completed():
             return None
         # it is complete: this returns at once, or raises the error of the backend
-        self._work.wait()
-        return self._both.tolist() == [digest, -digest]
+        self.work.wait()
+        return self.both.tolist() == [self.digest, -self.digest]
 
-    def missing(self, number: int) -> None:
-        """It is not known."""
-
-    @property
-    def poll(self) -> float:
-        """None: the pause ends as soon as the reduction is complete."""
-        return 0.0
+    def missing(self) -> None:
+        """The rank whose digest is missing: it is not known."""
 
     def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""
-        assert self._work is not None
         with suppress(RuntimeError):  # late, or an error that ``equal`` raises
-            self._work.wait(_SLICE)
+            self.work.wait(_SLICE)
 
-    def gone(self, number: int) -> str:
-        """It is not known."""
+    def gone(self) -> str:
+        """Why the digests that are missing will not come: it is not known."""
         return ""
+
+
+def reduced(pg: dist.ProcessGroup) -> Callable[[int, int], Reduced]:
+    """The exchange over a backend: one reduction per call, by the process group itself, since
+    ``dist.all_reduce`` costs twice the time.
+    """
+    options = dist.AllreduceOptions()  # pyright: ignore[reportPrivateImportUsage]
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+
+    def start(number: int, digest: int) -> Reduced:
+        both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        return Reduced(digest, both, pg.allreduce([both], options))
+
+    return start

@@ -13,13 +13,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ._store import Store, connection, default_store, prefixed
-from .waiting import CallThread, CallTimeoutError
+from .waiting import CallTimeoutError, within
 
 T = TypeVar("T")
 #: seconds between the first two looks for a key; each further pause is twice as long
@@ -32,7 +31,7 @@ class StoreLostError(RuntimeError):
     """The store did not answer in time, or its process is gone."""
 
 
-def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[BoundedStore, int]:
+def of_group(pg: dist.ProcessGroup, seconds: float) -> tuple[BoundedStore, int]:
     """A prefix of the default store: the same for all ranks of a process group, different for every
     other group.
 
@@ -41,7 +40,7 @@ def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[Bound
     kept running.
     """
     store = default_store()
-    name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
+    name = f"fpipe/group/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
     nth = BoundedStore(store, seconds).add(f"{name}/{pg.rank()}", 1)
     return BoundedStore(prefixed(f"{name}/{nth}", store), seconds), nth
 
@@ -70,16 +69,12 @@ class BoundedStore:
 
     def __init__(self, store: Store, seconds: float, pause: float = 0.0):
         self.raw, self.seconds, self.pause = store, seconds, pause
-        self._calls: tuple[CallThread, Callable[[], Store]] | None = None
+        self._connection: Store | None = None
         self._lost_at = float("-inf")
 
     def set(self, key: str, value: Any) -> None:
         """Store a value, text or bytes."""
         self._run(lambda store: store.set(key, value))
-
-    def settle(self, key: str, value: Any) -> bytes:
-        """Store a value unless there is one; the value that is there then."""
-        return self._run(lambda store: store.compare_set(key, "", value))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
@@ -123,18 +118,19 @@ class BoundedStore:
         """The result of a call that has the bound of the store, or fewer ``seconds``."""
         if time.monotonic() - self._lost_at < self.pause:
             raise _no_answer(self.seconds)
-        if self._calls is None:
-            connected = cache(partial(connection, self.raw, timedelta(seconds=self.seconds)))
-            self._calls = CallThread("fpipe-store"), connected
-        thread, connected = self._calls
         seconds = min(seconds, self.seconds)
         try:
-            result = thread.call(lambda: function(connected()), seconds)
-        except CallTimeoutError:
-            self._lost_at, self._calls = time.monotonic(), None  # the thread ends with its call
+            store, result = within(seconds, lambda: self._call(function))
+        except CallTimeoutError:  # its thread ends with the call, and so does the connection
+            self._lost_at, self._connection = time.monotonic(), None
             raise _no_answer(seconds) from None
-        self._lost_at = float("-inf")
+        self._lost_at, self._connection = float("-inf"), store
         return result
+
+    def _call(self, function: Callable[[Store], T]) -> tuple[Store, T]:
+        """The connection and the result of a call, in the thread of the call."""
+        store = self._connection or connection(self.raw, timedelta(seconds=self.seconds))
+        return store, function(store)
 
 
 def _no_answer(seconds: float) -> StoreLostError:

@@ -7,7 +7,7 @@ a message is the header of its call, so messages of different calls never meet. 
 needs one order for both directions of a pair, each direction has a process group. Sends keep their
 buffers until they are settled: the plan derives from what it receives which of its sends were
 received. No send waits before that, since a limit on the number of sends under way could deadlock
-two ranks. Ranks of one host may have a transport in place of the backend. This module must not know
+two ranks. Ranks of one host share memory in place of the backend. This module must not know
 schedules.
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,22 +25,22 @@ from torch import Tensor
 
 from ..devices import kind
 from ..errors import GroupError
-from ..tree import Spec
 from ._store import backends as backends_of
 from ._store import name_of
-from .adapt import reduction, sending
-from .agreement import Agreement, Reduced
+from .agreement import Agreement, reduced
 from .bounded import of_group
-from .capabilities import Capabilities
+from .capabilities import Capabilities, reduction, sending
 from .faults import FaultMonitor
-from .group import Done, Facts, Group, Pending, Receiver, Sender, Work
+from .group import Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
 from .journal import Journal
-from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
-from .transport import SWITCH, Transport, connect
-from .waiting import CallThread
+from .shared_memory import SWITCH, connect
+from .waiting import within
 from .wire import wire_format
+
+if TYPE_CHECKING:
+    from .shared_memory.mailboxes import SharedMemory
 
 _CPU = torch.device("cpu")
 _UNBOUNDED = timedelta(days=365)
@@ -59,18 +59,10 @@ class C10dGroup(Group):
         device: torch.device,
         timeout: float,
         can: Capabilities | None = None,
-        purpose: str = "pp",
         journal: Journal | None = None,
     ):
-        backends = backends_of(pg)
-        if device.type not in backends:
-            raise GroupError(
-                f"the process group carries {', '.join(backends)} and this rank is on "
-                f"{device.type}; start it with backend={kind(device.type).backends!r}"
-            )
-        self.can = can or Capabilities.of(device.type, backends[device.type])
-        separate = "cpu" in backends and device.type != "cpu"
-        self.cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
+        known, self.cpu = _capabilities(pg, device)
+        self.can = can or known
         self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
@@ -82,7 +74,7 @@ class C10dGroup(Group):
         # thread instead.
         self._blocking = device.type in ("cpu", "meta") or method.staged
 
-        store, nth = of_group(pg, purpose, timeout)
+        store, nth = of_group(pg, timeout)
         names = dist.get_process_group_ranks(pg)
         self._monitor = FaultMonitor(
             store, self.rank, self.size, timeout, names, journal, name_of(pg)
@@ -94,27 +86,26 @@ class C10dGroup(Group):
         self._rendezvous = Rendezvous(
             store, self._monitor, self._agreement.check, self._agreement.next_round
         )
-        self._transport: Transport | None = None
+        self._memory: SharedMemory | None = None
         self.at_once = False
-        if self.size > 1 and backends.get("cpu") == "gloo":
-            self._agreement.exchange = Reduced(pg)
-            if device.type == "cpu":
-                self._share_host()
-
+        self._compare_calls()
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
+        #: By rank, receives that are requested when they are waited for.
+        self._late: list[deque[Pending]] = [deque() for _ in range(self.size)]
         #: Receives under way, and messages that never arrive: buffers of the backend.
         self._held: dict[int, object] = {}
-        self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
-        self._self = LocalGroup((device,))
-        self._waiter: CallThread | None = None
 
-    def _share_host(self) -> None:
-        """Connect with the ranks of this host, in place of the backend."""
-        self._transport, self.at_once = connect(
-            self._monitor, self._agreement, self._rendezvous.gather
-        )
-        if self._transport is not None and self.at_once:
-            self._agreement.exchange = self._transport.exchange
+    def _compare_calls(self) -> None:
+        """Choose the exchange of digests, and connect with the ranks of this host."""
+        if self.size == 1 or backends_of(self.pg).get("cpu") != "gloo":
+            return
+        self._agreement.exchange = reduced(self.pg)
+        if self._device.type != "cpu":
+            return
+        gather = self._rendezvous.gather
+        self._memory, self.at_once = connect(self._monitor, self._agreement, gather)
+        if self._memory is not None and self.at_once:
+            self._agreement.exchange = self._memory.exchange
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
@@ -136,100 +127,73 @@ class C10dGroup(Group):
         """The device of this rank; other ranks are assumed to use the same type."""
         return self._device if rank == self.rank else torch.device(self._device.type)
 
-    def _near(self, rank: int) -> Transport | None:
-        """The transport of messages to and from a rank; None for the backend."""
-        transport = self._transport
-        return transport if transport is not None and rank in transport else None
+    def _near(self, rank: int) -> SharedMemory | None:
+        """The memory shared with a rank; None for messages by the backend."""
+        memory = self._memory
+        return memory if memory is not None and rank in memory else None
 
     # ---- messages ----
-    def send(
-        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
-    ) -> Work:
-        """Send one message; its buffers are kept until it is done."""
-        if src == dst:
-            return self._self.send(tensors, 0, 0)
-        if src != self.rank or self._monitor.broken is not None:
-            self._refuse(src, "send")
-        form = wire_format(tuple(map(Spec.of, tensors)) if specs is None else specs)
-        transport = self._near(dst)
-        if transport is not None:
-            transport.sender(form, dst)(tensors)
-            return Done()
-        buffers = form.pack(tensors, src, dst)
-        if self._staged:
-            buffers = [buffer.cpu() for buffer in buffers]
-        pg = self.pg if src < dst else self._back
-        works = self._post(pg.send, buffers, dst, "to send to")
-        queue = self._sent[dst]
+    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+        """Through shared memory, or with buffers that are kept until the send is done."""
+        self._check_rank(src, "send")
+        form, memory = wire_format(specs), self._near(dst)
+        if memory is not None:
+            return memory.sender(form, dst)
+        pg, queue = self._group_of(src, dst), self._sent[dst]
 
-        def finish() -> tuple[Tensor, ...]:
-            self._wait_all(works, dst, "to send to")
-            queue.remove(work)
-            buffers.clear()  # the backend reads them until here
-            return ()
+        def send(tensors: Tensors) -> Work:
+            self._monitor.check()
+            buffers = form.pack(tensors, src, dst)
+            if self._staged:
+                buffers = [buffer.cpu() for buffer in buffers]
+            works = self._post(pg.send, buffers, dst, "to send to")
 
-        work = Pending(finish, partial(_completed, works))
-        queue.append(work)
-        return work
+            def finish() -> Tensors:
+                self._wait_all(works, dst, "to send to")
+                queue.remove(work)
+                buffers.clear()  # the backend reads them until here
+                return ()
 
-    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Request the next message of a channel; posted at once where the backend allows, else when
-        waited for.
-        """
-        if src == dst:
-            return self._self.recv(specs, 0, 0)
-        if dst != self.rank or self._monitor.broken is not None:
-            self._refuse(dst, "receive")
-        form = wire_format(specs)
-        transport = self._near(src)
-        if transport is not None:
-            return transport.recv(form, src)
-        buffers, works = list[Tensor](), list[dist.Work]()
-        unposted = self._unposted[src]
-        key = id(works)
-
-        def post() -> None:
-            buffers.extend(form.empty(_CPU if self._staged else self._device))
-            pg = self.pg if src < dst else self._back
-            self._held[key] = works, buffers
-            works.extend(self._post(pg.recv, buffers, src, "for a message from"))
-
-        def finish() -> tuple[Tensor, ...]:
-            while key not in self._held:
-                unposted.popleft()()
-            self._wait_all(works, src, "for a message from")
-            del self._held[key]
-            return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
-
-        if self.strict:
-            unposted.append(post)
-        else:
-            post()
-        return Pending(finish, lambda: key in self._held and _completed(works))
-
-    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """What all messages through a transport have in common is prepared once."""
-        transport = self._near(dst)
-        if transport is None:
-            return super().sender(src, dst, specs)
-        return transport.sender(wire_format(specs), dst)
-
-    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
-        """Through a transport, messages need no buffer in advance; over a strict backend, ``post``
-        does not delay.
-        """
-        unposted = self._unposted[src]
-
-        def post() -> Work:
-            work = self.recv(specs, src, dst)
-            while unposted:
-                unposted.popleft()()
+            work = Pending(finish, partial(_completed, works))
+            queue.append(work)
             return work
 
-        transport = self._near(src)
-        if transport is None:
-            return Receiver(post)
-        return Receiver(post, transport.fetcher(wire_format(specs), src))
+        return send
+
+    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+        """Through shared memory, messages need no buffer in advance."""
+        self._check_rank(dst, "receive")
+        form, memory = wire_format(specs), self._near(src)
+        if memory is not None:
+            return Receiver(partial(memory.recv, form, src), memory.fetcher(form, src))
+        pg = self._group_of(src, dst)
+
+        def post() -> Work:
+            self._monitor.check()
+            buffers = form.empty(_CPU if self._staged else self._device)
+            works = list[dist.Work]()
+            self._held[id(works)] = works, buffers
+            works += self._post(pg.recv, buffers, src, "for a message from")
+
+            def finish() -> Tensors:
+                self._wait_all(works, src, "for a message from")
+                del self._held[id(works)]
+                return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
+
+            return Pending(finish, partial(_completed, works))
+
+        return Receiver(post)
+
+    def recv(self, specs: Specs, src: int, dst: int) -> Work:
+        """Over a strict backend, the request is made when the message is waited for."""
+        post = self.receiver(src, dst, specs).post
+        if not self.strict:
+            return post()
+        return in_order(self._late[src], lambda: post().wait(), lambda _: False)
+
+    def _group_of(self, src: int, dst: int) -> dist.ProcessGroup:
+        """The process group of messages in one direction."""
+        return self.pg if src < dst else self._back
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the oldest sends to a rank, which are known to have been
@@ -244,15 +208,14 @@ class C10dGroup(Group):
         for sent in self._sent:
             while sent:
                 sent[0].wait()
-        if self._transport is not None:
-            self._transport.flush()
+        if self._memory is not None:
+            self._memory.flush()
 
-    def _refuse(self, rank: int, verb: str) -> None:
+    def _check_rank(self, rank: int, verb: str) -> None:
         if rank != self.rank:
             raise GroupError(
                 f"rank {self.rank} cannot {verb} for rank {rank}, which runs in another process"
             )
-        self._monitor.check()
 
     def _post(
         self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str
@@ -280,21 +243,18 @@ class C10dGroup(Group):
                 return
             # A message of another call never arrives, and this wait cannot be interrupted. At a
             # time-out, gloo would close all connections.
-            self._waiter = self._waiter or CallThread("fpipe-waiter")
-            self._waiter.call(
-                lambda: [work.wait(_UNBOUNDED) for work in works],
+            within(
                 self._monitor.timeout,
+                lambda: [work.wait(_UNBOUNDED) for work in works],
                 self._agreement.check,
             )
 
     # ---- calls ----
-    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
-        """Announce the next call, through the transport of all ranks or by a reduction over
-        gloo.
-        """
+    def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
+        """Announce the next call, in the memory of all ranks or by a reduction over gloo."""
         if self._agreement.refusal is not None:
             self._leave()
-        return self._agreement.enter(digest, facts, values)
+        return self._agreement.enter(digest, facts)
 
     def refuse(self, error: BaseException) -> None:
         """Announce that this rank refuses a call; without an exchange, ranks do not learn it."""
@@ -310,11 +270,10 @@ class C10dGroup(Group):
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
         held, sent = self._held, [work for works in self._sent for work in works]
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive
-        for queue in (*self._sent, *self._unposted):
+        for queue in (*self._sent, *self._late):
             queue.clear()
-        self._waiter = None  # it may wait for one of them
-        if self._transport is not None:
-            self._transport.drop()
+        if self._memory is not None:
+            self._memory.drop()
         self._rendezvous.gather(None)  # from here on ranks send messages of the next one
 
     def confirm(self) -> None:
@@ -326,18 +285,16 @@ class C10dGroup(Group):
         return dist.get_global_rank(self.pg, rank)
 
     # ---- all ranks ----
-    def share(
-        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
-    ) -> tuple[Tensor, ...]:
-        """Broadcast, as bytes; through the transport if every two ranks use it."""
+    def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
+        """Broadcast, as bytes; through shared memory if every two ranks use it."""
         self._check()
         if src != self.rank:
             tensors = None
         elif tensors is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
-        if self._transport is not None and self.at_once:
-            return self._transport.share(form, tensors, src)
+        if self._memory is not None and self.at_once:
+            return self._memory.share(form, tensors, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
         if tensors is None:
             buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
@@ -380,7 +337,7 @@ class C10dGroup(Group):
         with self._monitor.waiting(None, doing):
             work, result = start()
 
-        def finish() -> tuple[Tensor, ...]:
+        def finish() -> Tensors:
             with self._monitor.waiting(None, doing):
                 self._wait(work)
             return (result(),)
@@ -408,12 +365,8 @@ class C10dGroup(Group):
         return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
 
     # ---- faults ----
-    def journal(self, rank: int, text: str) -> None:
-        """Record what this rank does next."""
-        self._monitor.journal.note(text)
-
     def notes(self, rank: int) -> Callable[[str], object]:
-        """Of the journal itself."""
+        """Those of the journal."""
         return self._monitor.journal.note
 
     def last_note(self, rank: int) -> str:
@@ -428,12 +381,27 @@ class C10dGroup(Group):
         if error is self._agreement.refusal:
             return
         self._monitor.failed(error)
-        if self._transport is not None:
-            self._transport.fail()
+        if self._memory is not None:
+            self._memory.fail()
 
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""
         self._monitor.journal.close()
+
+
+def _capabilities(
+    pg: dist.ProcessGroup, device: torch.device
+) -> tuple[Capabilities, Capabilities | None]:
+    """Those of the table for a device, and for the CPU where that is another one."""
+    backends = backends_of(pg)
+    if device.type not in backends:
+        raise GroupError(
+            f"the process group carries {', '.join(backends)} and this rank is on "
+            f"{device.type}; start it with backend={kind(device.type).backends!r}"
+        )
+    separate = "cpu" in backends and device.type != "cpu"
+    cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
+    return Capabilities.of(device.type, backends[device.type]), cpu
 
 
 def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:

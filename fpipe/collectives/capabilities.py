@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each backend supports, refuses and computes wrongly: a frozen table of facts, each with its
-source.
+"""What each backend supports: a frozen table. Which method is right on it: pure functions.
 
-Keyed by (device type, backend), because one name may denote two libraries ("hccl" is Ascend's and
-Habana's). Unknown counts as unsupported: a backend without facts is trusted with ``BASE`` only.
-Facts of the source ``TRIAL`` were tested; the others come from source code and issues. This module
-must not know workarounds.
+A row has a device type and a backend, because one name may denote two libraries ("hccl" is Ascend's
+and Habana's). What a row does not name is unknown, refused or computed wrongly, and is never asked
+for. The row of gloo was tested on torch 2.11 and 2.13; the others come from documentation, source
+code and issues.
+
+mean            sum, then divide                                    integers: refused
+max, min        native, else on the CPU's backend, else gather and reduce locally
+bool            as uint8: sum and max are "any", min is "all"
+16-bit and unsigned integers, fp8    in a wider dtype, then converted back
+messages        as bytes; one process group per direction where a pair has one order; receives
+                posted late where early ones deadlock; through the CPU where nothing else works
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-
-class Status(Enum):
-    """The result of an operation that a backend is asked for."""
-
-    NATIVE = "native"
-    REFUSED = "refused"
-    WRONG = "wrong"
-    UNKNOWN = "unknown"
-
-
-NATIVE, REFUSED, WRONG, UNKNOWN = Status
+from ..errors import UnsupportedError
+from .group import OPS
 
 #: dtype class -> its dtypes
 DTYPES = {
@@ -39,14 +36,14 @@ DTYPES = {
     "bool": (torch.bool,),
 }
 _CLASS = {dtype: name for name, dtypes in DTYPES.items() for dtype in dtypes}
-
-REDUCTIONS = ("sum", "avg", "max", "min")
-MOVES = ("p2p", "broadcast", "gather", "parts")  # parts: reduce-scatter
-#: Properties of sending, independent of the dtype. tags: a tag selects the message. batch:
-#: batch_isend_irecv. early: a receive may be posted before a send of the same rank. crossed: both
-#: directions of a pair in one process group, in any order.
-HABITS = ("tags", "batch", "early", "crossed")
-ALL = "float half fp8 complex int odd bool"
+#: The dtype in which a backend is asked where it does not support another one.
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.bool: torch.uint8,
+    **dict.fromkeys((*DTYPES["fp8"], *DTYPES["half"]), torch.float32),
+}
 
 
 def dtype_class(dtype: torch.dtype) -> str:
@@ -58,130 +55,16 @@ def dtype_class(dtype: torch.dtype) -> str:
     return _CLASS.get(dtype, "odd")
 
 
-class Fact(NamedTuple):
-    """The status of ``what`` (reductions, moves or habits, separated by blanks) for classes of
-    dtypes on a backend.
-    """
-
-    device: str
-    backend: str
-    source: str
-    what: str
-    dtypes: str
-    status: Status
-    note: str = ""
-
-
-def _facts(
-    device: str,
-    backend: str,
-    source: str,
-    *rows: tuple[str, str, Status] | tuple[str, str, Status, str],
-) -> tuple[Fact, ...]:
-    return tuple(
-        Fact(device, backend, source, what, dtypes, status, *note)
-        for what, dtypes, status, *note in rows
-    )
-
-
-#: What every backend of torch.distributed must support; the only facts about backends that are not
-#: in the table.
-BASE = _facts(
-    "*",
-    "*",
-    "torch.distributed's documentation",
-    ("sum", "float", NATIVE),
-    ("p2p broadcast gather", "float int", NATIVE),
-)
-#: The source of facts that were tested.
-TRIAL = "trial on torch 2.11 and 2.13, CPU, 2 processes"
-
-TABLE: tuple[Fact, ...] = (
-    *_facts(
-        "cpu",
-        "gloo",
-        TRIAL,
-        ("sum", "float half complex int bool", NATIVE, "a sum of bools is a logical or"),
-        ("avg", "float half complex", NATIVE),
-        ("avg", "int bool", REFUSED),
-        ("max min", "float half int bool", NATIVE),
-        ("max min", "complex", REFUSED),
-        ("sum avg max min", "fp8 odd", REFUSED),
-        ("p2p", ALL, NATIVE),
-        ("broadcast gather", "float half complex int bool", NATIVE),
-        ("parts", "float half complex int bool", NATIVE, "it reduces all and keeps one part"),
-        ("broadcast gather parts", "fp8 odd", REFUSED),
-        ("tags batch early crossed", "", NATIVE),
-    ),
-    *_facts(  # copied through the CPU
-        "mps",
-        "gloo",
-        "gloo carries no mps tensors",
-        (" ".join((*REDUCTIONS, *MOVES)), ALL, REFUSED),
-    ),
-    *_facts(
-        "cuda",
-        "nccl",
-        "torch's ProcessGroupNCCL",
-        ("sum max min", "float half int", NATIVE),
-        ("avg", "float half", WRONG, "a report on torch: wrong at world size 1"),
-        ("sum", "complex", NATIVE, "as pairs of floats"),
-        ("sum avg max min", "odd", REFUSED),
-        ("p2p broadcast gather", "float half complex int bool", NATIVE),
-        ("parts", "float half int", NATIVE),
-        ("tags", "", WRONG, "tags are ignored"),
-        ("batch", "", WRONG, "can hang if the batches of both sides differ"),
-        ("crossed", "", WRONG, "one stream per pair: two simultaneous sends deadlock"),
-        ("early", "", NATIVE),
-    ),
-    *_facts(
-        "xpu",
-        "xccl",
-        "torch-xpu-ops",
-        ("sum", "float half int", NATIVE),
-        ("avg", "float half", WRONG, "#3020: divides twice for small or odd sizes"),
-        ("avg", "int bool", REFUSED, "#2361: raises on some paths"),
-        ("max min", "float half int", WRONG, "#3059: reported as sum"),
-        ("sum avg max min", "fp8 odd complex", REFUSED),
-        ("p2p broadcast gather", "float half int", NATIVE),
-        ("batch", "", WRONG, "#3022: reported corrupt on some cards"),
-        ("early crossed", "", WRONG, "receive before send in one group deadlocks"),
-    ),
-    *_facts(
-        "npu",
-        "hccl",
-        "Ascend's documentation",
-        ("sum max min", "float half int", NATIVE),
-        ("sum", "bool", WRONG, "computed as max, which is the logical or"),
-        ("avg", "float half", NATIVE, "implemented as sum and division"),
-        ("p2p broadcast gather", "float half int", NATIVE),
-        ("early crossed", "", WRONG, "strictly ordered, paired and synchronous"),
-        ("batch", "", WRONG, "one buffer per direction, peer and call"),
-    ),
-    *_facts(
-        "hpu",
-        "hccl",
-        "Habana's documentation",
-        ("sum max min", "float half int", NATIVE),
-        ("avg", "float half int", REFUSED, "unsupported in older versions"),
-        ("avg", "bool", REFUSED, "asserts"),
-        ("p2p broadcast gather", "float half int", NATIVE),
-    ),
-    *_facts(
-        "cpu",
-        "mpi",
-        "torch's ProcessGroupMPI",
-        ("sum max min", "float int", NATIVE),
-        (" ".join((*REDUCTIONS, *MOVES)), "half", REFUSED),
-    ),
-)
-
-
 @dataclass(frozen=True)
 class Capabilities:
-    """The facts about one backend on one type of device.
+    """What one backend supports on one type of device.
 
-    >>> Capabilities.of("cpu", "gloo").can("avg", torch.int64)
+    ``dtypes`` are the classes of dtypes, separated by blanks, of each reduction (sum, max, min) and
+    each move (p2p, broadcast, gather, and "parts": reduce-scatter). ``habits`` are properties of
+    sending. "tags": a tag selects the message. "early": a receive may be posted before a send of
+    the same rank. "crossed": both directions of a pair in one process group, in any order.
+
+    >>> Capabilities.of("cpu", "gloo").can("max", torch.complex64)
     False
     >>> Capabilities.of("cpu", "gloo").habit("tags")
     True
@@ -189,26 +72,159 @@ class Capabilities:
 
     device: str
     backend: str
-    facts: tuple[Fact, ...]
+    dtypes: Mapping[str, str]
+    habits: str = ""
 
     @classmethod
-    def of(cls, device: str, backend: str, table: tuple[Fact, ...] = TABLE) -> Capabilities:
-        """From a table; anything that it does not mention is unknown."""
-        facts = tuple(fact for fact in table if (fact.device, fact.backend) == (device, backend))
-        return cls(device, backend, (*facts, *BASE))
-
-    def fact(self, what: str, dtype: torch.dtype | None = None) -> Fact:
-        """The first fact about an operation."""
-        dtypes = "" if dtype is None else dtype_class(dtype)
-        for fact in self.facts:
-            if what in fact.what.split() and (not dtypes or dtypes in fact.dtypes.split()):
-                return fact
-        return Fact("*", "*", "no fact is known", what, dtypes, UNKNOWN)
+    def of(cls, device: str, backend: str) -> Capabilities:
+        """The row of the table; what every backend must support where there is none."""
+        for row in TABLE:
+            if (row.device, row.backend) == (device, backend):
+                return row
+        return cls(device, backend, _BASE)
 
     def can(self, what: str, dtype: torch.dtype) -> bool:
         """Whether the backend supports a reduction or a move of this dtype directly."""
-        return self.fact(what, dtype).status is NATIVE
+        return dtype_class(dtype) in self.dtypes.get(what, "").split()
 
     def habit(self, what: str) -> bool:
         """Whether the backend has a property of sending."""
-        return self.fact(what).status is NATIVE
+        return what in self.habits.split()
+
+
+_MOVES = ("p2p", "broadcast", "gather")
+#: What the documentation of torch.distributed demands of every backend.
+_BASE = {"sum": "float", **dict.fromkeys(_MOVES, "float int")}
+_COMMON = "float half int"
+_MOST = "float half complex int bool"
+TABLE: tuple[Capabilities, ...] = (
+    # A sum of bools is a logical or. Parts: all is reduced, and one part kept.
+    Capabilities(
+        "cpu",
+        "gloo",
+        {
+            "sum": _MOST,
+            **dict.fromkeys(("max", "min"), "float half int bool"),
+            "p2p": " ".join(DTYPES),
+            **dict.fromkeys(("broadcast", "gather", "parts"), _MOST),
+        },
+        "tags early crossed",
+    ),
+    # Gloo carries no tensors of mps.
+    Capabilities("mps", "gloo", {}),
+    # Averages were reported wrong for one rank. Tags are ignored. A pair has one stream: two
+    # simultaneous sends deadlock.
+    Capabilities(
+        "cuda",
+        "nccl",
+        {
+            "sum": "float half int complex",
+            **dict.fromkeys(("max", "min", "parts"), _COMMON),
+            **dict.fromkeys(_MOVES, _MOST),
+        },
+        "early",
+    ),
+    # Issues of torch-xpu-ops: #3020, averages divide twice for small or odd sizes; #3059, max and
+    # min reported as sum. A receive before a send in one group deadlocks.
+    Capabilities("xpu", "xccl", dict.fromkeys(("sum", *_MOVES), _COMMON)),
+    # Messages are strictly ordered, paired and synchronous.
+    Capabilities("npu", "hccl", dict.fromkeys(("sum", "max", "min", *_MOVES), _COMMON)),
+    Capabilities("hpu", "hccl", dict.fromkeys(("sum", "max", "min", *_MOVES), _COMMON)),
+    Capabilities("cpu", "mpi", dict.fromkeys(("sum", "max", "min", *_MOVES), "float int")),
+)
+
+
+class Reduction(NamedTuple):
+    """The method of a reduction ``op``: the call to the backend, its dtype, on the CPU or not, and
+    a division after.
+
+    ``ask`` is "sum", "max", "min" or "gather" (gather, then reduce locally with ``op``).
+    """
+
+    op: str
+    ask: str
+    carry: torch.dtype
+    staged: bool = False
+    divide: bool = False
+
+
+def reduction(
+    can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities | None = None
+) -> Reduction:
+    """The method of a reduction; ``cpu`` are the group's capabilities for CPU tensors, if it
+    carries them too.
+
+    >>> reduction(Capabilities.of("xpu", "xccl"), "mean", torch.float32)
+    Reduction(op='mean', ask='sum', carry=torch.float32, staged=False, divide=True)
+    >>> reduction(Capabilities.of("xpu", "xccl"), "max", torch.float32).ask
+    'gather'
+    """
+    _check_defined(op, dtype)
+    divide = op == "mean"
+    ask, carry = "sum" if divide else op, dtype
+    if dtype == torch.bool:  # a sum of 256 ones in uint8 would be 0
+        op = ask = "min" if op == "min" else "max"
+        carry = torch.uint8
+    elif dtype in _WIDER and not can.can(ask, dtype):
+        carry = _WIDER[dtype]
+    for where in (can, cpu):
+        if where is not None and where.can(ask, carry):
+            return Reduction(op, ask, carry, where is not can, divide)
+    if can.can("gather", carry) or can.can("gather", torch.uint8):
+        return Reduction(op, "gather", carry, divide=divide)
+    raise UnsupportedError(
+        f"{can.backend} on {can.device} is not known to do {op} of {carry}, nor to gather it, and "
+        f"{_no_cpu(can)}"
+    )
+
+
+def _check_defined(op: str, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a reduction that has no result."""
+    if op not in OPS:
+        raise UnsupportedError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedError(
+            f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first"
+        )
+    if op in ("max", "min") and dtype.is_complex:
+        raise UnsupportedError(f"{dtype} has no order, so no {op}; reduce its absolute value")
+    if dtype == torch.uint64:
+        raise UnsupportedError(
+            "torch has no wider dtype to reduce uint64 in; convert to int64 first"
+        )
+
+
+def _no_cpu(can: Capabilities) -> str:
+    return (
+        "the group has no CPU backend to go through; start the group with "
+        f"'cpu:gloo,{can.device}:{can.backend}'"
+    )
+
+
+class Sending(NamedTuple):
+    """The method of messages, which are sent as bytes.
+
+    ``staged``: through the CPU. ``early``: receives are posted before they are waited for.
+    ``two_groups``: each direction of a pair has a process group.
+    """
+
+    staged: bool
+    early: bool
+    two_groups: bool
+
+
+def sending(can: Capabilities, cpu: Capabilities | None = None) -> Sending:
+    """The method of messages.
+
+    >>> sending(Capabilities.of("cuda", "nccl"))
+    Sending(staged=False, early=True, two_groups=True)
+    >>> sending(Capabilities.of("mps", "gloo"), Capabilities.of("cpu", "gloo")).staged
+    True
+    """
+    if can.can("p2p", torch.uint8):
+        return Sending(False, can.habit("early"), not can.habit("crossed"))
+    if cpu is not None:
+        return sending(cpu)._replace(staged=True)
+    raise UnsupportedError(
+        f"{can.backend} is not known to carry tensors of {can.device}, and {_no_cpu(can)}"
+    )

@@ -8,17 +8,20 @@ carry no tags. This module must not know backends, processes or plans.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import GroupError, MismatchError
 from ..tree import Spec
 
 #: What ranks compare, as text by name; ``None`` is not compared.
 Facts: TypeAlias = Mapping[str, str | None]
+#: A message, and what describes it.
+Tensors: TypeAlias = tuple[Tensor, ...]
+Specs: TypeAlias = tuple[Spec, ...]
 OPS = ("sum", "mean", "max", "min")  #: the reductions
 
 
@@ -31,7 +34,7 @@ class Work(Protocol):
         """
         ...
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> Tensors:
         """Block until it is complete and return its result; ``()`` for a send."""
         ...
 
@@ -43,13 +46,13 @@ class Done(NamedTuple):
     (True, ())
     """
 
-    tensors: tuple[Tensor, ...] = ()
+    tensors: Tensors = ()
 
     def done(self) -> bool:
         """True."""
         return True
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> Tensors:
         """The result."""
         return self.tensors
 
@@ -67,18 +70,16 @@ class Pending:
 
     __slots__ = ("_finish", "_ready", "_result")
 
-    def __init__(
-        self, finish: Callable[[], tuple[Tensor, ...]], ready: Callable[[], bool] = lambda: False
-    ):
-        self._finish: Callable[[], tuple[Tensor, ...]] | None = finish
+    def __init__(self, finish: Callable[[], Tensors], ready: Callable[[], bool] = lambda: False):
+        self._finish: Callable[[], Tensors] | None = finish
         self._ready: Callable[[], bool] | None = ready
-        self._result: tuple[Tensor, ...] = ()
+        self._result: Tensors = ()
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._ready is None or self._ready()
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> Tensors:
         """The result of ``finish``."""
         if self._finish is not None:
             self._result = self._finish()
@@ -86,24 +87,43 @@ class Pending:
         return self._result
 
 
-#: The sending end of a channel, for messages of one tuple of Specs.
-Sender: TypeAlias = Callable[[tuple[Tensor, ...]], object]
+def in_order(
+    requested: deque[Pending], receive: Callable[[], Tensors], arrived: Callable[[int], bool]
+) -> Pending:
+    """A receive that waits for those of its channel that were requested before it.
+
+    ``receive`` returns the next message; ``arrived`` tells whether it has, after so many others.
+    """
+
+    def finish() -> Tensors:
+        while requested[0] is not work:
+            requested[0].wait()
+        message = receive()
+        requested.popleft()
+        return message
+
+    work = Pending(finish, lambda: arrived(requested.index(work)))
+    requested.append(work)
+    return work
+
+
+#: The sending end of a channel, for messages of one tuple of Specs; None: the send is complete.
+Sender: TypeAlias = Callable[[Tensors], Work | None]
 
 
 class Receiver(NamedTuple):
     """The receiving end of a channel, for messages of one tuple of Specs.
 
-    ``post`` requests the next message, in the same order as ``recv`` of the group, and without
-    delay also where ``recv`` delays requests. Where ``fetch`` is None, a plan calls ``post`` ahead
-    of need, at its RECV instruction. Otherwise a receive needs no buffer in advance: a plan does
-    nothing at RECV, calls ``fetch`` when it needs the message, and only where that returns None,
-    ``post``, whose work it waits for before anything else of the channel. ``fetch`` returns the
-    next message if it has arrived, and may return None for messages of certain Specs. Either all
-    channels between two ranks have a ``fetch`` or none has.
+    ``post`` requests the next message, as ``recv`` of the group does. Where ``fetch`` is None, a
+    plan calls ``post`` ahead of need, at its RECV instruction. Otherwise a receive needs no buffer
+    in advance: a plan does nothing at RECV, calls ``fetch`` when it needs the message, and only
+    where that returns None, ``post``, whose work it waits for before anything else of the channel.
+    ``fetch`` returns the next message if it has arrived, and may return None for messages of
+    certain Specs. Either all channels between two ranks have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]
-    fetch: Callable[[], tuple[Tensor, ...] | None] | None = None
+    fetch: Callable[[], Tensors | None] | None = None
 
 
 @runtime_checkable
@@ -129,33 +149,30 @@ class Group(Protocol):
         ...
 
     # ---- messages ----
-    def send(
-        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
-    ) -> Work:
-        """Send one message. The group keeps its buffers alive; the tensors must not be changed
-        until it is done.
+    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+        """A function that sends a message, for a plan that sends many of one kind.
 
-        ``specs`` are those that the receiver expects, if they are known: a tensor of other strides
-        is then copied into those, and one of another shape or dtype is refused before anything is
-        sent.
+        The group keeps buffers alive; the tensors must not be changed until a send is done.
+        ``specs`` are those that the receiver expects: a tensor of other strides is copied into
+        those, and one of another shape or dtype is refused before anything is sent.
         """
         ...
 
-    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
+    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+        """Functions that receive a message, for a plan that receives many of one kind."""
+        ...
+
+    def send(self, tensors: Tensors, src: int, dst: int, specs: Specs | None = None) -> Work:
+        """Send one message; ``specs`` are those of its tensors, where they are not given."""
+        if specs is None:
+            specs = tuple(map(Spec.of, tensors))
+        return self.sender(src, dst, specs)(tensors) or Done()
+
+    def recv(self, specs: Specs, src: int, dst: int) -> Work:
         """Request the next message of a channel; may be called long before the message is
         needed.
         """
-        ...
-
-    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """``send`` with all but the tensors bound, for a plan that sends many messages of one
-        kind.
-        """
-        return lambda tensors: self.send(tensors, src, dst, specs)
-
-    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
-        """``recv`` with its arguments bound, for a plan that receives many messages of one kind."""
-        return Receiver(lambda: self.recv(specs, src, dst))
+        return self.receiver(src, dst, specs).post()
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the ``count`` oldest sends to a rank; the caller knows that they
@@ -173,13 +190,13 @@ class Group(Protocol):
         """
 
     # ---- calls ----
-    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
         """Announce the next call of a pipeline, before its first message; returns its number, from
         0.
 
         ``digest`` is equal on all ranks that run the same plan with the same options. Where digests
         differ, every rank raises the same MismatchError, on a wait for another rank or in
-        ``confirm``; it compares what ``facts(*values)`` returns. Messages of different calls never
+        ``confirm``; it compares what ``facts()`` returns. Messages of different calls never
         meet. Groups of one process have nothing to compare.
         """
         return 0
@@ -201,9 +218,7 @@ class Group(Protocol):
         return rank
 
     # ---- all ranks ----
-    def share(
-        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
-    ) -> tuple[Tensor, ...]:
+    def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Broadcast the tensors of rank ``src`` to every process; the others pass None."""
         ...
 
@@ -243,13 +258,15 @@ class Group(Protocol):
         ...
 
     # ---- faults ----
-    def journal(self, rank: int, text: str) -> None:
-        """Record what a rank of this process does next, for error messages of all ranks. Cheap."""
+    def notes(self, rank: int) -> Callable[[str], object]:
+        """A function that records what a rank of this process does next, for error messages of all
+        ranks. Cheap.
+        """
         ...
 
-    def notes(self, rank: int) -> Callable[[str], object]:
-        """``journal`` with the rank bound, for a plan that records many actions."""
-        return lambda text: self.journal(rank, text)
+    def journal(self, rank: int, text: str) -> None:
+        """Record it once."""
+        self.notes(rank)(text)
 
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank; empty if there is none."""
@@ -260,93 +277,3 @@ class Group(Protocol):
         guarantee.
         """
         ...
-
-
-def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
-    """One of ``parts`` equal parts of memory, as a view.
-
-    >>> part_of(torch.arange(6), 1, 3)
-    tensor([2, 3])
-    """
-    if memory.dim() != 1 or memory.numel() % parts:
-        raise MismatchError(
-            f"{list(memory.shape)} elements do not make {parts} equal parts; lay tensors out "
-            "along one axis and pad it"
-        )
-    size = memory.numel() // parts
-    return memory.narrow(0, part * size, size)
-
-
-def as_planned(
-    tensors: tuple[Tensor, ...], specs: tuple[Spec, ...], src: int, dst: int
-) -> tuple[Tensor, ...]:
-    """A message with the strides of its Specs; MismatchError if it differs in number, shapes or
-    dtypes of tensors.
-
-    Kernels, and so bits, may depend on strides.
-
-    >>> row = torch.ones(2)
-    >>> as_planned((row,), (Spec.of(row),), 0, 1)[0] is row
-    True
-    """
-    if len(tensors) != len(specs):
-        raise MismatchError(
-            f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both "
-            "must run one plan"
-        )
-    for tensor, (shape, stride, dtype) in zip(tensors, specs, strict=True):
-        if (
-            tensor.stride() != stride
-            or tensor.shape != shape
-            or tensor.dtype is not dtype
-            or tensor.is_neg()
-            or (dtype.is_complex and tensor.is_conj())
-        ):
-            break
-    else:
-        return tensors
-    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-        if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
-            raise MismatchError(
-                f"tensor {index} of a message from rank {src} to rank {dst} is {Spec.of(tensor)}, "
-                f"expected {spec}; a stage's shapes must be those it was planned with"
-            )
-    return tuple(map(lay_out, tensors, specs))
-
-
-def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
-    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
-    are resolved.
-    """
-    if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    for axis, step in enumerate(spec.stride):
-        if step == 0:
-            if tensor.stride(axis) != 0:
-                raise MismatchError(
-                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides "
-                    f"{spec.stride}, of which only a part is stored; call .contiguous() on it "
-                    "where the stage returns it"
-                )
-            tensor = tensor.narrow(axis, 0, 1)
-    memory = torch.empty_strided(tensor.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
-    return memory.copy_(tensor).as_strided(spec.shape, spec.stride)
-
-
-def check_channel(src: int, dst: int, size: int) -> None:
-    """Raise GroupError if a rank of a channel is not one of a group's."""
-    for rank in (src, dst):
-        if not 0 <= rank < size:
-            raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")
-
-
-def as_group(option: str, value: object) -> Group:
-    """``value``, or GroupError where it is no group, as where a process group was passed as it
-    is.
-    """
-    if isinstance(value, Group):
-        return value
-    raise GroupError(
-        f"{option}={value!r} is no group of ranks; pass fpipe.init(), fpipe.local(ranks), or "
-        "fpipe.adopt(process_group)"
-    )

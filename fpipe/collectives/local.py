@@ -8,10 +8,9 @@ raises at once. This module must not know backends.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +18,9 @@ from torch import Tensor
 
 from ..devices import pick
 from ..errors import DeadlockError, GroupError
-from ..tree import Spec
-from .group import (
-    OPS,
-    Done,
-    Group,
-    Pending,
-    Receiver,
-    Sender,
-    Work,
-    as_planned,
-    check_channel,
-    part_of,
-)
-
-_SENT = Done()
+from .checks import check_channel
+from .group import OPS, Done, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
+from .wire import as_planned, part_of
 
 
 def local(
@@ -51,6 +38,7 @@ def local(
     Raises:
         GroupError: if there is no rank, or not one device for each.
 
+    >>> from fpipe.tree import Spec
     >>> group = local(4)
     >>> group.size, group.here
     (4, (0, 1, 2, 3))
@@ -64,8 +52,8 @@ def local(
                 "fpipe.local() needs a number of ranks or a list of devices, as in fpipe.local(4)"
             )
         check_ranks("ranks", ranks)
-        devices = ["cpu"] * ranks
-    elif ranks not in (None, len(devices)):
+        return LocalGroup((torch.device("cpu"),) * ranks)
+    if ranks not in (None, len(devices)):
         raise GroupError(
             f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out"
         )
@@ -82,39 +70,25 @@ def check_ranks(name: str, ranks: object) -> None:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
-class _Channel(NamedTuple):
-    """From one rank to another: messages that no receive was requested for, and requested receives
-    that have no message yet. One of the two is empty: the n-th receive gets the n-th send.
-    """
-
-    sent: deque[tuple[Tensor, ...]]
-    requested: deque[list[tuple[Tensor, ...]]]  # the message of each is put into its list
-    numbers: Iterator[int]  # of requested receives
-
-
 class _Next(NamedTuple):
     """A Work, the same for all messages of one kind: the next message of a channel."""
 
-    sent: deque[tuple[Tensor, ...]]
-    fetch: Callable[[], tuple[Tensor, ...] | None]
+    sent: deque[Tensors]
+    fetch: Callable[[], Tensors | None]
     src: int
     dst: int
 
     def done(self) -> bool:
         return bool(self.sent)
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> Tensors:
         message = self.fetch()
         if message is None:
-            raise _not_sent("the next message", self.src, self.dst)
+            raise DeadlockError(
+                f"rank {self.dst} waits for a message of rank {self.src}, which was not sent; no "
+                f"other process could send it: run rank {self.src} first"
+            )
         return message
-
-
-def _not_sent(what: str, src: int, dst: int) -> DeadlockError:
-    return DeadlockError(
-        f"rank {dst} waits for {what} of rank {src}, which was not sent; no other process could "
-        f"send it: run rank {src} first"
-    )
 
 
 class LocalGroup(Group):
@@ -131,7 +105,9 @@ class LocalGroup(Group):
         self.at_once, self.strict = True, False
         self._devices = devices
         self._one_device = len(set(devices)) == 1
-        self._channels: dict[tuple[int, int], _Channel] = {}
+        #: By channel, the messages that were not received, and receives that were requested.
+        self._channels: defaultdict[tuple[int, int], tuple[deque[Tensors], deque[Pending]]]
+        self._channels = defaultdict(lambda: (deque(), deque()))
         self._notes: dict[int, str] = {}
 
     def __repr__(self) -> str:
@@ -152,24 +128,14 @@ class LocalGroup(Group):
         return self._devices[rank]
 
     # ---- messages ----
-    def send(
-        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
-    ) -> Work:
-        """Put a message into its channel; complete at once. The receiver checks it."""
-        self._putter(src, dst)(tensors)
-        return _SENT
+    def confirm(self) -> None:
+        """All ranks make one call."""
 
-    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """A function that puts a message into its channel."""
-        return self._putter(src, dst)
-
-    def _putter(self, src: int, dst: int) -> Sender:
-        """A message goes into its channel as it is, or moved to the device of its receiver."""
-        sent, requested, *_ = self._channel(src, dst)
-
-        def put(tensors: tuple[Tensor, ...]) -> None:
-            (requested.popleft().append if requested else sent.append)(tensors)
-
+    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+        """A message goes into its channel as it is, or moved to the device of its receiver, which
+        checks it.
+        """
+        put = self._channel(src, dst)[0].append
         if self._one_device:
             return put
         device = self._devices[dst]
@@ -177,30 +143,14 @@ class LocalGroup(Group):
         early = device.type != "cpu"
         return lambda tensors: put(tuple(t.to(device, non_blocking=early) for t in tensors))
 
-    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Request the next message of a channel; done once it was sent."""
-        channel, arrived = self._channel(src, dst), list[tuple[Tensor, ...]]()
-        number = next(channel.numbers)
-        if channel.sent:
-            arrived.append(channel.sent.popleft())
-        else:
-            channel.requested.append(arrived)
-
-        def finish() -> tuple[Tensor, ...]:
-            if not arrived:
-                raise _not_sent(f"message {number}", src, dst)
-            return as_planned(arrived.pop(), specs, src, dst)
-
-        return Pending(finish, lambda: bool(arrived))
-
-    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
+    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
         """A message is taken out of its channel if it was sent."""
-        sent, requested, *_ = self._channel(src, dst)
+        sent, _ = self._channel(src, dst)
         shape, stride, dtype = specs[0] if len(specs) == 1 else ((), (), torch.uint8)
         plain = len(specs) == 1 and not dtype.is_complex
 
-        def fetch() -> tuple[Tensor, ...] | None:
-            if not sent or requested:
+        def fetch() -> Tensors | None:
+            if not sent:
                 return None
             tensors = sent.popleft()
             if plain and len(tensors) == 1:  # most messages: what as_planned checks, written out
@@ -213,18 +163,21 @@ class LocalGroup(Group):
         work = _Next(sent, fetch, src, dst)
         return Receiver(lambda: work, fetch)
 
-    def _channel(self, src: int, dst: int) -> _Channel:
-        channel = self._channels.get((src, dst))
-        if channel is None:
-            check_channel(src, dst, self.size)
-            channel = self._channels[src, dst] = _Channel(deque(), deque(), count())
-        return channel
+    def recv(self, specs: Specs, src: int, dst: int) -> Work:
+        """Requested ahead of need, and waited for in any order."""
+        sent, requested = self._channel(src, dst)
+        next_message = super().recv(specs, src, dst)
+        return in_order(requested, next_message.wait, lambda before: len(sent) > before)
+
+    def _channel(self, src: int, dst: int) -> tuple[deque[Tensors], deque[Pending]]:
+        check_channel(src, dst, self.size)
+        return self._channels[src, dst]
 
     def reset(self) -> None:
         """Empty all channels."""
-        for channel in self._channels.values():
-            channel.sent.clear()
-            channel.requested.clear()
+        for sent, requested in self._channels.values():
+            sent.clear()
+            requested.clear()
 
     def settle(self, dst: int, count: int) -> None:
         """Sends are complete when they return."""
@@ -233,9 +186,7 @@ class LocalGroup(Group):
         """Sends are complete when they return."""
 
     # ---- all ranks, which are in this process ----
-    def share(
-        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
-    ) -> tuple[Tensor, ...]:
+    def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """The tensors themselves."""
         if tensors is None:
             raise GroupError(
@@ -266,12 +217,8 @@ class LocalGroup(Group):
         """Returns."""
 
     # ---- faults ----
-    def journal(self, rank: int, text: str) -> None:
-        """Record it for :meth:`last_note`."""
-        self._notes[rank] = text
-
     def notes(self, rank: int) -> Callable[[str], object]:
-        """The same with the rank bound."""
+        """Recorded for :meth:`last_note`."""
         return partial(self._notes.__setitem__, rank)
 
     def last_note(self, rank: int) -> str:

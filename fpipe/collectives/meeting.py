@@ -11,17 +11,16 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import GroupError
-from ._store import prefixed
+from ._store import Store, prefixed
 from .bounded import BoundedStore, host
-from .waiting import CallThread, CallTimeoutError
+from .waiting import CallTimeoutError, within
 
 #: The latest store, by the address at which the processes meet.
-_MET: dict[tuple[str | None, ...], Any] = {}
+_MET: dict[tuple[str | None, ...], Store] = {}
 _POLL = 0.01  #: seconds between two looks, at most
 _SHOWN = 8  #: how many missing ranks an error names
 #: seconds for the other ranks to read why the meeting failed, where the store ends with this
@@ -29,7 +28,7 @@ _SHOWN = 8  #: how many missing ranks an error names
 _LINGER = 1.0
 
 
-def meet(seconds: float) -> tuple[Any, int, int]:
+def meet(seconds: float) -> tuple[Store, int, int]:
     """The store with a prefix for this process group, the rank and the size, of the environment
     variables of torchrun.
 
@@ -57,7 +56,7 @@ def _variable(name: str) -> str:
     return value
 
 
-def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
+def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
     """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no
     other rank.
 
@@ -66,14 +65,14 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
     name, number = host()
     address, port, hosts = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank == number
 
-    def connect() -> Any:
+    def connect() -> Store:
         wait = timedelta(seconds=seconds)
         return TCPStore(
             address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts
         )
 
     try:
-        return CallThread("fpipe-store").call(connect, end - time.monotonic())
+        return within(end - time.monotonic(), connect)
     except CallTimeoutError:
         raise GroupError(
             f"the store of the job does not answer within {seconds:g} s. Look at {name}, which "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions by the methods that ``adapt`` selects, over a process group of torch.distributed.
+"""Reductions by the methods of ``capabilities``, over a process group of torch.distributed.
 
 The functions take over the memory of their arguments.
 """
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .adapt import Reduction
-from .group import part_of
+from .capabilities import Reduction
+from .wire import part_of
 
 _ASK = {
     "sum": dist.ReduceOp.SUM,

@@ -38,7 +38,7 @@ class MeshGroup(C10dGroup):
     def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float, journal: Journal):
         self.mesh = mesh  # of one journal: a rank of one axis may stop another's
         self.dp, self.tp = (
-            C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis, journal=journal)
+            C10dGroup(mesh.get_group(axis), device, timeout, journal=journal)
             for axis in ("dp", "tp")
         )
         super().__init__(mesh.get_group("pp"), device, timeout, journal=journal)
@@ -133,7 +133,7 @@ def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) ->
     world = dist.group.WORLD
     assert world is not None
     try:
-        store, _ = of_group(world, "mesh", seconds)
+        store, _ = of_group(world, seconds)
         journal = Journal(store, dist.get_rank())
         with FaultMonitor(store, world.rank(), world.size(), seconds, journal=journal).connecting():
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
@@ -158,7 +158,6 @@ def adopt(
     *,
     timeout: float | timedelta = TIMEOUT,
     capabilities: Capabilities | None = None,
-    purpose: str = "pp",
 ) -> C10dGroup:
     """A group over a process group or one axis of a device mesh that exists already; every rank of
     it calls this.
@@ -172,8 +171,6 @@ def adopt(
             accelerator, if the process group carries its tensors, else the CPU.
         timeout: how many seconds a rank waits for another.
         capabilities: of the backend, for one that is not in fpipe's table.
-        purpose: separates groups of one process group that serve different purposes, such as "pp"
-            and "dp".
 
     Returns:
         a group for ``fpipe.pipeline(..., group=)``, or for ``dp=``.
@@ -193,7 +190,7 @@ def adopt(
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator if accelerator is not None and accelerator.type in carried else "cpu"
-    return C10dGroup(pg, current(device), _seconds(timeout), capabilities, purpose)
+    return C10dGroup(pg, current(device), _seconds(timeout), capabilities)
 
 
 def _process_group(source: object) -> dist.ProcessGroup:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 _SLICE = 0.02  #: seconds between two checks
@@ -22,53 +20,35 @@ class CallTimeoutError(RuntimeError):
     """A call did not return in time."""
 
 
-class CallThread:
-    """A daemon thread that makes calls, one after another.
+def within(
+    seconds: float, function: Callable[[], T], check: Callable[[], object] | None = None
+) -> T:
+    """The result of a function that runs in a thread of its own. Raises what it raises, or
+    CallTimeoutError after so many seconds; then the thread goes on.
 
-    A call that was waited for in vain goes on there. The thread ends after it, once this object is
-    dropped.
+    ``check`` is called regularly meanwhile, and may raise an error that ends the wait.
 
-    >>> CallThread("example").call(lambda: 3, seconds=1.0)
+    >>> within(1.0, lambda: 3)
     3
     """
+    future: Future[T] = Future()
 
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def call(
-        self,
-        function: Callable[[], T],
-        seconds: float,
-        check: Callable[[], object] | None = None,
-    ) -> T:
-        """The result of a function. Raises what it raises, or CallTimeoutError after so many
-        seconds.
-
-        ``check`` is called regularly meanwhile, and may raise an error that ends the wait.
-        """
-        future: Future[T] = Future()
-        self._jobs.put((future, function))
-        end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            try:
-                return future.result(left if check is None else min(left, _SLICE))
-            except TimeoutError:
-                if future.done():  # just now, or the function raised it
-                    return future.result()
-            if check is not None:
-                check()
-            if time.monotonic() >= end:
-                raise CallTimeoutError("timed out")
-
-
-def _work(jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (job := jobs.get()) is not None:  # without a bound: nothing waits for this daemon
-        future, function = job
+    def run() -> None:
         try:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
-        del job, future, function
+
+    threading.Thread(target=run, name="fpipe-waits", daemon=True).start()
+    end = time.monotonic() + seconds
+    while True:
+        left = end - time.monotonic()
+        try:
+            return future.result(left if check is None else min(left, _SLICE))
+        except TimeoutError:
+            if future.done():  # just now, or the function raised it
+                return future.result()
+        if check is not None:
+            check()
+        if time.monotonic() >= end:
+            raise CallTimeoutError("timed out")

@@ -17,14 +17,84 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
 from ..tree import Spec, contiguous
-from .group import as_planned
+from .group import Specs, Tensors
 
 #: Alignment of tensors in a shared buffer: that of torch's allocator, since the bits of a product
 #: may depend on it.
 ALIGN = 64
 #: From this size on, copying a tensor into a shared buffer costs more than a separate message.
 ALONE = 256 * 1024
+
+
+def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
+    """One of ``parts`` equal parts of memory, as a view.
+
+    >>> part_of(torch.arange(6), 1, 3)
+    tensor([2, 3])
+    """
+    if memory.dim() != 1 or memory.numel() % parts:
+        raise MismatchError(
+            f"{list(memory.shape)} elements do not make {parts} equal parts; lay tensors out "
+            "along one axis and pad it"
+        )
+    size = memory.numel() // parts
+    return memory.narrow(0, part * size, size)
+
+
+def as_planned(tensors: Tensors, specs: Specs, src: int, dst: int) -> Tensors:
+    """A message with the strides of its Specs; MismatchError if it differs in number, shapes or
+    dtypes of tensors.
+
+    Kernels, and so bits, may depend on strides.
+
+    >>> row = torch.ones(2)
+    >>> as_planned((row,), (Spec.of(row),), 0, 1)[0] is row
+    True
+    """
+    if len(tensors) != len(specs):
+        raise MismatchError(
+            f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both "
+            "must run one plan"
+        )
+    for tensor, (shape, stride, dtype) in zip(tensors, specs, strict=True):
+        if (
+            tensor.stride() != stride
+            or tensor.shape != shape
+            or tensor.dtype is not dtype
+            or tensor.is_neg()
+            or (dtype.is_complex and tensor.is_conj())
+        ):
+            break
+    else:
+        return tensors
+    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+        if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
+            raise MismatchError(
+                f"tensor {index} of a message from rank {src} to rank {dst} is {Spec.of(tensor)}, "
+                f"expected {spec}; a stage's shapes must be those it was planned with"
+            )
+    return tuple(map(lay_out, tensors, specs))
+
+
+def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
+    """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
+    are resolved.
+    """
+    if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    for axis, step in enumerate(spec.stride):
+        if step == 0:
+            if tensor.stride(axis) != 0:
+                raise MismatchError(
+                    f"a tensor of strides {tuple(tensor.stride())} was planned with strides "
+                    f"{spec.stride}, of which only a part is stored; call .contiguous() on it "
+                    "where the stage returns it"
+                )
+            tensor = tensor.narrow(axis, 0, 1)
+    memory = torch.empty_strided(tensor.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
+    return memory.copy_(tensor).as_strided(spec.shape, spec.stride)
 
 
 class Buffer(NamedTuple):
@@ -34,7 +104,7 @@ class Buffer(NamedTuple):
     bytes: int
 
 
-def layout(specs: tuple[Spec, ...]) -> tuple[Buffer, ...]:
+def layout(specs: Specs) -> tuple[Buffer, ...]:
     """The buffers of a message. Tensors without elements need none.
 
     >>> row = Spec((8,), (1,), torch.float32)
@@ -68,12 +138,12 @@ class WireFormat(NamedTuple):
     True
     """
 
-    specs: tuple[Spec, ...]
+    specs: Specs
     buffers: tuple[Buffer, ...]
     sizes: tuple[int, ...]
     plain: bool
 
-    def pack(self, tensors: tuple[Tensor, ...], src: int, dst: int) -> list[Tensor]:
+    def pack(self, tensors: Tensors, src: int, dst: int) -> list[Tensor]:
         """The buffers to send; checks every tensor against its Spec."""
         tensors = as_planned(tensors, self.specs, src, dst)
         if self.plain:
@@ -103,9 +173,7 @@ class WireFormat(NamedTuple):
             return [torch.empty_strided(shape, stride, dtype=dtype, device=device)]
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in self.sizes]
 
-    def unpack(
-        self, buffers: Sequence[Tensor], device: torch.device | None = None
-    ) -> tuple[Tensor, ...]:
+    def unpack(self, buffers: Sequence[Tensor], device: torch.device | None = None) -> Tensors:
         """The tensors of a message, as views of its buffers; tensors without elements are created
         on ``device``.
         """
@@ -132,7 +200,7 @@ def _padding(device: torch.device, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def wire_format(specs: tuple[Spec, ...]) -> WireFormat:
+def wire_format(specs: Specs) -> WireFormat:
     """The WireFormat of some Specs.
 
     >>> row = Spec((2,), (1,), torch.float32)

@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of device types: data only, with a conservative record for types that are not in it."""
+"""The table of device types, and the device of this process, through ``torch.accelerator``.
+
+A type that is not in the table has a conservative record. This module must not know groups and
+stages.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+from ..errors import GroupError
 
 
 @dataclass(frozen=True)
@@ -16,7 +29,6 @@ class DeviceKind:
         backend: the default of torch.distributed.
         visible: the environment variable that selects the devices that a process can use.
         package: the package to import where support is not part of torch.
-        attention: the attention implementation to use.
         compile_many: whether torch.compile is trusted where several devices are used.
         name: for people.
 
@@ -28,7 +40,6 @@ class DeviceKind:
     backend: str
     visible: str | None = None
     package: str | None = None
-    attention: str = "eager"
     compile_many: bool = True
     name: str = ""
 
@@ -47,18 +58,11 @@ class DeviceKind:
 
 
 _ROWS = (
-    DeviceKind("cpu", "gloo", attention="sdpa", name="CPU"),
-    DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", attention="sdpa", name="NVIDIA or AMD GPU"),
+    DeviceKind("cpu", "gloo", name="CPU"),
+    DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", name="NVIDIA or AMD GPU"),
     # The device selector of oneAPI is read and never set: it can hide a device that attention
-    # kernels need. The fused attention needs is_causal=True; explicit masks take a slow path.
-    DeviceKind(
-        "xpu",
-        "xccl",
-        "ZE_AFFINITY_MASK",
-        attention="sdpa",
-        compile_many=False,
-        name="Intel GPU",
-    ),
+    # kernels need.
+    DeviceKind("xpu", "xccl", "ZE_AFFINITY_MASK", compile_many=False, name="Intel GPU"),
     DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", name="Ascend NPU"),
     DeviceKind("hpu", "hccl", "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", name="Gaudi"),
     DeviceKind("mps", "gloo", name="Apple GPU"),
@@ -75,9 +79,130 @@ def kind(type: str) -> DeviceKind:
     Returns:
         A ``DeviceKind``.
 
-    >>> kind("cuda").visible, kind("newcomer").attention
-    ('CUDA_VISIBLE_DEVICES', 'eager')
+    >>> kind("cuda").visible, kind("newcomer").backend
+    ('CUDA_VISIBLE_DEVICES', 'gloo')
     """
     return KINDS.get(type) or DeviceKind(
         type, "gloo", compile_many=False, name=f"unknown device {type!r}"
     )
+
+
+def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:
+    """The device of this process: the argument, else the accelerator of the machine, else the CPU.
+
+    A missing index is 0 if exactly one device is visible (one was assigned to each process), else
+    ``local_rank``.
+
+    Args:
+        device: a device or its name; by default the accelerator.
+        local_rank: the number of the process on its machine.
+
+    Returns:
+        The device.
+
+    Raises:
+        GroupError: if the machine has no such device.
+
+    >>> pick("cpu")
+    device(type='cpu')
+    """
+    picked = (
+        _parse(device)
+        if device is not None
+        else torch.accelerator.current_accelerator(check_available=True)
+    )
+    if picked is None or picked.type == "cpu":
+        return torch.device("cpu")
+    if picked.type == "meta":
+        return picked
+    count = _count(picked.type)
+    index = picked.index if picked.index is not None else (0 if count == 1 else local_rank)
+    if index >= count:
+        raise GroupError(
+            f"device '{picked.type}:{index}' is not available: {count} of its type are visible; "
+            "start at most one process per device, or set "
+            f"{kind(picked.type).visible or 'the visible devices'} so that more are visible"
+        )
+    return torch.device(picked.type, index)
+
+
+def current(device: str | torch.device) -> torch.device:
+    """A device with the index that it has in this process: ``cuda`` is its current device,
+    ``cpu:0`` is the CPU.
+
+    Args:
+        device: a device or its name.
+
+    Returns:
+        The device, with an index where its type has several.
+
+    >>> current("cpu:0") == current("cpu") == torch.device("cpu")
+    True
+    """
+    parsed = _parse(device)
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    if parsed.index is None and _current(parsed):
+        return torch.device(parsed.type, torch.accelerator.current_device_index())
+    return pick(parsed)
+
+
+def _parse(device: str | torch.device) -> torch.device:
+    type = str(device).split(":")[0]
+    package = kind(type).package
+    try:
+        if package is not None:
+            import_module(package)  # first: it registers the name with torch
+    except ImportError as error:
+        raise GroupError(
+            f"device {type!r} needs the package {package}, which cannot be imported ({error})"
+        ) from error
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        types = ", ".join(KINDS)
+        raise GroupError(
+            f"{device!r} is not a device; name a type, as in {types}, or one with an index"
+        ) from error
+
+
+def _count(type: str) -> int:
+    try:
+        return int(torch.get_device_module(type).device_count())
+    except (RuntimeError, AttributeError) as error:
+        raise GroupError(
+            f"device {type!r} is not available in this build of torch; leave device= out"
+        ) from error
+
+
+def distrusted(devices: Iterable[torch.device]) -> str | None:
+    """The type of the given devices on which torch.compile is not trusted, since several are used,
+    here or elsewhere.
+
+    >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0),
+    ...     torch.device("xpu", 1)])
+    (True, 'xpu')
+    """
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    counts = Counter(device.type for device in set(devices))
+    return next(
+        (type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many),
+        None,
+    )
+
+
+def _current(device: torch.device) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def cores() -> int:
+    """The cores of the processor that this process may use.
+
+    Returns:
+        Their number, at least 1.
+
+    >>> cores() > 0
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,39 +8,17 @@ of its own. Knows no stages or programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ..errors import GroupError
+from .lock import exclusive
 
 T = TypeVar("T")
 
 #: The states of random streams by device.
 Streams: TypeAlias = Sequence[tuple[torch.device, torch.Tensor]]
-
-#: Held by the thread that draws, or that traces a function.
-_LOCK = RLock()
-#: The seconds that a thread waits for it. Programs of two threads that also communicate could wait
-#: for each other.
-PATIENCE = 600.0
-
-
-@contextmanager
-def exclusive() -> Iterator[None]:
-    """The random streams of the process, for this thread alone; other threads wait.
-
-    >>> with exclusive(), exclusive():
-    ...     pass
-    """
-    _take()
-    try:
-        yield
-    finally:
-        _LOCK.release()
 
 
 def drawn(
@@ -61,8 +39,7 @@ def drawn(
     >>> first == again, first == drawn(draw, [], cpu, state)[0]
     (True, False)
     """
-    _take()
-    try:
+    with exclusive():
         if start is None or device.type == "meta":
             return run(box), None
         before = _state(device)
@@ -74,8 +51,6 @@ def drawn(
             return run(box), _state(device) if leaves else None
         finally:
             _set_state(device, before)
-    finally:
-        _LOCK.release()
 
 
 def save_streams(devices: Iterable[torch.device]) -> Streams:
@@ -94,15 +69,6 @@ def restore_streams(states: Streams) -> None:
     """Put the streams back into saved states."""
     for device, state in states:
         _set_state(device, state)
-
-
-def _take() -> None:
-    if not _LOCK.acquire(timeout=PATIENCE):
-        raise GroupError(
-            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
-            "seconds, and only one thread of a process can; run pipelines that draw inside "
-            "collectives in processes of their own"
-        )
 
 
 # ---- one device ----

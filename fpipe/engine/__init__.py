@@ -4,7 +4,6 @@
 Nothing here knows the names of schedules or the kinds of backends.
 """
 
-from .action_hooks import around_actions
 from .copies import Copies
 
-__all__ = ["Copies", "around_actions"]
+__all__ = ["Copies"]

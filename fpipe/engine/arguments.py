@@ -19,13 +19,13 @@ import torch
 from .. import tree
 from ..actions.product import feature
 from ..errors import BatchError, StageError
+from ..generators.forward import forwards_first
 from ..programs.internals import ambient
-from ..schedule import Schedule
 from ..tree import AbstractTree, Structure, Tree
 from .config import Config, check_seed
 from .execute import DEBUGGING
-from .microbatches import Parts, count
-from .request import Kind, Mode, Request, Weights
+from .parts import Parts, Weights, count
+from .request import Kind, Mode, Request
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
@@ -310,7 +310,7 @@ class Call:
         if not training:
             schedule = config.forwards_for(self.microbatches)
         elif self.mode == "vjp":
-            schedule = _phased(schedule)
+            schedule = forwards_first(schedule)
         return Request(
             self.mode,
             schedule,
@@ -323,6 +323,7 @@ class Call:
             self.each is not None,
             self.has_aux,
             DEBUGGING.get(),
+            config.identity,
             chain,
         )
 
@@ -412,9 +413,3 @@ def _kinds(found: Sequence[Kind], chain: int) -> tuple[list[Kind], list[int]]:
         start = places.setdefault(group, len(places) * chain)
         kind_of += range(start, start + chain)
     return [kind for group in places for kind in group], kind_of
-
-
-def _phased(schedule: Schedule) -> Schedule:
-    """The same schedule with every rank's forwards before its backwards."""
-    rows = tuple((*f, *b) for f, b in zip(schedule.only("F"), schedule.only("BIW"), strict=True))
-    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)

@@ -15,16 +15,15 @@ import torch
 
 from ..actions.product import feature
 from ..errors import GroupError, StageError
-from ..lowering.instructions import Registers
-from ..programs.internals import transforming, versions, without_autocast
+from ..lowering.instruction import Registers
+from ..programs.internals import transforming, without_autocast
 from ..programs.signature import stage_that_runs
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
-from .microbatches import joined
-from .outputs import Outputs
+from .outputs import Outputs, input_grads, of, outputs
 from .plan_cache import Cache, CachedPlans, refused
 from .results import Results
 
@@ -40,7 +39,7 @@ def forward(call: Call, cache: Cache) -> Tree:
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            y = outputs(results) if call.each is None else _returned_by_each(call, returned)
+            y = outputs(results) if call.each is None else feature("each").in_order(call, returned)
             return y if call.state is None else (y, of(results).states())
 
 
@@ -54,26 +53,6 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
             by_argument = {0: results.param_grads, 1: lambda: input_grads(results)}
             grads = {n: by_argument[n]() for n in call.wanted}
             return loss, tuple(grads[n] for n in call.wanted)
-
-
-def of(results: Results) -> Outputs:
-    """The results of a call that wants outputs."""
-    assert isinstance(results, Outputs)
-    return results
-
-
-def outputs(results: Results) -> Tree:
-    """The outputs in the form of the batch."""
-    parts, x = of(results).outputs(), results.call.x
-    return None if parts is None else joined(parts, x.slices, x.uniform)
-
-
-def input_grads(results: Results) -> Tree:
-    """The gradient of x in the form of the batch."""
-    parts, x = of(results).input_grads(), results.call.x
-    if parts is not None and x.slices > 1:
-        parts = feature("slicing").gradients(parts, x)
-    return None if parts is None else joined(parts, 1, x.uniform)
 
 
 def surrounded() -> bool:
@@ -144,21 +123,9 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     kind = Outputs if call.wants_outputs else Results
     results = kind(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
-
-    def each(mb: int, values: list[Any]) -> None:
-        """Pass a microbatch's output, and what the loss returned, to the caller's function; keep no
-        reference.
-        """
-        assert call.each is not None
-        before = versions(values)
-        returned[int(mb)] = call.each(
-            mb, *plans.prepared.results(mb, of(results).apart(values, set()), call.has_aux)
-        )
-        if call.mode == "grad" and versions(values) != before:
-            raise StageError(
-                "it wrote into the output or the loss, which the backward needs; change a copy"
-            )
-        values.clear()
+    each = None
+    if call.each is not None:
+        each = feature("each").caller(call, plans.prepared, of(results), returned)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
@@ -202,24 +169,9 @@ def run(
 
 # ---- values ----
 def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
-    loss = (
-        results.loss()
-    )  # first: it may be on its way, and what one rank sends is received in order
+    # first: it may be on its way, and what one rank sends is received in order
+    loss = results.loss()
     extras: list[Any] = [of(results).aux()] if call.has_aux and call.each is None else []
-    extras += [_returned_by_each(call, returned)] if call.each is not None else []
+    extras += [feature("each").in_order(call, returned)] if call.each is not None else []
     extras += [of(results).states()] if call.state is not None else []
     return (loss, *extras) if extras else loss
-
-
-def _returned_by_each(call: Call, returned: dict[int, Any]) -> list[Any] | None:
-    """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere",
-    on every rank.
-    """
-    config = call.config
-    if config.outputs == "everywhere" and not config.local:
-        returned = {
-            mb: value
-            for part in config.group.gather_objects(returned)
-            for mb, value in part.items()
-        }
-    return [returned.get(mb) for mb in range(call.number)] if returned else None

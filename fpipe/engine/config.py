@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from os import PathLike
 from threading import get_ident
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -26,43 +26,12 @@ from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
-from ..stage import MISSING, Elsewhere, Stage
+from ..stage import MISSING, Stage
 from ..tree import Tree
+from .choice import Chosen
 from .copies import Copies
-from .request import Reduction, Weighted
-
-
-@runtime_checkable
-class Choice(Protocol):
-    """A schedule that is still to be chosen, as ``fpipe.auto`` returns."""
-
-    def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Chosen:
-        """What chooses it for a pipeline."""
-        ...
-
-
-@runtime_checkable
-class Chosen(Protocol):
-    """What chooses the schedule of a pipeline. ``chosen`` is by number of microbatches: the
-    schedule, and why.
-    """
-
-    chosen: dict[int, tuple[Schedule, str]]
-
-    def __call__(self, ranks: int, microbatches: int) -> Schedule:
-        """The schedule to run."""
-        ...
-
-    def estimated(
-        self,
-        microbatches: int,
-        plans_of: Callable[[Schedule], Any],
-        run: Schedule,
-        latency: float,
-    ) -> Schedule:
-        """Choose from what the programs of all stages are expected to take."""
-        ...
-
+from .microbatches import Reduction, Weighted
+from .options import Option
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
 Loss: TypeAlias = Callable[..., Any] | Stage
@@ -92,6 +61,7 @@ class Config:
     copies: Copies | None = None
     sliced: int | None = None
     capture: bool = False
+    more: tuple[Option, ...] = ()  # those of passes
 
     def __post_init__(self) -> None:
         if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
@@ -99,7 +69,8 @@ class Config:
                 f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more"
             )
         for index, stage in enumerate(self.functions):
-            _check_carry(f"stage {index} ({stage.label})", stage)
+            if stage.carry or stage.initial_carry is not MISSING:
+                feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
         if isinstance(self.loss, Stage) and self.loss.carry:
             raise StageError(
                 "the loss has carry=True, and only stages have carries; return what it needs "
@@ -145,6 +116,11 @@ class Config:
     def stages(self) -> int:
         """The number of stages."""
         return len(self.functions)
+
+    @cached_property
+    def identity(self) -> object:
+        """What is of this pipeline alone, and keeps nothing of it alive."""
+        return object()
 
     @cached_property
     def stateful(self) -> bool:
@@ -254,26 +230,6 @@ def check_seed(seed: object) -> None:
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
-
-
-def _check_carry(what: str, stage: Stage) -> None:
-    """Raise StageError for a carry without a beginning, or a beginning without a carry."""
-    given = stage.initial_carry is not MISSING
-    if stage.carry and not given and not isinstance(stage.fn, Elsewhere):
-        raise StageError(
-            f"{what} has carry=True without initial_carry=; give what its first slice gets: "
-            "tensors, numbers, None, or "
-            "a function of x"
-        )
-    if given and not stage.carry:
-        raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
-    leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        raise StageError(
-            f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
-            "get; make it a "
-            "parameter, and let the function begin with it where its carry is None"
-        )
 
 
 def _schedule_for(

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..collectives.group import Group, as_group
+from ..collectives.checks import as_group
+from ..collectives.group import Group
 from ..errors import StageError
 from ..stage import patterns
 

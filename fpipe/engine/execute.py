@@ -20,7 +20,8 @@ from typing import TypeAlias
 from ..actions.product import feature
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
-from ..lowering.instructions import Instruction, Machine, Registers, StepFn, nothing
+from ..lowering.instruction import Machine, Registers, StepFn
+from ..lowering.instructions import nothing
 from ..lowering.plan import Plan
 
 #: Steps with the numbers of their instructions.
@@ -45,8 +46,6 @@ class Executable:
         return tuple(numbered[:first]), tuple(numbered[first:])
 
 
-#: Part of autograd's message, which concerns stages with engine="eager".
-_CHANGED = "modified by an inplace operation"
 #: A profiler: from a bound plan, steps of it and the first one's number to steps that record when
 #: they ran.
 WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = (
@@ -93,7 +92,9 @@ def execute(
             isinstance(error, ActionError) or not isinstance(error, StageError)
         ):
             raise
-        raise _explain(error, bound.plan.instructions[number], bound.plan.rank) from error
+        raise feature("explain").action_error(
+            error, bound.plan.instructions[number], bound.plan.rank
+        ) from error
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
@@ -122,27 +123,3 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
                 f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule "
                 "before it runs"
             )
-
-
-def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
-    specs = getattr(ins.op, "specs", ())
-    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
-    what = (
-        ins.kind
-        if ins.action is None
-        else f"each= after {ins.action}"
-        if ins.kind == "EACH"
-        else str(ins.action)
-    )
-    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
-    kind = ""
-    if not isinstance(error, FpipeError):
-        kind = f" raised {type(error).__name__}{feature('explain').where(error)}"
-    hint = (
-        "; a tensor that a backward needs was changed in place: change a copy"
-        if _CHANGED in str(error)
-        else ""
-    )
-    return ActionError(
-        f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip() + hint
-    )

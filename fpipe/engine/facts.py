@@ -61,6 +61,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",
         "compile=": _parts([str(stage.compile) for stage in stages]),
         "outputs=": config.outputs,
+        "options of passes": str(list(config.more)),
         "copies": "none" if config.copies is None else config.copies.description,
         "overlap": getattr(config.overlap, "how", config.overlap),
         "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",

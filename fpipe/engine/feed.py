@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..lowering.instructions import Registers
+from ..lowering.instruction import Registers
 from ..lowering.keys import BatchLeaf, Key, OutputCotangent, Param, Seed, Side, State, Target
 from ..lowering.plan import Plan
 from .arguments import Call
+from .parts import Weights
 from .prepare import Prepared
-from .request import Weights
 
 #: Returns rows of leaves of a call.
 Table: TypeAlias = Callable[[Call], Mapping[Any, Sequence[Any]] | Sequence[Any]]

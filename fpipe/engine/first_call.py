@@ -49,7 +49,7 @@ class FirstCall:
         call, request, known = self.call, self.request, self.facts
         config = call.config
         described = of_call(known, call.seed, call.scale, "none yet")
-        number = config.group.enter(NEW, dict, (described,))
+        number = config.group.enter(NEW, lambda: described)
 
         def details(fact: str) -> str:
             return str(self.request.schedule) if fact == "schedule" else ""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The derivatives of a pipeline as functions: ``fpipe.value_and_grad``, ``fpipe.grad`` and
-``fpipe.vjp``.
-
-Each checks its arguments and creates a call; ``calls`` runs it. Knows no plan.
+"""``fpipe.value_and_grad``: checks its arguments and creates a call, which ``calls`` runs. Knows no
+plan.
 """
 
 from __future__ import annotations
@@ -12,32 +10,26 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from .. import tree
 from ..actions.product import feature
 from ..errors import StageError
 from ..tree import Tree
-from . import calls, pullback
-from .arguments import Call, Each
+from . import calls
+from .arguments import Each
 from .pipeline import Pipeline
 from .signatures import (
     A,
     BothGrads,
     E,
     EachLoss,
-    Grads,
-    GradsAndAux,
     InputGrads,
-    P,
     ParamGrads,
-    Pullback,
     R,
-    X,
     Y,
 )
 
 Argnums: TypeAlias = Literal[0, 1] | tuple[Literal[0, 1], ...]
 _Both: TypeAlias = tuple[Literal[0], Literal[1]]
-_WithAux: TypeAlias = Pipeline[Y, tuple[torch.Tensor, A]]
+WithAux: TypeAlias = Pipeline[Y, tuple[torch.Tensor, A]]
 _Results: TypeAlias = tuple[torch.Tensor, list[E] | None]
 
 
@@ -53,15 +45,15 @@ def value_and_grad(
 def value_and_grad(pipe: Pipeline[Y, torch.Tensor], argnums: _Both) -> BothGrads[torch.Tensor]: ...
 @overload
 def value_and_grad(
-    pipe: _WithAux[Y, A], argnums: Literal[0] = 0, *, has_aux: Literal[True]
+    pipe: WithAux[Y, A], argnums: Literal[0] = 0, *, has_aux: Literal[True]
 ) -> ParamGrads[tuple[torch.Tensor, list[A]]]: ...
 @overload
 def value_and_grad(
-    pipe: _WithAux[Y, A], argnums: Literal[1], *, has_aux: Literal[True]
+    pipe: WithAux[Y, A], argnums: Literal[1], *, has_aux: Literal[True]
 ) -> InputGrads[tuple[torch.Tensor, list[A]]]: ...
 @overload
 def value_and_grad(
-    pipe: _WithAux[Y, A], argnums: _Both, *, has_aux: Literal[True]
+    pipe: WithAux[Y, A], argnums: _Both, *, has_aux: Literal[True]
 ) -> BothGrads[tuple[torch.Tensor, list[A]]]: ...
 @overload
 def value_and_grad(
@@ -162,29 +154,15 @@ def value_and_grad(
         if calls.surrounded():
             value, grads = feature("derived.nested").value_and_grad(call, x)
         elif config.capture and not calls.observed():
-            value, grads = _captured(
-                pipe, call, prepare, (params, x, targets, side, loss_scale), _value
+            arguments = params, x, targets, side, loss_scale
+            value, grads = feature("capture.steps").captured(
+                call, cache, prepare, arguments, _value
             )
         else:
             value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call
-
-
-def _captured(
-    pipe: Pipeline[Any, Any], call: Call, prepare: Callable[..., Call], args: Any, value: bool
-) -> Any:
-    """``calls.value_and_grad`` by the graph of its signature."""
-    cache, scale = pipe.cache, args[-1]
-    steps = feature("capture.steps")
-    step = steps.Step(
-        plain=lambda: calls.value_and_grad(call, cache, value),
-        on=lambda *args: calls.value_and_grad(prepare(*args), cache, value),
-        why_not=lambda: steps.unrecordable(call, cache),
-    )
-    key = call.signature(), value, None if tree.is_tensor(scale) else scale
-    return step.run(cache.graphs, key, pipe.config.device, args)
 
 
 def check_pipeline(name: str, pipe: object) -> None:
@@ -210,110 +188,4 @@ def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
     return wanted
 
 
-@overload
-def grad(pipe: Pipeline[Y, torch.Tensor], argnums: Literal[0] = 0) -> Grads: ...
-@overload
-def grad(
-    pipe: _WithAux[Y, A], argnums: Literal[0] = 0, *, has_aux: Literal[True]
-) -> GradsAndAux[list[A]]: ...
-@overload
-def grad(
-    pipe: Pipeline[Any, Any], argnums: Argnums, *, has_aux: bool = False
-) -> Callable[..., Any]: ...
-def grad(
-    pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
-    """A function that runs the schedule and returns the gradient alone, without waiting for the
-    loss.
-
-    Args:
-        pipe: a pipeline with a loss.
-        argnums: as for ``value_and_grad``.
-        has_aux: the loss returns ``(scalar, aux)``.
-
-    Returns:
-        A function with the arguments of that of ``value_and_grad``, whose result is the gradients,
-        or with ``has_aux=True`` ``(grads, [aux, ...])``.
-
-    Raises:
-        StageError: as ``value_and_grad``.
-
-    >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
-    >>> grad(pipe)([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0))
-    [tensor(9.), tensor(6.)]
-    """
-    both = value_and_grad(pipe, argnums, has_aux=has_aux)
-
-    def call(params: Sequence[Tree], x: Tree, *targets: Tree, **keywords: Any) -> Any:
-        value, grads = both(params, x, *targets, _value=has_aux, **keywords)
-        return (grads, value[1]) if has_aux else grads
-
-    return call
-
-
-@overload
-def vjp(
-    pipe: Pipeline[Y, None],
-    params: Sequence[P],
-    x: X,
-    *,
-    state: Sequence[Tree],
-    seed: int | None = None,
-    **side: Tree,
-) -> tuple[tuple[Y, list[Tree]], Pullback[P, X]]: ...
-@overload
-def vjp(
-    pipe: Pipeline[Y, None], params: Sequence[P], x: X, *, seed: int | None = None, **side: Tree
-) -> tuple[Y, Pullback[P, X]]: ...
-def vjp(
-    pipe: Pipeline[Any, Any],
-    params: Sequence[Tree],
-    x: Tree,
-    *targets: Tree,
-    seed: int | None = None,
-    **side: Tree,
-) -> tuple[Tree, Pullback[Any, Any]]:
-    """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
-
-    The forwards of the schedule run now, the backwards when the pullback is called, so that a loss
-    over the whole batch can be computed in between. Where parameters, the batch or outputs that it
-    needs were changed in place, the pullback raises an error.
-
-    Args:
-        pipe: a pipeline without a loss.
-        params, x, seed, side: as for a call of the pipeline.
-        targets: none, since there is no loss that takes them.
-
-    Returns:
-        ``(outputs, pullback)``. ``pullback(dy)`` takes cotangents with the outputs' structure,
-        shapes and dtypes, or None for a leaf that has none, and returns the gradients of the
-        parameters and of the input. It frees what it used: it can be called once, or several times
-        with ``retain=True``.
-
-    Raises:
-        StageError: if the pipeline has a loss, or a stage an auxiliary one.
-        BatchError: as a call of the pipeline.
-
-    >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-    >>> y, pullback = vjp(pipe, [torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0))
-    >>> dy = torch.softmax(y, 0)  # of log(sum(exp(y))) over the whole batch
-    >>> pullback(dy)[0]
-    [tensor(8.9925), tensor(5.9950)]
-    """
-    check_pipeline("vjp", pipe)
-    if pipe.config.loss is not None or targets:
-        raise StageError(
-            "vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad"
-        )
-    scalar = next((stage.label for stage in pipe.config.functions if stage.aux_loss), None)
-    if scalar is not None:
-        raise StageError(
-            f"stage {scalar} has aux_loss=True, and without a loss there is no total that it "
-            "could join"
-        )
-    return pullback.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
-
-
-__all__ = ["grad", "value_and_grad", "vjp"]
+__all__ = ["value_and_grad"]

@@ -19,7 +19,7 @@ from .. import tree
 from ..actions.product import feature
 from ..collectives.rendezvous import TRACING
 from ..errors import StageError
-from ..lowering.plan import ProgramSet
+from ..lowering.job import ProgramSet
 from ..lowering.value_graph import Interface, ValueGraph
 from ..programs.cache import Signature, programs_of
 from ..programs.program import Programs
@@ -73,36 +73,6 @@ class TracedKind:
         programs = self.local(stage)
         assert programs is not None
         return feature("slices").parted(programs.outputs.y)[1].handed_on()
-
-    def lacking(self, after: TracedKind | None) -> tuple[int, frozenset[int]] | None:
-        """The last stage whose programs have a cotangent for an output that has none, and all its
-        outputs without.
-
-        Carries are outputs of the stages of this process, whose gradients the slice ``after``
-        computes.
-        """
-        graph = self.value_graph()
-        for stage in reversed(range(len(self.interfaces))):
-            unused, carries, programs = (
-                graph.unused(stage),
-                self._unused_carries(stage, after),
-                self.local(stage),
-            )
-            known = frozenset[int]() if programs is None else programs.outputs.unused
-            if any(self.interfaces[stage].dys[j] for j in unused) or not carries <= known:
-                return stage, unused | carries
-        return None
-
-    def _unused_carries(self, stage: int, after: TracedKind | None) -> frozenset[int]:
-        mine, theirs = self.local(stage), None if after is None else after.local(stage)
-        if after is None or mine is None or theirs is None:
-            return frozenset()
-        count, inputs = len(self.interfaces[stage].ys), len(after.interfaces[stage].dxs)
-        return frozenset(
-            j
-            for j in mine.outputs.y.wanted
-            if j >= count and theirs.dxs[inputs + j - count] is None
-        )
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
@@ -201,22 +171,6 @@ def with_stage(
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
-def recut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:
-    """The same as far as the stages that lack a cotangent are on this process."""
-    traced = list(known)
-    while True:
-        before = list(traced)
-        for number in reversed(range(len(traced))):
-            kind, first = traced[number], not traced[number].slice
-            after = None if kind.slice == kind.slices - 1 else traced[number + 1]
-            while (lacking := kind.lacking(after)) and ranks_here(config, request, lacking[0]):
-                kind = traced[number] = with_stage(
-                    config, request, kind, None if first else traced[number - 1], *lacking
-                )
-        if all(one is other for one, other in zip(before, traced, strict=True)):
-            return traced
-
-
 def loss_programs(config: Config, request: Request, traced: TracedKind) -> Programs:
     """The loss's programs. Every process traces them: what they return is then known everywhere."""
     assert config.loss is not None
@@ -255,22 +209,9 @@ def _programs(
 ) -> Programs:
     """The programs of stage ``index``, or of the loss (None), on a device."""
     group = config.group
-    group.journal(group.here[0], f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
+    group.notes(group.here[0])(f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
     try:
         return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
     except StageError as error:
-        raise type(error)(_located(str(error), trees[0], index)) from error.__cause__
-
-
-def _located(text: str, params: AbstractTree, index: int | None) -> str:
-    """A message that names the stage, or the loss, and where its arguments come from."""
-    text = text.replace("FakeTensor", "Tensor")
-    if index is None:
-        return text.replace("stage ", "the loss ", 1)
-    hints = (
-        ["its parameters are None: give params one entry per stage"]
-        if params.spec == _NOTHING
-        else []
-    )
-    hints += [f"its input is what stage {index - 1} returns"] if index else []
-    return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
+        located = feature("explain").located
+        raise type(error)(located(str(error), trees[0], index)) from error.__cause__

@@ -14,9 +14,11 @@ import torch
 
 from .. import tree
 from ..actions.action import plain
+from ..actions.product import feature
 from ..lowering.keys import Value
 from ..lowering.value_graph import spec_of
 from ..tree import Aval, Tree
+from .microbatches import joined
 from .results import Results
 
 
@@ -173,3 +175,23 @@ class Outputs(Results):
             values = self._share(values, state.avals.values(), rank)
         assert values is not None
         return state.fill(self.apart(values)) if here else None
+
+
+def of(results: Results) -> Outputs:
+    """The results of a call that wants outputs."""
+    assert isinstance(results, Outputs)
+    return results
+
+
+def outputs(results: Results) -> Tree:
+    """The outputs in the form of the batch."""
+    parts, x = of(results).outputs(), results.call.x
+    return None if parts is None else joined(parts, x.slices, x.uniform)
+
+
+def input_grads(results: Results) -> Tree:
+    """The gradient of x in the form of the batch."""
+    parts, x = of(results).input_grads(), results.call.x
+    if parts is not None and x.slices > 1:
+        parts = feature("slicing").gradients(parts, x)
+    return None if parts is None else joined(parts, 1, x.uniform)

@@ -1,38 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Pipeline``: stages, a schedule and a loss as one function, which ``fpipe.pipeline`` (in
-``building``) returns.
+"""``fpipe.pipeline``, and the ``Pipeline`` that it returns: stages, a schedule and a loss as one
+function.
 
-A frozen ``Config`` with a cache of plans. Calls are in ``calls``, derivatives in ``gradients``;
-plans are opaque here.
+Every option is explained here, and checked where it is stored (``config``, ``stage``). Calls are in
+``calls``, derivatives in ``gradients``; plans are opaque here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from .. import tree
 from ..actions.product import feature, product
+from ..collectives.checks import as_group
 from ..collectives.group import Group
+from ..collectives.setup import init
 from ..errors import StageError
+from ..generators import Source
 from ..schedule import Schedule
+from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, with_defaults
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
-from .config import Chosen, Config
+from .choice import Choice, Chosen
+from .config import Config, Loss, Outputs
+from .copies import Copies, copies
+from .microbatches import Reduction
+from .options import Options, options_of
+from .pipeline_base import PipelineBase
 from .plan_cache import Cache
-from .plan_report import Plans
 from .request import Mode
-from .signatures import A, E, EachLoss, P
+from .signatures import A, E, EachLoss, Stages
 
 Y = TypeVar("Y", covariant=True)
 R = TypeVar("R", covariant=True)
 
 
-class Pipeline(Generic[Y, R]):
+class Pipeline(PipelineBase, Generic[Y, R]):
     """A function of ``(params, x, *targets)``, returned by ``fpipe.pipeline``, which is the only
     way to create one.
 
@@ -64,123 +71,6 @@ class Pipeline(Generic[Y, R]):
             self.stages - 1
         )  # of the last stage, or its first replica
 
-    def __repr__(self) -> str:
-        return repr(self.config)
-
-    def _repr_html_(self) -> str:
-        count = None if isinstance(self.config.schedule, Chosen) else self.config.microbatches
-        picture = self.schedule(count)._repr_html_() if count else ""
-        return product("pictures").pipeline(self.config, picture)
-
-    # ---- questions ----
-    def schedule(self, microbatches: int) -> Schedule:
-        """The checked schedule for a number of microbatches.
-
-        Args:
-            microbatches: their number in a call.
-
-        Returns:
-            The schedule that such a call runs.
-
-        Raises:
-            ScheduleError: if the schedule has no form for this number, or breaks a rule.
-
-        >>> from fpipe import local, pipeline
-        >>> print(pipeline([torch.mul] * 2, "GPipe", group=local(2)).schedule(2))
-        [0F0, 0F1, 0B0, 0B1]
-        [1F0, 1F1, 1B0, 1B1]
-        """
-        return self.config.schedule_for(microbatches)
-
-    def under(self, schedule: Schedule) -> Pipeline[Y, R]:
-        """The same pipeline with another schedule that places the stages on the same ranks; this
-        one is unchanged.
-
-        Args:
-            schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        Raises:
-            StageError: if the schedule places stages on other ranks.
-
-        >>> from fpipe import local, make_schedule, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, "GPipe", group=local(2))
-        >>> pipe.under(make_schedule("1F1B", 2, 4))
-        <fpipe pipeline: 2 stages, schedule 1F1B, fpipe.local(2) on cpu>
-        """
-        if repr(schedule.placement) != repr(self.placement):
-            raise StageError(
-                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
-                f"({self.placement}); "
-                "make a pipeline with it, and place the parameters anew"
-            )
-        return Pipeline(
-            replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
-        )
-
-    def train(self, training: bool = True) -> Pipeline[Y, R]:
-        """The same pipeline with its modules in training, whatever mode they were cut in; this one
-        is unchanged.
-
-        Stages that are functions have no modes. A norm whose running statistics are constants,
-        since it was cut in evaluation, cannot be trained.
-
-        Args:
-            training: whether modules are in training; False is ``eval()``.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        >>> from fpipe import from_module, local, pipeline
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
-        >>> stages, params = from_module(model, cuts=["1"])
-        >>> pipe = pipeline(stages, microbatches=1, group=local(2), seed=0)
-        >>> y, mean = pipe.train()(params, torch.ones(1, 2)), pipe.eval()(params, torch.ones(1, 2))
-        >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
-        True
-        """
-        return Pipeline(*self.cache.in_mode(self.config, training))
-
-    def eval(self) -> Pipeline[Y, R]:
-        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
-        :meth:`train`.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, microbatches=1, group=local(2))
-        >>> pipe.eval()([torch.tensor(2.0)] * 2, torch.ones(1))
-        tensor([4.])
-        """
-        return self.train(False)
-
-    def captured(self) -> Pipeline[Y, R]:
-        """The same pipeline whose steps are recorded as graphs of kernels; this one is unchanged.
-
-        Steps of ``value_and_grad`` and ``grad`` are recorded once for each signature and started
-        in later steps, with the same bits: for stages so small that starting kernels takes longer
-        than they run. All ranks are in this process on one GPU. The memory of a graph stays
-        allocated; arguments that move in memory are copied in each step. A step that cannot be
-        recorded runs without, with a warning.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        Raises:
-            StageError: if the ranks are not on one accelerator, or there are copies of the
-                pipeline.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).captured()
-        Traceback (most recent call last):
-        ...
-        fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
-        """
-        return Pipeline(replace(self.config, capture=True))
-
     def call(
         self,
         mode: Mode,
@@ -203,192 +93,6 @@ class Pipeline(Generic[Y, R]):
             self._choose(auto, call, params, x, targets, side)
         return call
 
-    def _choose(
-        self,
-        auto: Chosen,
-        call: Call,
-        params: Sequence[Tree],
-        x: Tree,
-        targets: Sequence[Tree],
-        side: dict[str, Tree],
-    ) -> None:
-        """Choose the schedule for a number of microbatches, by plans of others with the same
-        placement.
-        """
-
-        def plans_of(schedule):
-            return self.under(schedule).plan(params, x, *targets, **side)
-
-        rates = feature("weaving.estimates").RATES
-        latency = rates.get(self.config.device.type, rates["cuda"]).latency / 1000
-        auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this one refuses the arguments of the next call.
-
-        They raise at once instead of waiting. The caller raises the error itself.
-
-        Args:
-            error: what is wrong with the arguments.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).refuse(ValueError("no target"))
-        """
-        calls.refuse(self.config, error)
-
-    @property
-    def why(self) -> str:
-        """What ``schedule="auto"`` chose and why; print it.
-
-        >>> from fpipe import local, pipeline
-        >>> print(pipeline([torch.mul] * 2, "auto", microbatches=2, group=local(2)).why)
-        the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1:
-        [1])
-        """
-        auto = self.config.schedule
-        if not isinstance(auto, Chosen):
-            return f"{self.config!r}: the schedule was given"
-        if not auto.chosen:
-            return (
-                "the first call that computes gradients chooses; stages are on ranks as "
-                f"{self.placement}"
-            )
-        return "\n\n".join(
-            f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items())
-        )
-
-    @property
-    def parts(self) -> Group | None:
-        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
-        return self.copies.group if self.copies is not None and self.copies.cut else None
-
-    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
-        its copies too.
-
-        Every process must call it. Quantities of the whole model, such as a norm, are sums over
-        stages.
-
-        Args:
-            tensor: this process's part of the sum, of one shape on all processes.
-
-        Returns:
-            The sum, on every process.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
-        tensor([1.])
-        """
-        total = self.group.all_reduce(tensor)
-        return total if self.parts is None else self.parts.all_reduce(total)
-
-    def gather(self, obj: object) -> list[Any]:
-        """What every process of the pipeline passed, by rank. Every process must call it.
-
-        Args:
-            obj: numbers, text, plain tensors on the CPU, and containers of them.
-
-        Returns:
-            A list with one entry for each rank, the same on all.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).gather({"process": 0})
-        [{'process': 0}, {'process': 0}]
-        """
-        return self.group.gather_objects(obj)
-
-    # ---- parameters ----
-    def place(self, params: Sequence[P]) -> list[P]:
-        """The parameters of the stages of this process, on their rank's device; ``None`` for the
-        others.
-
-        Args:
-            params: one pytree for each stage, in stage order; the entries of other processes'
-                stages are not read.
-
-        Returns:
-            The same list, with None for stages of other processes. Tensors that are there already
-            are not copied.
-
-        Raises:
-            StageError: if ``params`` does not have one entry for each stage.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).place([torch.ones(1), torch.zeros(1)])
-        [tensor([1.]), tensor([0.])]
-        """
-        self.config.check_params(params)
-        out: list[Any] = [None] * self.stages
-        for stage in self.here:
-            device = self.group.device(self.config.rank_here(stage))
-
-            def move(leaf, device=device):
-                return (
-                    leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
-                )
-
-            out[stage] = tree.tree_map(move, params[stage])
-        return out
-
-    def shard(self, params: Sequence[P]) -> list[P]:
-        """This process's part of whole parameters, placed. With ``zero=`` calls take such parts.
-
-        The trees keep their structure; a leaf becomes one axis with the elements of this copy,
-        perhaps none, and any elementwise operation can be applied to it. Without ``zero=`` it is
-        ``place``. The pipeline records the shapes of whole leaves here: where parts are read from a
-        checkpoint, call it with tensors on the device "meta".
-
-        Args:
-            params: whole parameters, one pytree for each stage, as for ``place``.
-
-        Returns:
-            A list of the same trees, with None for stages of other processes.
-
-        Raises:
-            StageError: if ``params`` does not have one entry for each stage.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).shard([torch.ones(2), torch.zeros(2)])
-        [tensor([1., 1.]), tensor([0., 0.])]
-        """
-        self.config.check_params(params)
-        shares = self.cache.shares
-        if shares is None or self.parts is None:
-            return self.place(params)
-        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
-        parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
-        return self.place(parts)
-
-    def unshard(self, parts: Sequence[P]) -> list[P]:
-        """The inverse of ``shard``, for a checkpoint: whole trees of the stages of this process.
-
-        Every process must call it.
-
-        Args:
-            parts: parameters as ``shard`` returns them, or any trees of that structure, such as the
-                moments of an optimizer.
-
-        Returns:
-            A list of whole trees, with None for stages of other processes.
-
-        Raises:
-            StageError: if ``parts`` does not have one entry for each stage.
-
-        >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, group=local(2))
-        >>> pipe.unshard(pipe.shard([torch.ones(2), torch.zeros(2)]))
-        [tensor([1., 1.]), tensor([0., 0.])]
-        """
-        self.config.check_params(parts)
-        shares = self.cache.shares if self.parts is not None else None
-        if shares is None:
-            return list(parts)
-        whole: list[Any] = [
-            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
-        ]
-        return whole
-
-    # ---- use ----
     @overload
     def __call__(
         self,
@@ -498,70 +202,204 @@ class Pipeline(Generic[Y, R]):
             return feature("derived.nested").forward(call)
         return calls.forward(call, self.cache)
 
-    def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
-        """What each rank of this process will run for these arguments, and its peak memory. Nothing
-        runs.
 
-        Args:
-            params, x, targets, side: as for a call.
+@overload
+def pipeline(
+    stages: Stages[Y],
+    schedule: Source | Choice = "1F1B",
+    *,
+    loss: None = None,
+    outputs: Literal["zeros", "everywhere"] = ...,
+    **options: Unpack[Options],
+) -> Pipeline[Y, None]: ...
 
-        Returns:
-            A value that prints one line for each instruction: sends, receives, programs and frees.
-            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
-            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
 
-        Raises:
-            BatchError, StageError: as for a call.
+@overload
+def pipeline(
+    stages: Stages[Y],
+    schedule: Source | Choice = "1F1B",
+    *,
+    loss: None = None,
+    outputs: Literal["last"],
+    **options: Unpack[Options],
+) -> Pipeline[Y | None, None]: ...
 
-        >>> from fpipe import local, pipeline
-        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
-        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
-        >>> sorted(plan.peak)
-        [0, 1]
-        """
-        call = Call.of(
-            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
+
+@overload
+def pipeline(
+    stages: Stages[Y],
+    schedule: Source | Choice = "1F1B",
+    *,
+    loss: Callable[..., R],
+    outputs: Outputs = ...,
+    **options: Unpack[Options],
+) -> Pipeline[Y, R]: ...
+
+
+@overload
+def pipeline(
+    stages: Stages[Any],
+    schedule: Source | Choice = "1F1B",
+    *,
+    loss: Loss | None,
+    outputs: Outputs = ...,
+    **options: Unpack[Options],
+) -> Pipeline[Any, Any]: ...
+
+
+def pipeline(
+    stages: Sequence[Callable[..., Any] | Stage],
+    schedule: Source | Choice = "1F1B",
+    *,
+    loss: Loss | None = None,
+    microbatches: int | None = None,
+    group: Group | None = None,
+    reduction: Reduction = "mean",
+    seed: int | None = None,
+    frozen: Sequence[str] = (),
+    tied: Sequence[Sequence[str]] = (),
+    outputs: Outputs = "zeros",
+    accumulate: torch.dtype | None = None,
+    engine: Engine = "trace",
+    compile: str | None = None,
+    overlap: Any = "weave",
+    dp: Copies | Group | None = None,
+    slices: int | None = None,
+    **more: object,
+) -> Pipeline[Any, Any]:
+    """A function of ``(params, x, *targets)`` from stages, a schedule and a loss.
+
+    Nothing runs and nothing is traced until the first call. On several processes each one calls it
+    with the same arguments.
+
+    Args:
+        stages: one function ``fn(params, x, *, side)`` for each stage, or an ``fpipe.Stage`` of
+            one. Parameters, input and result are pytrees; the result is the input of the next
+            stage. Keyword-only arguments are side inputs, which the call takes by name.
+        schedule: a name of ``fpipe.schedule_names()``, an ``fpipe.Schedule``, the path of a CSV
+            file, a function ``(ranks, microbatches) -> Schedule``, or ``"auto"``, or
+            ``fpipe.auto(memory=, costs=)``: it is then chosen, and ``pipe.why`` says what and why.
+        loss: a function ``loss(y, *targets, side)`` of one microbatch that returns a scalar, or
+            ``(scalar, aux)`` for calls with ``has_aux=True``. It runs on the rank of the last
+            stage. None: calls return outputs, and ``fpipe.vjp`` differentiates them.
+        microbatches: into how many equal parts the batch is split along the first axis. None: the
+            number of the schedule, or of the ``fpipe.Microbatches`` in each call.
+        group: the ranks. None: ``fpipe.init()``, one rank for each process that torchrun started.
+            ``fpipe.local(n)``: n ranks in this process. ``fpipe.adopt(...)``: a group of another
+            program.
+        reduction: how the losses of microbatches become one: ``"mean"``, ``"sum"``, or
+            ``fpipe.weighted(fn)`` for weights such as numbers of tokens. Gradients are those of the
+            reduced loss.
+        seed: makes every random draw a function of the seed, the stage and the microbatch (and
+            slice) alone, whatever the schedule and the number of ranks; the loss has a stream of
+            its own. A call may replace it: ``seed=step``. None: draws come from the generators of
+            the process. The same model cut into other stages draws other numbers.
+        frozen: patterns of leaves that get no gradient, as ``"stage.path"``: ``"0.*"`` is the whole
+            first stage, ``"*.norm"`` a leaf of every stage. Their gradients are None, and no time
+            is spent on them.
+        tied: groups of leaves that are one parameter, as ``[("0.wte", "7.wte")]``. Each copy gets
+            the sum of their gradients, so equal copies stay equal.
+        outputs: what ranks without the last stage return where there is no loss: ``"zeros"`` of the
+            true shapes, ``"everywhere"`` the outputs themselves, which are sent to them, ``"last"``
+            None.
+        accumulate: the dtype in which gradients of microbatches are added and returned, such as
+            ``torch.float32`` for bfloat16 parameters. None: that of the parameter.
+        engine: ``"trace"`` turns each stage into programs, once for each structure of its
+            arguments. ``"eager"`` runs it on autograd, for Python that depends on values of
+            tensors. ``Stage(engine=)`` overrides it.
+        compile: a backend of ``torch.compile`` for the programs, such as ``"inductor"``. None: they
+            run as traced.
+        overlap: how fused actions, as of DualPipeV, run: ``"weave"``, ``"sequential"``, or a
+            function of both parts that returns both results.
+        dp: ``fpipe.copies(group, zero=1, ...)``, or the group alone: copies of this pipeline, each
+            of which gets a different part of the batch. Loss and gradients are averaged over the
+            copies, or summed with ``reduction="sum"`` and ``fpipe.weighted``, whose weights are
+            counted over all copies. The gradients of a stage are reduced after its last W.
+        slices: into how many equal slices the second axis of every microbatch, that of the
+            sequence, is cut; a stage with ``carry=True`` passes something from each slice to the
+            next. A named schedule is made with as many. None: the number of the schedule, or one.
+        more: options of passes, by name.
+
+    Returns:
+        A ``Pipeline``.
+
+    Raises:
+        StageError: if stages or an option are wrong.
+        ScheduleError: if the schedule breaks a rule, or does not fit stages, ranks and
+        microbatches. GroupError: if there is no process group to take.
+        MismatchError: if processes describe different stages.
+
+    >>> from fpipe import local, value_and_grad
+    >>> def layer(p, x): return torch.tanh(x @ p)
+    >>> def loss(y, t): return (y - t).square().mean()
+    >>> pipe = pipeline([layer, layer], "1F1B", loss=loss, microbatches=2, group=local(2))
+    >>> params, x = [torch.eye(3), torch.eye(3)], torch.zeros(4, 3)
+    >>> float(value_and_grad(pipe)(params, x, x)[0])
+    0.0
+    """
+    if not isinstance(stages, (list, tuple)) or not stages:
+        module = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
+        raise StageError(f"stages must be a list of functions fn(params, x), one at least{module}")
+    group = init() if group is None else as_group("group", group)
+    if isinstance(schedule, Schedule) and microbatches is None:
+        microbatches = schedule.microbatches
+    if schedule == "auto" or isinstance(schedule, Choice):
+        if slices not in (None, 1):
+            raise StageError(
+                f'slices={slices} with schedule="auto", which has none; give the name of a schedule'
+            )
+        choice: Choice = schedule if isinstance(schedule, Choice) else product("search.auto").auto()
+        schedule = choice.bound_to(group, len(stages), microbatches)
+    given = Config(
+        tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches, sliced=slices
+    )
+    parts = given.functions
+    if any(isinstance(stage.fn, Elsewhere) for stage in parts):
+        parts = feature("elsewhere.stages").described(given)
+    functions = [with_defaults(stage, engine, compile) for stage in parts]
+    if any(stage.compile for stage in functions):
+        devices = map(group.device, group.here)
+        functions = feature("compilers").without_unsafe_compilers(functions, devices, stacklevel=2)
+    return Pipeline(
+        Config(
+            tuple(functions),
+            schedule,
+            group,
+            loss=loss
+            if loss is None or engine == "trace"
+            else with_defaults(as_stage(loss), engine),
+            microbatches=microbatches,
+            reduction=reduction,
+            seed=seed,
+            frozen=(
+                *patterns("frozen", frozen),
+                *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen),
+            ),
+            tied=feature("ties").ties(parts, tied)
+            if tied != () or any(stage.ties for stage in parts)
+            else (),
+            outputs=outputs,
+            accumulate=accumulate,
+            overlap=_overlap(overlap),
+            copies=_copies(dp, reduction),
+            sliced=slices,
+            more=options_of(more) if more else (),
         )
-        with self.config.claim:
-            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
+    )
 
-    def rehearse(
-        self,
-        ranks: Sequence[int],
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        copies: int = 1,
-        zero: int = 0,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> tuple[dict[int, Any], Any]:
-        """The plans that ranks of this local group would have if each were a process, beside
-        ``copies`` of the pipeline. Nothing runs.
 
-        Args:
-            ranks: those whose plans are wanted.
-            params, x, targets: as for a call; tensors on the device meta will do. ``x`` and
-                ``targets`` are those of one copy.
-            copies: how many copies of the pipeline there are.
-            zero: what they share, as in ``fpipe.pipeline``.
-            note: called with what is done next.
+def _overlap(option: Any) -> Any:
+    """How fused actions run: "weave", "sequential", or the value of another option."""
+    named = isinstance(option, str) and option in ("weave", "sequential")
+    return option if named else feature("weaving.weave").Overlap.of(option)
 
-        Returns:
-            By rank its ``plan``, the bytes of its ``parameters``, and of ``sent`` and ``received``
-            messages number and bytes; and the seconds of tracing and lowering.
 
-        Raises:
-            BatchError, StageError: as for a call.
-
-        >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
-        >>> by_rank, spent = pipe.rehearse([1], [torch.ones(1)] * 2, torch.ones(4))
-        >>> by_rank[1].received, by_rank[1].parameters
-        ((2, 16), 4)
-        """
-        return feature("rehearsal").rehearse(
-            self, ranks, params, x, *targets, copies=copies, zero=zero, note=note
-        )
+def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:
+    if dp is None:
+        return None
+    given = dp if isinstance(dp, Copies) else copies(dp)
+    own = "mean" if reduction == "mean" else "sum"
+    return given if given.reduction is not None else replace(given, reduction=own)
 
 
 __all__ = ["Pipeline"]

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ..collectives.group import Facts
 from ..errors import BatchError
 from ..programs.cache import Spent, measured
+from ..programs.wrappers import in_mode
 from .arguments import Call
 from .config import Config
 from .facts import of_call
@@ -62,7 +63,7 @@ class CachedPlans:
                 _NONE if scale is None else scale,
             )
         )
-        return self.config.group.enter(word, self._described, (seed, scale, pullback))
+        return self.config.group.enter(word, partial(self._described, seed, scale, pullback))
 
     def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
         described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
@@ -108,7 +109,7 @@ class Cache:
         if training not in self.modes:
             cache = Cache(self.shares, self.agreed)
             cache.modes = self.modes
-            functions = tuple(stage.in_mode(training) for stage in config.functions)
+            functions = tuple(in_mode(stage, training) for stage in config.functions)
             self.modes[training] = replace(config, functions=functions), cache
         return self.modes[training]
 

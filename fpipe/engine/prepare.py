@@ -10,31 +10,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from threading import Lock, Timer
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from .. import tree
 from ..actions.action import Fused
-from ..actions.collector import uncollected
+from ..actions.dependencies import uncollected
 from ..actions.product import feature
+from ..actions.progress_line import noted
 from ..errors import MismatchError, StageError
 from ..lowering.builder import lower
-from ..lowering.instructions import Machine
-from ..lowering.plan import Feature, LoweringInput, Plan
+from ..lowering.instruction import Machine
+from ..lowering.job import LoweringInput
+from ..lowering.plan import Feature, Plan
 from ..lowering.value_graph import Interface
 from ..programs.cache import timed
 from ..programs.program import Programs
 from ..tree import AbstractTree
-from . import interfaces
+from . import interfaces, unused
 from .config import Config
 from .execute import Executable, bind
 from .handshake import together
-from .kinds import TracedKind, advanced, in_turn, loss_programs, recut
+from .kinds import TracedKind, advanced, in_turn, loss_programs
 from .request import Request
 
-T = TypeVar("T")
+S = TypeVar("S")
+#: Interfaces of stages that a process found.
+News: TypeAlias = Mapping[int, Interface]
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,9 @@ class Prepared:
         """What the last stage returns for a microbatch."""
         return self.interfaces[self.request.kind_of[mb]][-1].y
 
-    def results(self, mb: int, values: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
-        """What a function of the caller gets of a microbatch: the output and, with a loss, what
-        that returned.
-        """
-        output, loss = self.output(mb), self.loss[self.request.kind_of[mb]]
-        count = len(output.avals)
-        y, rest = output.fill(values[:count]), values[count:]
-        if loss is None:
-            return (y,)
-        if loss.extra is not None:
-            return y, tuple(rest)
-        return y, loss.outputs.y.fill(rest)
+
+def silent(text: str) -> None:
+    """Show nothing of what is being done."""
 
 
 def prepare(
@@ -86,7 +80,7 @@ def prepare(
     """
     group, copies, schedule = config.group, config.copies, request.schedule
     if traced is None:
-        with shown_late("tracing") as note:
+        with noted("tracing") if sys.stderr.isatty() else nullcontext(silent) as note:
             traced = traced_in_turn(config, request, note)
     inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
     first = 0 if copies is None else copies.part * schedule.microbatches
@@ -169,6 +163,8 @@ def _features(
         yield weaving.Weaving(weaving.Overlap.of(config.overlap))
     if apart and sends_loss_early(config, request):
         yield feature("early_loss").EarlyLoss()
+    for option in config.more:
+        yield from option.features(request)
 
 
 def sends_loss_early(config: Config, request: Request) -> bool:
@@ -224,89 +220,82 @@ def traced_in_turn(
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of
     all stages.
     """
-    stages = request.schedule.stages
-    chain = request.chain
+    stages, chain = request.schedule.stages, request.chain
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
         for number, kind in enumerate(request.kinds)
     ]
+
+    def advance(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
+        found = in_turn(known, lambda kind, before: advanced(config, request, kind, before, note))
+        return found, [
+            dict(enumerate(new.interfaces[len(old.interfaces) :], len(old.interfaces)))
+            for old, new in zip(known, found, strict=True)
+        ]
+
+    def with_loss(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
+        return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known], []
+
+    def cut(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
+        return unused.cut(config, request, known)
+
     while any(len(kind.interfaces) < stages for kind in traced):
-        known = [len(kind.interfaces) for kind in traced]
-
-        def advance(known: list[int] = known) -> list[dict[int, Interface]]:
-            nonlocal traced
-            traced = in_turn(
-                traced, lambda kind, before: advanced(config, request, kind, before, note)
-            )
-            return [
-                dict(enumerate(kind.interfaces[count:], count))
-                for kind, count in zip(traced, known, strict=True)
-            ]
-
-        reports = _reports(config, advance, _as_data, _from_data)
+        known = traced
+        traced, reports = exchange(config, advance, known)
         news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
         if not any(news):
+            first = min(len(kind.interfaces) for kind in known)
             raise MismatchError(
-                f"no process reported what stage {min(known)} returns; every process must run the "
-                "same pipeline"
+                f"no process reported what stage {first} returns; every process must run the same "
+                "pipeline"
             )
         traced = [
-            replace(kind, interfaces=(*kind.interfaces[:count], *new.values()))
-            for kind, count, new in zip(traced, known, news, strict=True)
+            replace(kind, interfaces=(*old.interfaces, *new.values()))
+            for kind, old, new in zip(traced, known, news, strict=True)
         ]
     if config.loss is not None:
         note("the loss")
-
-        def with_loss(known: list[TracedKind] = traced) -> None:
-            nonlocal traced
-            traced = [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
-
-        _reports(config, with_loss, lambda _: None, lambda _: None)
-    return traced if request.mode == "forward" else _without_unused(config, request, traced)
-
-
-def _without_unused(config: Config, request: Request, traced: list[TracedKind]) -> list[TracedKind]:
-    """Trace again, from the last stage down, the stages of which an output has no cotangent.
-
-    Zeros would not do: in a backward, zero times infinity is NaN. Every process knows all
-    interfaces, so all agree on whether another round is needed.
-    """
-    first = config.carries  # what carries lack is known on their processes alone
-    while first or any(kind.value_graph().lacking() for kind in traced):
-        first = False
-
-        def cut(known: list[TracedKind] = traced) -> list[dict[int, Interface]]:
-            nonlocal traced
-            traced = recut(config, request, known)
-            pairs = [
-                zip(old.interfaces, new.interfaces, strict=True)
-                for old, new in zip(known, traced, strict=True)
-            ]
-            return [
-                {stage: new for stage, (old, new) in enumerate(each) if new is not old}
-                for each in pairs
-            ]
-
-        for report in _reports(config, cut, _as_data, _from_data):
-            traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
+        traced, _ = exchange(config, with_loss, traced)
+    if request.mode == "forward":
+        return traced
+    # Every process knows all interfaces, so all agree on whether another round is needed. What
+    # carries lack is known on their processes alone.
+    again = config.carries
+    while again or any(kind.value_graph().lacking() for kind in traced):
+        again = False
+        traced, reports = exchange(config, cut, traced)
+        for report in reports:
+            traced = [kind.updated(new) for kind, new in zip(traced, report, strict=True)]
     return traced
 
 
-def _reports(
-    config: Config,
-    work: Callable[[], T],
-    as_data: Callable[[T], Any],
-    from_data: Callable[[Any], T],
-) -> list[T]:
-    """The results of work on every process; one that fails is raised on all."""
-    return [work()] if config.local else together(config.group, work, as_data, from_data)
+def exchange(
+    config: Config, step: Callable[[S], tuple[S, list[News]]], state: S
+) -> tuple[S, list[list[News]]]:
+    """Do a step of the preparation on every process.
+
+    Returns:
+        The state after it, and what each process reports to the others. Where one fails, all do.
+    """
+    if config.local:
+        state, report = step(state)
+        return state, [report]
+    reached: list[S] = []
+
+    def work() -> list[News]:
+        after, report = step(state)
+        reached.append(after)
+        return report
+
+    reports = together(config.group, work, _as_data, _from_data)
+    return reached[0], reports
 
 
-def _as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Any]]:
+def _as_data(news: Sequence[News]) -> list[dict[int, Any]]:
     return [{stage: interfaces.as_data(new) for stage, new in each.items()} for each in news]
 
 
-def _from_data(news: Any) -> list[dict[int, Interface]]:
+def _from_data(news: Any) -> list[News]:
     return [{stage: interfaces.from_data(new) for stage, new in each.items()} for each in news]
 
 
@@ -324,49 +313,3 @@ def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:
         fault = tree.unmatched(patterns, names)
         if fault:
             raise StageError(f"{option}={fault}")
-
-
-# ---- what a terminal shows ----
-#: Seconds before the line appears.
-DELAY = 1.0
-_ERASE = "\r\x1b[2K"
-
-
-@contextmanager
-def shown_late(what: str) -> Iterator[Callable[[str], None]]:
-    """Show ``what`` and the latest note on stderr once this takes long, if stderr is a terminal.
-
-    >>> with shown_late("tracing") as note:
-    ...     note("stage 1 of 2")
-    """
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    latest, lock, late = [""], Lock(), [False]
-
-    def show() -> None:
-        sys.stderr.write(f"{_ERASE}fpipe: {what} {latest[0]} ...")
-        sys.stderr.flush()
-
-    def begin() -> None:
-        with lock:
-            late[0] = True
-            show()
-
-    def note(text: str) -> None:
-        with lock:
-            latest[0] = text
-            if late[0]:
-                show()
-
-    timer = Timer(DELAY, begin)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield note
-    finally:
-        timer.cancel()
-        with lock:
-            if late[0]:
-                sys.stderr.write(_ERASE)
-                sys.stderr.flush()

@@ -14,7 +14,7 @@ from . import calls
 from .arguments import Call
 from .calls import AllRegisters
 from .cotangents import cotangents, on_replicas
-from .outputs import Outputs
+from .outputs import Outputs, input_grads, outputs
 from .plan_cache import Cache, CachedPlans
 from .signatures import Pullback
 
@@ -28,7 +28,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             weights = call.weights()
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
-            y = calls.outputs(results)
+            y = outputs(results)
             y = y if call.state is None else (y, results.states())
     kept: list[AllRegisters] = [regs]
     before = _versions(plans, regs)
@@ -57,7 +57,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
                     call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1
                 )
                 results = Outputs(plans.layout, regs, call, weights, rows)
-                return results.param_grads(), calls.input_grads(results)
+                return results.param_grads(), input_grads(results)
 
     return y, pullback
 

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 
 from .. import tree
-from ..lowering.instructions import Registers
-from ..lowering.keys import Key, grad, reduced_grad
-from ..lowering.plan import LoweringInput
-from ..lowering.value_graph import ValueGraph
+from ..lowering.instruction import Registers
+from ..lowering.job import LoweringInput
+from ..lowering.keys import Key
+from ..lowering.value_graph import ValueGraph, grad, reduced_grad
 from ..tree import Structure, Tree
 from .arguments import Call
 from .config import Config
+from .parts import Weights
 from .prepare import Prepared, sends_loss_early
-from .request import Weights
 from .scalars import shared
 
 

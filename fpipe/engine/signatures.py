@@ -9,15 +9,12 @@ plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 
-from ..collectives.group import Group
-from ..stage import Engine, Stage
+from ..stage import Stage
 from ..tree import Tree
-from .copies import Copies
-from .request import Reduction
 
 A = TypeVar("A")
 E = TypeVar("E")
@@ -33,25 +30,6 @@ Stages: TypeAlias = Sequence[Callable[..., Y] | Stage]
 #: ``each=`` of a pipeline with a loss: of the number of a microbatch, its output, and what the loss
 #: returned.
 EachLoss: TypeAlias = Callable[[int, Y, A], E]
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of ``fpipe.pipeline`` on which the type of its result does not
-    depend.
-    """
-
-    microbatches: int | None
-    group: Group | None
-    reduction: Reduction
-    seed: int | None
-    frozen: Sequence[str]
-    tied: Sequence[Sequence[str]]
-    accumulate: torch.dtype | None
-    engine: Engine
-    compile: str | None
-    overlap: Literal["weave", "sequential"] | Callable[..., Any] | list[Any] | tuple[Any, ...]
-    dp: Copies | Group | None
-    slices: int | None
 
 
 class ParamGrads(Protocol[V]):

@@ -6,19 +6,10 @@ A generator is a pure function of counts. It knows nothing of tensors or process
 ``Schedule.check`` decides whether its result is valid.
 """
 
-from .catalogue import (
-    Source,
-    about_schedule,
-    is_path,
-    make_schedule,
-    orders_slices,
-    read_schedule,
-    register_schedule,
-    schedule_from,
-    schedule_names,
-    unregister_schedule,
-)
+from .catalogue import is_path, make_schedule, schedule_from, schedule_names
 from .memory_limit import Memory, in_bytes, limits
+from .registry import about_schedule, orders_slices, register_schedule, unregister_schedule
+from .sources import Source, read_schedule
 
 __all__ = [
     "Memory",

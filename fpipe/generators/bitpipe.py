@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..actions.action import Row
-from ..actions.placement import Placement
+from ..actions.action import Placement, Row
 from ..schedule import Schedule
-from .chimera import Leg, stream
-from .patterns import deal, evenly, in_pairs, keep
+from .chimera import Leg, stream, two_directions
+from .patterns import deal
 
 
 def make_bitpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -44,32 +43,11 @@ def make_bitpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     held = Placement.v(ranks, stages // ranks)
 
-    def rows(going_down: int, going_up: int) -> Sequence[Row]:
-        half = ranks // 2
-        units, drawn_down, drawn_up = (
-            max(1, going_up // half),
-            max(going_down, half),
-            max(going_up, half),
-        )
-        drawn = drawn_down + drawn_up
-        down, up = evenly(range(drawn_down), units), evenly(range(drawn_down, drawn), units)
-        chunks = [(held.stages_of(near), held.stages_of(ranks - 1 - near)) for near in range(half)]
-        leads = range(half, 0, -1)
-        upper = [
-            _row(lead, _legs(near, down), _legs(far, up))
-            for lead, (near, far) in zip(leads, chunks, strict=True)
-        ]
-        lower = [
-            _row(lead, _legs(near, up), _legs(far, down))
-            for lead, (near, far) in zip(leads, chunks, strict=True)
-        ]
-        return keep(
-            upper + lower[::-1],
-            drawn,
-            (*range(going_down), *range(drawn_down, drawn_down + going_up)),
-        )
+    def row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
+        nearer, other = _legs(held.stages_of(near), first), _legs(held.stages_of(far), second)
+        return _row(ranks // 2 - near, nearer, other)
 
-    return in_pairs("BitPipe", ranks, microbatches, rows, stages=stages)
+    return two_directions("BitPipe", ranks, microbatches, stages, row)
 
 
 def _legs(chunks: Sequence[int], units: Sequence[range]) -> list[Leg]:

@@ -21,13 +21,14 @@ unit is drawn and the last ones are left out. At F = B a rank idles for p - 2 pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from ..actions.action import Action, Row
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
-from .patterns import deal, evenly, in_pairs, keep, tape
+from .patterns import deal, keep, tape
+from .shapes import evenly, in_pairs
 
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit
 
@@ -41,30 +42,35 @@ def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F1, 1F0, 1B0, 0B1]
     """
 
+    return two_directions("Chimera", ranks, microbatches, ranks, _row)
+
+
+def two_directions(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    row: Callable[[int, int, Sequence[range], Sequence[range]], Row],
+) -> Schedule:
+    """The schedule whose microbatches go down and up in units: ``row(near, far, first, second)`` is
+    that of a rank which is the ``near``-th of the ranks from one end and the ``far``-th from the
+    other; the microbatches that enter at the nearer end, and the others, are by unit.
+    """
+
     def rows(going_down: int, going_up: int) -> Sequence[Row]:
         half = ranks // 2
-        units, drawn_down, drawn_up = (
-            max(1, going_up // half),
-            max(going_down, half),
-            max(going_up, half),
-        )
-        drawn = drawn_down + drawn_up
+        units = max(1, going_up // half)
+        drawn_down, drawn = max(going_down, half), max(going_down, half) + max(going_up, half)
         down, up = evenly(range(drawn_down), units), evenly(range(drawn_down, drawn), units)
-        upper = [_row(near, ranks - 1 - near, down, up) for near in range(half)]
-        lower = [_row(near, ranks - 1 - near, up, down) for near in range(half)]
-        return keep(
-            upper + lower[::-1],
-            drawn,
-            (*range(going_down), *range(drawn_down, drawn_down + going_up)),
-        )
+        upper = [row(near, ranks - 1 - near, down, up) for near in range(half)]
+        lower = [row(near, ranks - 1 - near, up, down) for near in range(half)]
+        kept = (*range(going_down), *range(drawn_down, drawn_down + going_up))
+        return keep(upper + lower[::-1], drawn, kept)
 
-    return in_pairs("Chimera", ranks, microbatches, rows)
+    return in_pairs(name, ranks, microbatches, rows, stages=stages)
 
 
 def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
-    """The row of a rank that is stage ``near`` of the direction ``first`` and stage ``far`` of the
-    other.
-    """
     even: list[Leg] = [(near, "F", first), (far, "B", second)]
     odd: list[Leg] = [(far, "F", second), (near, "B", first)]
     count = sum(map(len, first)) + sum(map(len, second))

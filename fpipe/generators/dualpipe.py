@@ -28,12 +28,12 @@ the direction that enters at that end. Six ranks run the patterns of three, in e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from ..actions.action import Action, Row
-from ..actions.placement import Placement
+from ..actions.action import Action, Placement, Row
 from ..schedule import Schedule
-from .patterns import Tape, deal, fused, in_pairs, keep, oldest, queueing, tape
+from .patterns import Tape, deal, fused, keep, tape
+from .shapes import in_pairs
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -113,7 +113,7 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
         "f": f1,
         "b": b1,
         "i": i1,
-        "W": oldest(queue),
+        "W": _oldest(queue),
     }
     return deal(pattern, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
 
@@ -124,5 +124,23 @@ def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[A
     return (
         tape(stage, "F", batches),
         tape(stage, "B", back),
-        queueing(tape(stage, "I", back), queue),
+        _queueing(tape(stage, "I", back), queue),
     )
+
+
+def _queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]:
+    """``inputs`` (of I), each putting its W at the end of ``queue`` as it is dealt.
+
+    >>> queue = deque()
+    >>> deal("IIWW", {"I": _queueing(tape(0, "I", range(2)), queue), "W": _oldest(queue)})
+    (0I0, 0I1, 0W0, 0W1)
+    """
+    for action in inputs:
+        queue.append(Action(action.stage, "W", action.microbatch))
+        yield action
+
+
+def _oldest(queue: deque[Action]) -> Iterator[Action]:
+    """The tape of the actions of a queue, oldest first."""
+    while True:
+        yield queue.popleft()

@@ -78,3 +78,14 @@ def _as_they_come(schedule: Schedule) -> list[list[Action]]:
                     heappush(events, (time + 1, schedule.placement.rank_of(stage + 1, m)))
                 break
     return rows
+
+
+def forwards_first(schedule: Schedule) -> Schedule:
+    """The same schedule with every rank's forwards before its backwards.
+
+    >>> print(forwards_first(Schedule.parse("[0F0, 0B0, 0F1, 0B1]")))
+    [0F0, 0F1, 0B0, 0B1]
+    """
+    forwards, backwards = schedule.only("F"), schedule.only("BIW")
+    rows = tuple((*f, *b) for f, b in zip(forwards, backwards, strict=True))
+    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)

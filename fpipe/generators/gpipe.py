@@ -14,7 +14,7 @@ Idle (p - 1)(F + B) a rank; a rank holds the activations of all m microbatches.
 from __future__ import annotations
 
 from ..schedule import Schedule
-from .patterns import one_a_rank
+from .shapes import one_a_rank
 
 
 def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:

@@ -21,23 +21,22 @@ from ..actions.action import Action, plain
 from ..schedule import Schedule
 
 
-def split_backwards(schedule: Schedule, limit: int) -> tuple[Schedule, int] | None:
+def split_backwards(schedule: Schedule, limit: int) -> Schedule | None:
     """The schedule with I in the place of each B, and W where its rank would wait or lack memory.
 
     All passes take one slot, and a stage holds one activation of a microbatch from F to W. A rank
-    holds at most ``limit`` of them. The second result is the longest time from a rank's first
-    start to its last end. There is no result where the forwards do not fit in the memory.
+    holds at most ``limit`` of them. There is no result where the forwards do not fit in the memory.
 
     >>> whole = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
-    >>> print(*split_backwards(whole, 2))
+    >>> print(split_backwards(whole, 2))
     [0F0, 0F1, 0I0, 0W0, 0I1, 0W1]
-    [1F0, 1I0, 1F1, 1I1, 1W0, 1W1] 7
+    [1F0, 1I0, 1F1, 1I1, 1W0, 1W1]
     """
     ranks = range(schedule.ranks)
     queues = [deque(plain(row)) for row in schedule.rows]
     rows: list[list[Action]] = [[] for _ in ranks]
     weights: list[deque[Action]] = [deque() for _ in ranks]  #: W that could run, the oldest first
-    clock, first, held = [0] * len(ranks), [0] * len(ranks), [0] * len(ranks)
+    clock, held = [0] * len(ranks), [0] * len(ranks)
     ends: dict[Action, int] = {}
     waiting: dict[Action, int] = {}  #: the rank that waits for an action
     ready = list(ranks)[::-1]
@@ -56,8 +55,6 @@ def split_backwards(schedule: Schedule, limit: int) -> tuple[Schedule, int] | No
                 waiting[needed] = rank
                 break
             arrival = 0 if needed is None else ends[needed]
-            if not rows[rank]:
-                clock[rank] = first[rank] = arrival
             while weights[rank] and (clock[rank] < arrival or held[rank] + forward > limit):
                 run(rank, weights[rank].popleft())
             if held[rank] + forward > limit:
@@ -73,11 +70,8 @@ def split_backwards(schedule: Schedule, limit: int) -> tuple[Schedule, int] | No
                 ready.append(waiting.pop(action))
     if any(queues):
         return None
-    for rank in ranks:
-        for action in weights[rank]:
-            run(rank, action)
-    span = max(end - start for end, start in zip(clock, first, strict=True))
-    return replace(schedule, rows=tuple(map(tuple, rows))), span
+    whole = tuple((*row, *left) for row, left in zip(rows, weights, strict=True))
+    return replace(schedule, rows=whole)
 
 
 def _needed(action: Action, last: int) -> Action | None:

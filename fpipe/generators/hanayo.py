@@ -19,10 +19,11 @@ B)/2w; it holds at most p activations, or as many as a unit has microbatches.
 
 from __future__ import annotations
 
-from ..actions.placement import Placement
+from ..actions.action import Placement
 from ..schedule import Schedule
 from .chimera import Leg, stream, two_streams
-from .patterns import evenly, keep
+from .patterns import keep
+from .shapes import evenly
 
 
 def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:

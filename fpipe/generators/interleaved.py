@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ..actions.action import Row
+from ..actions.action import Placement, Row
 from ..actions.action_kinds import Op
-from ..actions.placement import Placement
 from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .patterns import deal, evenly, tape
+from .patterns import deal, tape
+from .shapes import evenly
 
 _Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
 

@@ -25,7 +25,7 @@ does not need it, so that one's communication can run beside the other's computa
 from __future__ import annotations
 
 from ..schedule import Schedule
-from .patterns import one_a_rank
+from .shapes import one_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:

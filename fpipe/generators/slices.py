@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .patterns import one_a_rank
+from .shapes import one_a_rank
 from .zero_bubble import zero_bubble
 
 

@@ -33,9 +33,8 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..actions.action import Action
+from ..actions.action import Action, Placement
 from ..actions.action_kinds import Op
-from ..actions.placement import Placement
 from ..schedule import Schedule
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W

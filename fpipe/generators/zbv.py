@@ -15,7 +15,7 @@ drawn for at least 2p - 1 microbatches, and leaves out the last ones where there
 
 from __future__ import annotations
 
-from ..actions.placement import Placement
+from ..actions.action import Placement
 from ..schedule import Schedule
 from .patterns import deal, keep, tapes
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from ..schedule import Schedule
 from .interleaved import by_groups
-from .patterns import one_a_rank
+from .shapes import one_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:

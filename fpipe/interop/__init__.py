@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from . import huggingface, torchtitan
 from .binding import Bound, bind
-from .loading import filled
 from .modules import from_module, to_module
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Bound",
     "bind",
-    "filled",
     "from_module",
     "huggingface",
     "pipelining",

@@ -7,11 +7,9 @@ in ``.grad``. This module connects both, and must not know schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -19,7 +17,7 @@ from .. import tree
 from ..errors import StageError
 from ..stage import Stage, keyword_only
 from ..tree import Tree
-from .module_function import ModuleFunction, changing_buffers, tensors_of
+from .module_function import ModuleFunction, changing_buffers, claims, tensors_of
 from .modules import from_module
 from .replacements import replaced, replacements
 
@@ -32,16 +30,17 @@ Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 class BoundFunction(ModuleFunction):
     """A module that keeps its tensors, as a function of parameters and buffers.
 
-    All buffers but those in ``state`` are leaves of the parameters. A tuple is passed to the module
-    as several arguments.
+    A tuple is passed to the module as several arguments.
     """
 
-    def __init__(self, module: nn.Module, state: Sequence[str], sides: Sequence[str]):
-        first = dict[int, str]()
-        named = {name: t for name, t in tensors_of(module).items() if name not in state}
-        aliases = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
-        super().__init__(module, aliases, sides=sides, state=state, name=type(module).__name__)
-        self.leaves = tuple(dict.fromkeys(aliases.values()))
+    def __init__(
+        self,
+        module: nn.Module,
+        aliases: Mapping[str, str],
+        side: Sequence[str],
+        state: Sequence[str],
+    ):
+        super().__init__(module, aliases, sides=side, state=state, name=type(module).__name__)
         self.replacements = replacements(module)
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
@@ -56,6 +55,7 @@ class Bound:
 
     ``stages`` are for ``fpipe.pipeline``.
 
+    >>> import torch
     >>> from fpipe import local, pipeline, value_and_grad
     >>> layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
     >>> bound = bind(layers)
@@ -111,6 +111,13 @@ class Bound:
         rows = self._tensors([stage.frozen for stage in self.stages])
         return any(tensor.requires_grad for row in rows for tensor in (row or {}).values())
 
+    def _check_length(self, rows: Results, what: str) -> None:
+        if len(rows) != len(self.stages):
+            raise StageError(
+                f"{len(rows)} {what} for {len(self.stages)} stages; give one for each, None for "
+                "those of other processes"
+            )
+
     def add_grads(self, grads: Results) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the parameters.
 
@@ -124,47 +131,32 @@ class Bound:
             StageError: if there is not one entry per stage, or a gradient has the shape of no
             parameter of that name.
 
+        >>> import torch
         >>> layer = nn.Linear(1, 1, bias=False)
         >>> bind([layer]).add_grads([{"weight": torch.ones(1, 1)}])
         >>> layer.weight.grad
         tensor([[1.]])
         """
-        if len(grads) != len(self.stages):
-            raise StageError(
-                f"{len(grads)} entries of gradients for {len(self.stages)} stages; give one per "
-                "stage"
-            )
-        parameters = self._tensors(self._leaves)
+        self._check_length(grads, "entries of gradients")
         added = set[Tensor]()
-        totals, addends = list[Tensor](), list[Tensor]()
-        for stage, (row, results) in enumerate(zip(parameters, grads, strict=True)):
+        for stage, (row, results) in enumerate(
+            zip(self._tensors(self._leaves), grads, strict=True)
+        ):
             for name, grad in (results or {}).items():
                 if grad is None or row is None:
                     continue
-                if name not in row:
-                    raise StageError(
-                        f"stage {stage} has no parameter {name!r}; pass the gradients of this "
-                        "pipeline"
-                    )
-                parameter = row[name]
-                if parameter in added or not parameter.requires_grad:
-                    continue
-                added.add(parameter)
-                if grad.shape != parameter.shape:
+                if name not in row or grad.shape != row[name].shape:
+                    shape = list(row[name].shape) if name in row else "no such parameter"
                     raise StageError(
                         f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, "
-                        f"the parameter {list(parameter.shape)}; with zero= pass "
+                        f"the module {shape}; pass the gradients of this pipeline, with zero= "
                         "pipe.unshard(grads)"
                     )
-                grad = grad.to(parameter.device, parameter.dtype)
-                if parameter.grad is None:
-                    parameter.grad = grad
-                else:
-                    totals.append(parameter.grad)
-                    addends.append(grad)
-        fused: Tree = torch  # type checkers do not know its operations on lists
-        if totals:
-            fused._foreach_add_(totals, addends)
+                parameter = row[name]
+                if parameter not in added and parameter.requires_grad:
+                    added.add(parameter)
+                    grad = grad.to(parameter.device, parameter.dtype)
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
     def write_state(self, state: Results) -> None:
         """Write the state that a call returned into the buffers of the modules.
@@ -175,22 +167,19 @@ class Bound:
         Raises:
             StageError: if there is not one entry for each stage, or a buffer is missing.
 
+        >>> import torch
         >>> norm = nn.BatchNorm1d(1)
         >>> bound = bind([norm])
         >>> bound.write_state([{**bound.state[0], "running_mean": torch.ones(1)}])
         >>> norm.running_mean
         tensor([1.])
         """
-        if len(state) != len(self.stages):
-            raise StageError(
-                f"{len(state)} states for {len(self.stages)} stages; give one for each, None for "
-                "others'"
-            )
+        self._check_length(state, "states")
         pairs = list[tuple[Tensor, Tensor]]()
         for stage, (row, values) in enumerate(zip(self.state, state, strict=True)):
-            for name, buffer in (row or {}).items():
-                if values is None:
-                    break
+            if row is None or values is None:
+                continue
+            for name, buffer in row.items():
                 value = values.get(name)
                 if value is None:
                     raise StageError(
@@ -251,46 +240,53 @@ def bind(
         raise StageError(
             "bind takes one module (with cuts=), or a list with a module, or None, for each stage"
         )
-    return bound_to([None if m is None else _function(m, side, state) for m in modules])
+
+    def build(module: nn.Module, aliases: Mapping[str, str], state: Sequence[str]) -> BoundFunction:
+        sides = dict.fromkeys([*keyword_only(module.forward), *side])
+        return BoundFunction(module, aliases, list(sides), state)
+
+    return bound_to(modules, [_state(module, state) for module in modules], build)
 
 
-def _function(module: nn.Module, side: Sequence[str], state: Sequence[str]) -> BoundFunction:
+def _state(module: nn.Module | None, patterns: Sequence[str]) -> list[str]:
+    if module is None:
+        return []
     buffers = dict(module.named_buffers())
-    patterns = [p for p in state if any(tree.matches(name, [p]) for name in buffers)]
-    sides = list(dict.fromkeys([*keyword_only(module.forward), *side]))
-    return BoundFunction(module, changing_buffers(module, patterns), sides)
+    matching = [p for p in patterns if any(tree.matches(name, [p]) for name in buffers)]
+    return changing_buffers(module, matching)
 
 
 def bound_to(
-    functions: Sequence[BoundFunction | None], others: Sequence[Stage] = (), **options: str | None
+    modules: Sequence[nn.Module | None],
+    states: Sequence[Sequence[str]],
+    build: Callable[[nn.Module, Mapping[str, str], Sequence[str]], BoundFunction],
+    others: Sequence[Stage] = (),
+    **options: str | None,
 ) -> Bound:
-    """Return functions as stages, which know their frozen leaves and those that other stages have
+    """Return modules as stages, which know their frozen leaves and those that other stages have
     too.
 
     Args:
-        functions: one per stage, None for a stage of another process.
+        modules: one per stage, None for a stage of another process.
+        states: names of buffers that are state, by stage. All others are leaves of the parameters.
+        build: returns the function of a module, the keys of its leaves, and its state.
         others: all stages, as they were described when an earlier pipeline was built.
         options: of the stages of this process.
     """
-    places = dict[Tensor, list[tuple[int, str]]]()
-    for number, fn in enumerate(functions):
-        tensors = {} if fn is None else tensors_of(fn.module)
-        for name in () if fn is None else fn.leaves:
-            if isinstance(tensors[name], nn.Parameter):
-                places.setdefault(tensors[name], []).append((number, name))
-    groups = {
-        place: "{}.{}".format(*shared[0])
-        for shared in places.values()
-        for place in (shared if len(shared) > 1 else ())
-    }
+    rows = [
+        {} if module is None else {n: t for n, t in tensors_of(module).items() if n not in state}
+        for module, state in zip(modules, states, strict=True)
+    ]
+    names = dict[int, str]()
+    for number, row in enumerate(rows):
+        for name, tensor in row.items():
+            names.setdefault(id(tensor), f"{number}.{name}")
+    owned = claims(rows, names)
     stages = list[Stage]()
-    for number, fn in enumerate(functions):
-        if fn is None:
+    for number, (module, claim) in enumerate(zip(modules, owned, strict=True)):
+        if module is None:
             stages.append(others[number] if others else Stage.elsewhere())
-            continue
-        tensors = tensors_of(fn.module)
-        frozen = [name for name in fn.leaves if not tensors[name].requires_grad]
-        ties = [(name, groups[number, name]) for name in fn.leaves if (number, name) in groups]
-        stages.append(replace(fn.stage(frozen, ties), **options))
-    modules = [None if fn is None else fn.module for fn in functions]
-    return Bound(modules, stages, [() if fn is None else fn.leaves for fn in functions])
+        else:
+            function = build(module, claim.aliases, states[number])
+            stages.append(function.stage(claim._replace(weights=None), **options))
+    return Bound(modules, stages, [tuple(claim.params) for claim in owned])

@@ -6,6 +6,7 @@ be traced.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,22 +21,22 @@ def is_experts(module: nn.Module) -> bool:
     return type(module).__name__.lower().endswith("experts")
 
 
-def configs_of(model: nn.Module, experts: str | None) -> tuple[dict[int, object], bool]:
-    """Return the configs that stages use in place of the model's, by their identity.
-
-    They name an implementation of experts that can be traced, or the one that is asked for.
+def use_traceable_experts(clone: nn.Module) -> bool:
+    """Let the experts of a clone use an implementation that can be traced, by configs of their own.
 
     Returns:
-        The configs, and whether experts, if there are any, can be traced.
+        Whether experts, if there are any, can be traced.
     """
-    weights = [p for m in model.modules() if is_experts(m) for p in m.parameters(recurse=False)]
-    if not weights or not hasattr(model, "set_experts_implementation"):
-        return {}, not weights
+    weights = [p for m in clone.modules() if is_experts(m) for p in m.parameters(recurse=False)]
+    if not weights or not hasattr(clone, "set_experts_implementation"):
+        return not weights
     # grouped products of other types cannot be traced
     grouped = all(p.dtype == torch.bfloat16 for p in weights)
-    chosen = experts or ("grouped_mm" if grouped else "batched_mm")
-    used = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): copy.copy(config) for config in used if config is not None}
-    for config in configs.values():
-        config._experts_implementation = chosen
-    return configs, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)
+    configs = dict[int, Any]()
+    for module in clone.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config = configs.setdefault(id(config), copy.copy(config))
+            config._experts_implementation = "grouped_mm" if grouped else "batched_mm"
+            vars(module)["config"] = config
+    return True

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, TracebackType
 from typing import NamedTuple
 
 import torch
@@ -41,6 +40,8 @@ _FACTORIES = (
     torch.ones,
     torch.zeros,
 )
+#: How many tests of values that are not known a forward may have.
+_MOST_TESTS = 100
 #: Parts of the names of random functions, which must not run twice.
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
 
@@ -178,7 +179,7 @@ def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
     if node.op == "call_module" or not repeated.issuperset(node.all_input_nodes):
         return False
     name = str(getattr(node.target, "__name__", node.target))
-    return not name.endswith("_") and not any(word in name for word in _RANDOM)
+    return not _writes(node) and not any(word in name for word in _RANDOM)
 
 
 # ---- the forward as a graph ----
@@ -201,6 +202,7 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
     }
     try:
         graph = _traced(module, cuts, fixed)
+        assert graph is not None, "a forward without outcomes returns a graph, or raises"
     except Exception as error:
         raise StageError(
             f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: "
@@ -224,63 +226,68 @@ def _remove(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _traced(module: nn.Module, cuts: Sequence[str], fixed: dict[str, object]) -> fx.Graph:
+def _traced(
+    module: nn.Module,
+    cuts: Sequence[str],
+    fixed: dict[str, object],
+    outcomes: tuple[bool, ...] = (),
+) -> fx.Graph | None:
     """Record a forward; where one outcome of a test does nothing but raise, the other one is taken.
 
-    An assertion about sizes, or ``if ...: raise``, is no choice between two computations.
+    An assertion about sizes, or ``if ...: raise``, is no choice between two computations; nor is a
+    test whose outcomes lead to the same graph, as a part of a condition of such an assertion.
+
+    Args:
+        module: the module.
+        cuts: names of submodules.
+        fixed: values of arguments.
+        outcomes: of the first tests of values that are not known.
+
+    Returns:
+        The graph; None if the forward raises after these outcomes.
     """
-
-    def trace(outcomes: list[bool]) -> fx.Graph:
+    try:
         return _Tracer(cuts, outcomes).trace(module, concrete_args=fixed)
-
-    def raising(outcomes: list[bool], test: tuple[CodeType, int]) -> int:
-        """Return whether a test's statement then raises in any case (2), in some (1), or in none
-        (0).
-        """
-        try:
-            trace(outcomes)
-        except _UndecidedError as error:
-            code, at = _place(error)
-            if code is test[0] and not _ends_statement(code, test[1], at):
-                return min(raising([*outcomes, True], test), 1) | min(
-                    raising([*outcomes, False], test), 1
-                )
-        except Exception as error:
-            code, at = _place(error)
-            raised = code.co_code[at] == dis.opmap["RAISE_VARARGS"]
-            return 2 if raised and not _is_internal(code.co_filename) else 0
-        return 0
-
-    outcomes = list[bool]()
-    while True:
-        try:
-            return trace(outcomes)
-        except _UndecidedError as error:
-            test = _place(error)
-            if_true, if_false = raising([*outcomes, True], test), raising([*outcomes, False], test)
-            if if_true == if_false:
-                raise
-            outcomes.append(if_true < if_false)
+    except _UndecidedError:
+        if len(outcomes) == _MOST_TESTS:
+            raise
+        tried = [_traced(module, cuts, fixed, (*outcomes, outcome)) for outcome in (True, False)]
+        graphs = {_text(graph): graph for graph in tried if graph is not None}
+        if len(graphs) > 1 or not (graphs or outcomes):
+            raise
+        return next(iter(graphs.values()), None)
+    except Exception as error:
+        if outcomes and _is_raised_by_user(error):
+            return None
+        raise
 
 
-def _place(error: Exception) -> tuple[CodeType, int]:
-    """Return the code of the user that raised an error, and the index of its instruction."""
-    entries = list[TracebackType]()
+def _text(graph: fx.Graph) -> str:
+    """Return a graph as text, without values that nothing uses, such as those that were tested."""
+    lines, used = list[str](), set[fx.Node]()
+    for node in reversed(graph.nodes):
+        is_call = node.op in ("placeholder", "output", "call_module")
+        if is_call or node in used or _writes(node):
+            used.update(node.all_input_nodes)
+            lines.append(f"{node} {node.target} {node.args} {node.kwargs}")
+    return "\n".join(lines)
+
+
+def _writes(node: fx.Node) -> bool:
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") or name == "setitem"
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Return whether a statement ``raise`` outside of torch.fx raised an error."""
     entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
+    while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
-    users = [e for e in entries if not _is_internal(e.tb_frame.f_code.co_filename)]
-    last = users[-1] if isinstance(error, _UndecidedError) and users else entries[-1]
-    return last.tb_frame.f_code, last.tb_lasti
-
-
-def _ends_statement(code: CodeType, low: int, high: int) -> bool:
-    """Return whether a statement ends between two instructions."""
-    ends = ("STORE", "POP_TOP", "RETURN")
-    return any(
-        i.opname.startswith(ends) for i in dis.get_instructions(code) if low < i.offset < high
-    )
+    if entry is None:
+        return False
+    code = entry.tb_frame.f_code
+    is_raise = code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raise and not _is_internal(code.co_filename)
 
 
 class _UndecidedError(TraceError):

@@ -9,17 +9,19 @@ module must not know models or stages.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..stage import BLOCKS, Block
+from .. import tree
+from ..programs import BLOCKS, Block
 from ..tree import Tree
 from .module_function import REGISTERED, clone, hooks_of, tensors_of
 
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device)
 #: Names of attributes that number the layers of a model.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
@@ -60,17 +62,10 @@ class LayerForward:
 class _Number:
     """In place of the number of a layer; any use but handing it on fails."""
 
-    def __eq__(self, other: object) -> bool:
+    def _refuse(self, *_: object) -> NoReturn:
         raise TypeError("the layer uses its number")
 
-    def __hash__(self) -> int:
-        raise TypeError("the layer uses its number")
-
-    def __bool__(self) -> bool:
-        raise TypeError("the layer uses its number")
-
-    def __repr__(self) -> str:
-        raise TypeError("the layer uses its number")
+    __eq__ = __hash__ = __bool__ = __repr__ = _refuse
 
 
 class SharedLayer:
@@ -112,25 +107,19 @@ def shared_by_equals(layer: nn.Module) -> SharedLayer:
 
 def _key(module: nn.Module) -> Hashable:
     """Return a key that equal modules share: all that they hold but their tensors."""
-    held = frozenset(
-        (name, "number" if name in _NUMBERS else _token(value))
-        for name, value in vars(module).items()
-        if name not in ("forward", *REGISTERED)
-    )
+    unlike = ("forward", *REGISTERED, *_NUMBERS)
+    held = {name: value for name, value in vars(module).items() if name not in unlike}
+    leaves, structure = tree.flatten(held)
+    numbers = tuple(name for name in _NUMBERS if name in vars(module))
     parameters = tuple((n, p.requires_grad) for n, p in module.named_parameters(recurse=False))
     buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     children = tuple((name, _key(child)) for name, child in module.named_children())
-    return type(module), held, parameters, buffers, children
+    values = tuple(map(_token, leaves))
+    return type(module), structure, values, numbers, parameters, buffers, children
 
 
-def _token(value: object) -> Hashable:
-    """Return a value for comparisons; of what has no plain value, its identity."""
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, (list, tuple)):
-        return (type(value), tuple(map(_token, value)))
-    if isinstance(value, dict):
-        return (type(value), tuple((_token(key), _token(item)) for key, item in value.items()))
-    if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset(map(_token, value)))
-    return id(value)
+def _token(leaf: object) -> Hashable:
+    """Return a leaf for comparisons; of what has no plain value, its identity."""
+    if isinstance(leaf, (set, frozenset)):
+        return frozenset(map(_token, leaf))
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else id(leaf)

@@ -8,9 +8,12 @@ module must not know how a model was cut.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import Parameter, Signature
 from typing import NamedTuple
 
 import optree
@@ -21,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
 from ..errors import StageError
-from ..stage import Engine, Stage, Weight
+from ..stage import Stage, Weight
 from ..tree import Tree
 
 #: The attributes in which a module holds its tensors and submodules.
@@ -45,15 +48,14 @@ def clone(module: nn.Module) -> nn.Module:
     device(type='meta')
     """
     clones = dict[nn.Module, nn.Module]()
-    empty = dict[int, nn.Parameter]()
+    empty = dict[nn.Parameter, nn.Parameter]()
 
     def without_data(parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in empty:
-            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-        return empty[id(parameter)]
+        if parameter not in empty:
+            empty[parameter] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
+        return empty[parameter]
 
-    def copy(module: nn.Module) -> nn.Module:
+    def copied(module: nn.Module) -> nn.Module:
         if module not in clones:
             clones[module] = new = object.__new__(type(module))
             hooks = {name: hooks.copy() for name, hooks in hooks_of(module).items()}
@@ -65,12 +67,12 @@ def clone(module: nn.Module) -> nn.Module:
                     for name, p in module._parameters.items()
                 },
                 _modules={
-                    name: None if m is None else copy(m) for name, m in module._modules.items()
+                    name: None if m is None else copied(m) for name, m in module._modules.items()
                 },
             )
         return clones[module]
 
-    return copy(module)
+    return copied(module)
 
 
 def hooks_of(module: nn.Module) -> dict[str, dict]:
@@ -97,50 +99,57 @@ class Claim(NamedTuple):
     aliases: dict[str, str]  #: every name that the stage's module uses -> the key in params
     frozen: tuple[str, ...]
     ties: tuple[tuple[str, str], ...]
-    weights: dict[str, Weight]  #: by key, the first name in the whole model
+    weights: dict[str, Weight] | None  #: by key, the first name in the whole model
 
 
-def claims(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Claim]:
-    """Return parameters for each stage from the names that it uses.
+def claims(rows: Sequence[Mapping[str, Tensor]], whole_names: Mapping[int, str]) -> list[Claim]:
+    """Return what each stage has of the tensors of its module.
 
-    The same parameter in two stages becomes a tie. Buffers on "meta" have no values and cannot be
-    constants: they are parameters without gradients.
+    The same parameter in two stages becomes a tie. Buffers are parameters without gradients.
+
+    Args:
+        rows: tensors by name, for each stage.
+        whole_names: by the identity of a tensor, its name in the whole model.
+    """
+    stages = Counter(tensor for row in rows for tensor in set(row.values()))
+    result = list[Claim]()
+    for row in rows:
+        key_of = dict[Tensor, str]()
+        aliases = {name: key_of.setdefault(tensor, name) for name, tensor in row.items()}
+        whole = {key: whole_names[id(tensor)] for tensor, key in key_of.items()}
+        tied = [t for t in key_of if stages[t] > 1 and isinstance(t, nn.Parameter)]
+        result.append(
+            Claim(
+                {key: tensor.detach() for tensor, key in key_of.items()},
+                aliases,
+                frozen=tuple(key for tensor, key in key_of.items() if not tensor.requires_grad),
+                ties=tuple((key_of[tensor], whole[key_of[tensor]]) for tensor in tied),
+                weights={key: Weight(whole[key], _without_data(t)) for t, key in key_of.items()},
+            )
+        )
+    return result
+
+
+def claims_of_parts(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Claim]:
+    """Return the parameters of each stage from the names in the model that it uses.
+
+    Buffers are constants, but for those on "meta", which have no values.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
-    >>> first, second = claims(nn.Sequential(a, b),
+    >>> first, second = claims_of_parts(nn.Sequential(a, b),
     ...     [["0.weight", "0.bias"], ["1.weight", "1.bias"]])
     >>> first.ties, second.ties
     ((('0.weight', '0.weight'),), (('1.weight', '0.weight'),))
     """
-    named = {
-        name: tensor
-        for name, tensor in tensors_of(model).items()
-        if isinstance(tensor, nn.Parameter) or tensor.is_meta
-    }
-    by_identity = dict[int, str]()
-    first = {name: by_identity.setdefault(id(tensor), name) for name, tensor in named.items()}
-    rows = [[name for name in names if name in named] for names in used]
-    stages = Counter(shared for row in rows for shared in {first[name] for name in row})
-    result = []
-    for row in rows:
-        key_of = dict[str, str]()
-        aliases = {name: key_of.setdefault(first[name], name) for name in row}
-        params = {key: named[key].detach() for key in key_of.values()}
-        frozen = tuple(key for key in params if not named[key].requires_grad)
-        ties = tuple(
-            (key, shared)
-            for shared, key in key_of.items()
-            if stages[shared] > 1 and isinstance(named[key], nn.Parameter)
-        )
-        weights = {
-            key: Weight(
-                shared, torch.empty(named[key].shape, dtype=named[key].dtype, device="meta")
-            )
-            for shared, key in key_of.items()
-        }
-        result.append(Claim(params, aliases, frozen, ties, weights))
-    return result
+    tensors = tensors_of(model)
+    named = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) or t.is_meta}
+    rows = [{name: named[name] for name in names if name in named} for names in used]
+    return claims(rows, {id(tensor): name for name, tensor in reversed(named.items())})
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def changing_buffers(
@@ -202,40 +211,26 @@ class ModuleFunction:
             for name, value in buffers.items()
             if name not in state and name not in aliases
         }
+        self.training: bool | None = None
         self._moved: dict[torch.device, dict[str, Tensor]] = {}
         self.__qualname__ = name
-        positional = ["params", *(["state"] if state else []), "x"]
-        self.__signature__ = inspect.Signature(
-            [
-                *(inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in positional),
-                *(
-                    inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
-                    for n in sides
-                ),
-            ]
-        )
+        positional = ["params", "state", "x"] if state else ["params", "x"]
+        parameters = [Parameter(each, Parameter.POSITIONAL_ONLY) for each in positional]
+        parameters += [Parameter(side, Parameter.KEYWORD_ONLY, default=None) for side in sides]
+        self.__signature__ = Signature(parameters)
 
-    def stage(
-        self,
-        frozen: Sequence[str],
-        ties: Sequence[tuple[str, str]] = (),
-        weights: Mapping[str, Weight] | None = None,
-        *,
-        engine: Engine | None = None,
-        aux_loss: bool = False,
-    ) -> Stage:
-        """Return this function as a Stage."""
-        return Stage(
+    def stage(self, claim: Claim, **options: str | None) -> Stage:
+        """Return this function as a Stage with what it has of a model."""
+        stage = Stage(
             self,
             state=self.initial_state is not None,
             initial_state=self.initial_state,
-            frozen=tuple(frozen),
-            ties=tuple(ties),
+            frozen=claim.frozen,
+            ties=claim.ties,
             name=self.name,
-            engine=engine,
-            aux_loss=aux_loss,
-            weights=weights,
+            weights=claim.weights,
         )
+        return replace(stage, **options)
 
     def __call__(self, params: Mapping[str, Tensor], *rest: Tree, **side: Tree) -> Tree:
         state, x = rest if self.initial_state is not None else ({}, *rest)
@@ -244,7 +239,9 @@ class ModuleFunction:
         tensors = {name: params[key] for name, key in self.aliases.items()} | constants
         # norms update their statistics in place
         tensors |= {name: value.clone() for name, value in state.items()}
-        y = self.call(tensors, x, {name: v for name, v in side.items() if v is not None})
+        given = {name: value for name, value in side.items() if value is not None}
+        with _in_mode(self.module, self.training):
+            y = self.call(tensors, x, given)
         for name, value in constants.items():
             if tensors[name] is not value:
                 raise StageError(
@@ -257,9 +254,11 @@ class ModuleFunction:
         """Run the module on x with these parameters and buffers."""
         return functional_call(self.module, tensors, (x,), side, tie_weights=False)
 
-    def in_mode(self, training: bool) -> InMode:
+    def in_mode(self, training: bool) -> ModuleFunction:
         """Return the same function with its module in training or in evaluation."""
-        return InMode(self, training)
+        function = copy.copy(self)
+        function.training = training
+        return function
 
     def constants_on(self, device: torch.device | None) -> dict[str, Tensor]:
         """Return the constant buffers on a device."""
@@ -272,32 +271,25 @@ class ModuleFunction:
         return self._moved[device]
 
 
-class InMode:
-    """Runs a function of a module in one of its two modes, and leaves the module as it was.
+@contextmanager
+def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
+    """Return a context in which a module trains or not; its modes are as before afterwards.
 
     >>> module = nn.Dropout(1.0)
-    >>> y = InMode(ModuleFunction(module, {}), False)({}, torch.ones(1))
-    >>> y, module.training
-    (tensor([1.]), True)
+    >>> with _in_mode(module, False):
+    ...     module(torch.ones(1))
+    tensor([1.])
+    >>> module.training
+    True
     """
-
-    def __init__(self, fn: ModuleFunction, training: bool):
-        self.fn, self.training = fn, training
-        self.__wrapped__ = fn
-        self.__qualname__ = type(fn).__qualname__
-
-    def __call__(self, *args: Tree, **side: Tree) -> Tree:
-        before = {module: module.training for module in self.fn.module.modules()}
-        self.fn.module.train(self.training)
-        try:
-            return self.fn(*args, **side)
-        finally:
-            for module, training in before.items():
-                module.training = training
-
-    def in_mode(self, training: bool) -> InMode:
-        """Return the function in a mode."""
-        return InMode(self.fn, training)
+    before = [(child, child.training) for child in module.modules()]
+    if training is not None:
+        module.train(training)
+    try:
+        yield
+    finally:
+        for child, mode in before:
+            child.training = mode
 
 
 def as_node(cls: type[dict]) -> None:

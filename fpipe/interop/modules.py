@@ -8,19 +8,19 @@ not know ranks or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import fx, nn
 
-from .. import Pipeline, stream
+from .. import Pipeline, stream, tree
 from ..errors import StageError
 from ..stage import Stage
 from .graph_cuts import cut_forward
 from .layer_blocks import with_blocks
-from .module_function import ModuleFunction, changing_buffers, claims, clone, tensors_of
+from .module_function import ModuleFunction, changing_buffers, claims_of_parts, clone, tensors_of
 
 #: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as
 #: it is.
@@ -40,7 +40,7 @@ def from_module(
     parameter in two stages), and so does ``fpipe.pipeline(stages)``. Buffers are constants, except
     for the running statistics of norms in training and those that ``state`` names: stages with such
     buffers carry state. Stages train if the module does now; ``pipe.train()`` and ``pipe.eval()``
-    choose later. ``fpipe.interop.filled`` fills a module cut on "meta".
+    choose later. ``fpipe.receive`` reads the parameters of a module cut on "meta".
 
     Args:
         model: the module.
@@ -71,18 +71,18 @@ def from_module(
     graphs = [fx.GraphModule(empty, piece.graph) for piece in pieces]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
     states = _states(graphs, names, changing_buffers(model, state))
-    owned = claims(
-        model,
-        [
-            [name for name in tensors_of(graph) if name not in own]
-            for graph, own in zip(graphs, states, strict=True)
-        ],
-    )
+    used = [
+        [name for name in tensors_of(graph) if name not in changing]
+        for graph, changing in zip(graphs, states, strict=True)
+    ]
+    owned = claims_of_parts(model, used)
     stages = [
-        ModuleFunction(graph, claim.aliases, sides=piece.sides, state=own, name=name).stage(
-            claim.frozen, claim.ties, claim.weights
+        ModuleFunction(graph, claim.aliases, sides=piece.sides, state=changing, name=name).stage(
+            claim
         )
-        for graph, claim, piece, own, name in zip(graphs, owned, pieces, states, names, strict=True)
+        for graph, claim, piece, changing, name in zip(
+            graphs, owned, pieces, states, names, strict=True
+        )
     ]
     return stages, [claim.params for claim in owned]
 
@@ -140,10 +140,8 @@ def to_module(
     if gather is None and elsewhere:
         raise StageError(
             f"params of stages {elsewhere} are None: they are on other processes, and the module "
-            "would keep its old "
-            "values there; call to_module(model, params, gather=pipe) on every process, or pass "
-            "{} for a stage that "
-            "stays as it is"
+            "would keep its old values there; call to_module(model, params, gather=pipe) on every "
+            "process, or pass {} for a stage that stays as it is"
         )
     if gather is not None and not isinstance(gather, Pipeline):
         raise StageError(
@@ -151,35 +149,24 @@ def to_module(
         )
     targets = tensors_of(model)
     with torch.no_grad():
-        for where, name, value in _values(params, state, gather):
-            _write(targets, name, value, where)
+        if gather is None:
+            _write_rows(targets, params)
+            _write_rows(targets, state or ())
+            return model
+        for name, value in stream(gather, params):
+            _write(targets, name, value, "")
+        if state is not None:
+            on_host = tree.tree_map(lambda value: value.detach().cpu(), list(state))
+            for rows in gather.gather(on_host):
+                _write_rows(targets, rows)
     return model
 
 
-def _values(
-    params: ByStage, state: ByStage | None, pipe: Pipeline | None
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Return the tensors to write, each with the place that it comes from, for messages."""
-    if pipe is not None:
-        for name, value in stream(pipe, params):
-            yield "", name, value
-        rows = [
-            {
-                name: value.detach().cpu()
-                for name, value in (part or {}).items()
-                if value is not None
-            }
-            for part in state or ()
-        ]
-        for process in [] if state is None else pipe.gather(rows):
-            for part in process:
-                yield from (("", name, value) for name, value in part.items())
-        return
-    for part in (params, state or ()):
-        for stage, tensors in enumerate(part):
-            for name, value in (tensors or {}).items():
-                if value is not None:
-                    yield f" of stage {stage}", name, value
+def _write_rows(targets: Mapping[str, torch.Tensor], rows: ByStage) -> None:
+    for stage, row in enumerate(rows):
+        for name, value in (row or {}).items():
+            if value is not None:
+                _write(targets, name, value, f" of stage {stage}")
 
 
 def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, where: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from ..stage import RECORDING, remat
+from ..programs import RECORDING, remat
 from ..tree import Tree
 
 _CHECKPOINT = torch_checkpoint.checkpoint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines from a torchtitan configuration, and torchtitan's own trainer on a pipeline.
+"""torchtitan's own trainer on a pipeline of fpipe: the function of a train spec that builds it.
 
 A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This
 module reads their attributes and does not import torchtitan.
@@ -9,38 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .. import Pipeline, make_schedule
-from .. import pipeline as _pipeline
+from .. import make_schedule
 from ..errors import BatchError, StageError, UnsupportedError
 from ..schedule import Schedule
-from ..stage import Stage
-from ..tree import matches
-from .experts import is_experts
-from .graph_cuts import cut_forward
-from .module_function import clone
-from .modules import from_module
-
-#: Buffers in which a mixture of experts counts during forward.
-COUNTS = ("*.tokens_per_expert",)
 
 
 class Settings(NamedTuple):
-    """What ``fpipe.pipeline`` and ``fpipe.from_module`` need of a configuration."""
+    """The schedule of a configuration, and the names of the submodules of each stage."""
 
     schedule: Schedule
-    parts: tuple[tuple[str, ...], ...]  # names of the submodules of each stage
-
-    @property
-    def microbatches(self) -> int:
-        """How many microbatches a local batch is cut into."""
-        return self.schedule.microbatches
+    parts: tuple[tuple[str, ...], ...]
 
 
 def settings(model: nn.Module, job_config: Any) -> Settings:
@@ -93,39 +78,20 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
     else:
         schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages)
     parts = parts or names_per_part(schedule.stages, layers, *less)
+    _check_names(model, parts)
     return Settings(schedule, tuple(map(tuple, parts)))
 
 
-def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    """Cut a torchtitan model as its configuration says; returns ``(stages, params)``.
-
-    Stages with a mixture of experts run on ``engine="eager"``, since their experts read counts of
-    tokens, and carry ``tokens_per_expert`` as state.
-    """
-    return _cut(model, settings(model, job_config).parts)
-
-
-def pipeline(
-    model: nn.Module, job_config: Any, *, loss: Callable[..., Any] | None = None, **keywords: Any
-) -> tuple[Pipeline, list[dict[str, torch.Tensor]]]:
-    """Return the pipeline of a configuration, and the model's parameters; keywords are those of
-    ``fpipe.pipeline``.
-
-    ```python
-    pipe, params = fpipe.interop.torchtitan.pipeline(model, job_config)
-    params = pipe.place(params)
-    loss, grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
-    (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)  # of a mixture of
-    experts
-    ```
-    """
-    chosen = settings(model, job_config)
-    functions, params = _cut(model, chosen.parts)
-    loss = cross_entropy if loss is None else loss
-    pipe = _pipeline(
-        functions, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords
-    )
-    return pipe, params
+def _check_names(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
+    """Raise StageError for a stage without submodules, or with names that are none."""
+    known = {name for name, _ in model.named_modules()}
+    for stage, part in enumerate(parts):
+        unknown = [name for name in part if name not in known]
+        if unknown or not part:
+            raise StageError(
+                f"module_fqns_per_model_part[{stage}] is {list(part)}; name submodules of the "
+                "model, one at least"
+            )
 
 
 def pipelining_fn(
@@ -133,10 +99,10 @@ def pipelining_fn(
     parallel_dims: Any,
     job_config: Any,
     device: torch.device,
-    model_args: Any,
+    model_args: object,
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Callable[..., torch.Tensor],
-) -> tuple[Any, list[nn.Module], bool, bool]:
+) -> tuple[object, list[nn.Module], bool, bool]:
     """torchtitan's ``TrainSpec.pipelining_fn``: its own trainer, unchanged, trains on fpipe.
 
     The schedule, by a name of fpipe's catalogue or from a file, and the submodules of each stage
@@ -165,33 +131,28 @@ def pipelining_fn(
             raise UnsupportedError(
                 f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1"
             )
-    chosen = settings(model, job_config)
+    schedule, names = settings(model, job_config)
     mesh = (
         parallel_dims.get_mesh("pp")
         if hasattr(parallel_dims, "get_mesh")
         else parallel_dims.world_mesh["pp"]
     )
-    here = chosen.schedule.placement.stages_of(mesh.get_local_rank())
+    here = schedule.placement.stages_of(mesh.get_local_rank())
+    last = schedule.stages - 1
     parts = [
-        parallelize_fn(_pruned(model, chosen.parts[s]), parallel_dims, job_config) for s in here
+        parallelize_fn(_pruned(model, names[stage]), parallel_dims, job_config) for stage in here
     ]
-    count, group = chosen.schedule.stages, mesh.get_group()
     stages = [
-        PipelineStage(part, s, count, device, group=group)
-        for s, part in zip(here, parts, strict=True)
+        PipelineStage(part, stage, schedule.stages, device, group=mesh.get_group())
+        for stage, part in zip(here, parts, strict=True)
     ]
-    schedule = of_schedule(chosen.schedule, stages, _Rescaled(loss_fn, chosen.microbatches))
-    return schedule, parts, 0 in here, count - 1 in here
 
+    @wraps(loss_fn)
+    def loss(*args: object, **keywords: object) -> torch.Tensor:
+        # the trainer prints the sum over microbatches
+        return loss_fn(*args, **keywords) / schedule.microbatches
 
-class _Rescaled:
-    """A loss divided by the number of microbatches, whose sum the trainer prints."""
-
-    def __init__(self, loss: Callable[..., torch.Tensor], microbatches: int):
-        self.__wrapped__, self.microbatches = loss, microbatches
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.__wrapped__(*args, **kwargs) / self.microbatches
+    return of_schedule(schedule, stages, loss), parts, 0 in here, last in here
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -204,21 +165,11 @@ def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
         if isinstance(child, nn.ModuleDict):
             setattr(part, name, nn.ModuleDict({key: child[key] for key in child if key in kept}))
         elif isinstance(child, nn.ModuleList):
-            setattr(
-                part, name, nn.ModuleList(layer for i, layer in enumerate(child) if str(i) in kept)
-            )
+            layers = [layer for i, layer in enumerate(child) if str(i) in kept]
+            setattr(part, name, nn.ModuleList(layers))
         elif name not in names:
             setattr(part, name, None)
     return part
-
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """torchtitan's own loss: the mean cross-entropy of logits in float32.
-
-    >>> float(cross_entropy(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.long)))
-    0.693...
-    """
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def names_per_part(
@@ -248,42 +199,3 @@ def names_per_part(
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names
-
-
-# ---- inside ----
-def _cut(
-    model: nn.Module, parts: Sequence[Sequence[str]]
-) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    order = list(cut_forward(clone(model))[0].names)
-    for stage, part in enumerate(parts):
-        if not part:
-            raise StageError(
-                f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule "
-                "at least"
-            )
-        for name in part:
-            if name not in order:
-                raise StageError(
-                    f"module_fqns_per_model_part[{stage}] names {name!r}, which forward never calls"
-                )
-    counts = COUNTS if any(matches(name, COUNTS) for name, _ in model.named_buffers()) else ()
-    stages, params = from_module(
-        model, [min(part, key=order.index) for part in parts[1:]], state=counts
-    )
-    for stage, (part, tensors) in enumerate(zip(parts, params, strict=True)):
-        for name in tensors:
-            if not any(name.startswith(f"{prefix}.") for prefix in part):
-                raise StageError(
-                    f"stage {stage} runs {name.rpartition('.')[0]!r}, which "
-                    f"module_fqns_per_model_part[{stage}] "
-                    f"{list(part)} leaves out; list submodules in the order in which forward "
-                    "calls them"
-                )
-    return [
-        replace(stage, engine="eager") if _has_experts(model, part) else stage
-        for stage, part in zip(stages, parts, strict=True)
-    ], params
-
-
-def _has_experts(model: nn.Module, part: Sequence[str]) -> bool:
-    return any(is_experts(m) for name in part for m in model.get_submodule(name).modules())

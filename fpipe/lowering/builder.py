@@ -16,15 +16,20 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..actions import product
 from ..actions.action import Action, plain
-from ..actions.collector import uncollected
+from ..actions.dependencies import uncollected
 from ..programs.program import Program, Programs
 from ..tree import Aval, contiguous, sum_dtype
-from .instructions import Add, Instruction, Run
-from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs, param
+from .instruction import Instruction
+from .instructions import Add, Run
+from .job import LoweringInput, ProgramSet
+from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value
 from .messages import Messages
-from .plan import LoweringInput, Plan, ProgramSet
+from .plan import Plan
 from .slots import assign
+from .value_graph import grad, param
+from .wired import WiredMessages
 
 
 def lower(job: LoweringInput, rank: int) -> Plan:
@@ -81,7 +86,8 @@ class Builder:
         self._reads: dict[tuple[int, int, int], _Reads] = {}
         self._adding: dict[tuple[int, str, int], dict[int, str]] = {}
         self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
-        self.messages = Messages(job, rank, self.out, self.here)
+        kind = WiredMessages if job.wired or job.strict else Messages
+        self.messages = kind(job, rank, self.out, self.here)
         self.features = [feature.start(self) for feature in job.features]
 
     # ---- the row ----
@@ -143,7 +149,7 @@ class Builder:
     # ---- names ----
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
         """The key of a value that a stage's programs call ``name``."""
-        role, leaf = inputs(programs).get(name, ("computed", 0))
+        role, leaf = programs.roles.get(name, ("computed", 0))
         if role == "param":
             found = (feature.parameter(stage, leaf) for feature in self.features)
             return next(filter(None, found), None) or param(stage, leaf)
@@ -157,22 +163,8 @@ class Builder:
             interface = graph.interfaces[stage]
             beyond = leaf - len(interface.dxs if role == "x" else interface.ys)
             if beyond >= 0:
-                return self._carried(role, stage, mb, beyond)
+                return product.feature("slices").carried(self, role, stage, mb, beyond)
         return (graph.source(programs, stage, name), mb)
-
-    def _carried(self, role: Role, stage: int, mb: int, leaf: int) -> Key:
-        """The key of a leaf of a slice's carry, which the slice before computes, or of its
-        gradient, by the next.
-        """
-        other = mb + (-1 if role == "x" else 1)
-        kind = self.job.kind(other)
-        programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
-        names, count = programs.dxs, len(interface.dxs)
-        if role == "x":
-            names, count = programs.ys, len(interface.ys)
-        name = names[count + leaf]
-        assert name is not None, "no program reads a carry that is no tensor, nor its gradient"
-        return self.key(programs, stage, other, name)
 
     # ---- actions ----
     def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:

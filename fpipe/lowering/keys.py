@@ -6,17 +6,12 @@ below. The microbatch is ``None`` for values that belong to the whole call, such
 last field of every source is a constant, so that sources of different classes are never equal
 although they are plain tuples, which hash and compare fast.
 
-The programs of a stage have short names for their inputs (``p0``, ``x1``, ``dy2``); ``inputs`` is
-the only place that says what these mean. This module knows no ranks, messages, slots or tensors.
+This module knows no ranks, messages, slots or tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
-
-from ..programs.program import Programs, numbered
 
 
 class Value(NamedTuple):
@@ -140,65 +135,3 @@ Source: TypeAlias = (
     | GradSum
 )
 Key: TypeAlias = tuple[Source, int | None]
-
-
-def grad(stage: int, leaf: int) -> Key:
-    """The key of a parameter's gradient on this rank."""
-    return (Grad(stage, leaf), None)
-
-
-def reduced_grad(stage: int, leaf: int) -> Key:
-    """The key of a parameter's gradient reduced over the copies."""
-    return (ReducedGrad(stage, leaf), None)
-
-
-def param(stage: int, leaf: int) -> Key:
-    """The key of a parameter as the caller passes it."""
-    return (Param(stage, leaf), None)
-
-
-def whole_param(stage: int, leaf: int) -> Key:
-    """The key of a gathered parameter."""
-    return (WholeParam(stage, leaf), None)
-
-
-# ---- the names that programs use ----
-Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]
-#: The roles of inputs that the caller passes and keeps.
-CALLERS: frozenset[Role] = frozenset({"param", "side", "state"})
-
-
-class Input(NamedTuple):
-    """What an input of a stage's programs is: which leaf in which role."""
-
-    role: Role
-    leaf: int
-
-
-_INPUTS: WeakKeyDictionary[Programs, Mapping[str, Input]] = WeakKeyDictionary()
-
-
-def inputs(programs: Programs) -> Mapping[str, Input]:
-    """The names of a stage's programs for their inputs; any other name is that of a value that one
-    of them computes.
-    """
-    cached = _INPUTS.get(programs)
-    if cached is None:
-        params, xs, sides, states = programs.counts
-        table: tuple[tuple[str, Role, int], ...] = (
-            ("p", "param", params),
-            ("x", "x", xs),
-            ("k", "side", sides),
-            ("t", "state", states),
-            ("g", "grad", params),
-        )
-        names = {
-            name: Input(role, i)
-            for prefix, role, n in table
-            for i, name in enumerate(numbered(prefix, n))
-        }
-        names |= {
-            name: Input("cotangent", j) for j, name in enumerate(programs.dys) if name is not None
-        }
-        cached = _INPUTS[programs] = names | {"daux": Input("aux cotangent", 0)}
-    return cached

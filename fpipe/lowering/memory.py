@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..programs.program import Operation, Program, Programs, users
+from ..programs.operations import Operation, users
+from ..programs.program import Program, Programs
 from ..tree import Aval
 from .keys import Key
 

@@ -1,33 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of one rank: what it receives from which rank in which order, what it sends, and when
-sends are settled.
+"""Messages of one rank: what it receives from which rank in which order, and what it sends.
 
 The order of a channel is that in which the sender's row computes its messages. The receiver reads
 that row, so sender and receiver know the order without exchanging it. Receives are posted a few
-messages ahead. On a ``strict`` group a send blocks until it is received; there, receives are posted
-exactly where one common order of all ranks has the message. This module must not know the contents
-of programs.
+messages ahead. ``wired`` has what is added where ranks are in other processes. This module must not
+know the contents of programs.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..actions.action import Action, plain
+from ..actions.action import Action
 from ..actions.action_kinds import KINDS
-from ..actions.costs import Costs
-from ..actions.simulation import simulate_rows
 from ..tree import Spec
-from .instructions import Instruction, Recv, Send, Settle, Wait
+from .instruction import Instruction
+from .instructions import Recv, Send, Wait
+from .job import LoweringInput
 from .keys import Key
-from .plan import LoweringInput
 from .value_graph import Out
 
 #: op -> the facts that it provides to other ranks.
-_SENT = {op: tuple(fact for fact in kind.provides if fact != "W") for op, kind in KINDS.items()}
-#: Where all ranks follow one order: the sends to one rank that may be under way.
-_UNDER_WAY = 2
+_SENT = {op: tuple(fact for fact in kind.provides if fact in "FI") for op, kind in KINDS.items()}
 
 
 class Channel:
@@ -50,7 +44,7 @@ class Channel:
 
 
 class Messages:
-    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``; ``here`` are the values that the rank
+    """Emits RECV, WAIT and SEND steps into ``out``; ``here`` are the values that the rank
     has.
     """
 
@@ -58,16 +52,8 @@ class Messages:
         self.job, self.rank, self.out, self.here = job, rank, out, here
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
-        self.under_way: dict[int, deque[int]] = {}
         self._routes: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
-        self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = list(self._incoming())
-        self.place = 0
-        # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks
-        # follow one order.
-        self.ordered = job.strict or (job.wired and not job.training)
-        if self.ordered:
-            self._follow()
 
     # ---- routes ----
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
@@ -97,7 +83,7 @@ class Messages:
                         sources.add(path[min(stage, job.stages - 1)])
         for src in sorted(sources - {self.rank}):
             channel = Channel(src)
-            for action, place, _ in _places(job, src):
+            for action, place, _ in places(job, src):
                 if job.phased and action.op != "F" and channel.fence < 0:
                     channel.fence = len(channel.messages)
                 for fact in _SENT[action.op]:
@@ -124,39 +110,16 @@ class Messages:
                 self._post(channel, channel.received + self.job.ahead)
 
     def before(self, place: int) -> None:
-        """Where one order is followed, post what others send before the action at ``place`` of this
-        row starts.
-        """
-        self.place = place
-        if self.ordered:
-            self._post_until((self._times[place][0], self.placement.ranks))
+        """Called before the action at a place of this row starts."""
 
-    def _post_until(self, moment: tuple[float, int]) -> None:
-        while self._events and self._events[0][:2] < moment:
-            _, src, number = self._events.popleft()
-            self._post(self._by_rank[src], number + 1)
+    def sending(self) -> None:
+        """Called before the values of a fact are sent."""
 
-    def _follow(self) -> None:
-        """Compute one order of the messages of all ranks.
+    def sent(self, rank: int, fact: str, mb: int, outs: Sequence[Out]) -> None:
+        """Called once values are sent to a rank."""
 
-        It is the simulator's at unit cost: a message is at the end of the action that sends it,
-        messages of one moment are ordered by sender. Every rank posts and sends in this order, so
-        its first event that is not over can always happen: there is no deadlock.
-        """
-        schedule = self.job.schedule
-        rows = tuple(tuple(plain(row)) for row in schedule)
-        line = simulate_rows(
-            rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices
-        )
-        self._by_rank = {channel.src: channel for channel in self.channels}
-        ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
-        events = (
-            (ends[c.src][place], c.src, n)
-            for c in self.channels
-            for n, place in enumerate(c.places)
-        )
-        self._events = deque(sorted(events))
-        self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
+    def arrived(self, peer: int, place: int) -> None:
+        """Called once a message has arrived, from a place in the row of a peer."""
 
     def drain(self) -> None:
         """Wait for every message of the phase."""
@@ -169,7 +132,6 @@ class Messages:
         phase.
         """
         self.drain()
-        self.under_way.clear()
         for channel in self.channels:
             channel.fence = -1
 
@@ -192,60 +154,21 @@ class Messages:
             self.out.append(Instruction(wait, action, writes=keys))
             self.here.update(keys)
             channel.received += 1
-            if self.job.wired:
-                self._settle(channel.src, channel.places[channel.received - 1])
+            self.arrived(channel.src, channel.places[channel.received - 1])
 
     def send(self, action: Action, stage: int, fact: str) -> None:
         """Send the values of a fact of a stage to other ranks."""
         routes = self.outgoing(stage, fact, action.microbatch)
-        if routes and self.ordered:
-            self._post_until((self._times[self.place][1], self.rank))
+        if routes:
+            self.sending()
         for rank, outs in routes:
             keys = tuple([(o.source, action.microbatch) for o in outs])
             specs = tuple([out.spec for out in outs])
             self.out.append(Instruction(Send(rank, specs), action, keys))
-            if self.job.wired:
-                needed = max(
-                    self._reads_at(rank, s, fact, action.microbatch)
-                    for out in outs
-                    for s in out.readers
-                )
-                waiting = self.under_way.setdefault(rank, deque())
-                waiting.append(needed)
-                if self.ordered and len(waiting) > _UNDER_WAY:
-                    # In the common order the older message comes before this one, so its receiver
-                    # posts its receive without needing anything that this rank sends later.
-                    waiting.popleft()
-                    self.out.append(Instruction(Settle(rank, 1)))
-
-    def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
-        """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it
-        has none.
-        """
-        places = self._places.get(rank)
-        if places is None:
-            places = self._places[rank] = {}
-            for action, _, place in _places(self.job, rank):
-                if action.op != "W":
-                    places[action.stage, action.microbatch] = (
-                        place  # the backward, where there is one, comes last
-                    )
-        return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
-
-    def _settle(self, peer: int, place: int) -> None:
-        """A message from a place in a peer's row shows that whatever is read before that place has
-        arrived there.
-        """
-        waiting = self.under_way.get(peer)
-        count = 0
-        while waiting and waiting[0] <= place:
-            waiting.popleft()
-            count += 1
-        if count:
-            self.out.append(Instruction(Settle(peer, count)))
+            self.sent(rank, fact, action.microbatch, outs)
 
 
-def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
+def places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
     """The actions of a row, each with the first place at which it may send, and the last at which
     it may read.
 

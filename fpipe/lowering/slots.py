@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .instructions import Instruction
+from .instruction import Instruction
+from .job import LoweringInput
 from .keys import Key
-from .plan import LoweringInput, Plan, Use
+from .plan import Plan, Use
 
 
 def assign(

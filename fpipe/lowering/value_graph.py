@@ -22,15 +22,17 @@ from ..tree import AbstractTree, Aval, Spec, arriving
 from .keys import (
     BatchLeaf,
     Grad,
+    Key,
     OutputCotangent,
     Param,
+    ReducedGrad,
     Seed,
     Side,
     Source,
     State,
     Target,
     Value,
-    inputs,
+    WholeParam,
 )
 
 #: How a leaf leaves a stage: computed, by name and aval; passed on, by the index of the input; or
@@ -84,7 +86,7 @@ class Interface:
             for name in program.inputs
         }
         read |= {name for name in programs.dps if name is not None}
-        x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
+        x_index = {name: i for name, (role, i) in programs.roles.items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
         ys: Iterator[Leaf] = (
             None if name is None or aval is None else x_index.get(name, (name, aval))
@@ -190,7 +192,7 @@ class ValueGraph:
 
     def source(self, programs: Programs, stage: int, name: str) -> Source:
         """The source of a value by its name in a stage's programs; stage S is the loss."""
-        role, leaf = inputs(programs).get(name, ("computed", 0))
+        role, leaf = programs.roles.get(name, ("computed", 0))
         if role == "computed":
             return Value(stage, name)
         if role == "x":
@@ -272,3 +274,23 @@ def _merged(outs: Iterable[Out]) -> tuple[Out, ...]:
             out if known is None else out._replace(readers=known.readers + out.readers)
         )
     return tuple(merged.values())
+
+
+def grad(stage: int, leaf: int) -> Key:
+    """The key of a parameter's gradient on this rank."""
+    return (Grad(stage, leaf), None)
+
+
+def reduced_grad(stage: int, leaf: int) -> Key:
+    """The key of a parameter's gradient reduced over the copies."""
+    return (ReducedGrad(stage, leaf), None)
+
+
+def param(stage: int, leaf: int) -> Key:
+    """The key of a parameter as the caller passes it."""
+    return (Param(stage, leaf), None)
+
+
+def whole_param(stage: int, leaf: int) -> Key:
+    """The key of a gathered parameter."""
+    return (WholeParam(stage, leaf), None)

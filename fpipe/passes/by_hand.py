@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ class Carried:
     gradients are returned.
     """
 
-    values: Mapping[str, Any]
+    values: Values
     params: Flat
     x: Flat
 
@@ -72,7 +72,7 @@ def backward_weight(programs: Programs, kept: Carried) -> Tree:
     return _gradients(programs.dps, kept.params, _run(programs.w, kept.values))
 
 
-def _run(program: Program, values: Mapping[str, Any]) -> Values:
+def _run(program: Program, values: Values) -> Values:
     """The values with those that a program computes from them."""
     missing = next((name for name in program.inputs if name not in values), None)
     if missing is not None:
@@ -99,7 +99,7 @@ def _cotangents(programs: Programs, dy: Tree, daux: torch.Tensor | None) -> Valu
     return values
 
 
-def _gradients(names: Sequence[str | None], like: Flat, values: Mapping[str, Any]) -> Tree:
+def _gradients(names: Sequence[str | None], like: Flat, values: Values) -> Tree:
     leaves, spec = like
     zeros = [torch.zeros_like(t) if tree.is_floating(t) else None for t in leaves]
     return tree.unflatten(

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..programs.program import Program, Programs, fill
+from ..devices import distrusted
+from ..programs.operations import fill
+from ..programs.program import Program, Programs
+from ..stage import Stage
 
 
 def compiled(programs: Programs, backend: str) -> Programs:
@@ -35,7 +40,7 @@ def _compiled(program: Program, backend: str) -> Program:
     module = fx.GraphModule(dict(program.constants), graph)
     inner = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
-    def run(box: list[Any]) -> tuple[Any, ...]:
+    def run(box: list[Any]) -> tuple[object, ...]:
         args = tuple(box)
         box.clear()
         out = inner(*args)
@@ -43,3 +48,27 @@ def _compiled(program: Program, backend: str) -> Program:
         return tuple(out)
 
     return replace(program, run=run)
+
+
+def without_unsafe_compilers(
+    stages: Sequence[Stage], devices: Iterable[torch.device], stacklevel: int
+) -> tuple[Stage, ...]:
+    """The stages, without a compiler and with a warning where torch.compile is known to fail on the
+    devices.
+
+    >>> devices = [torch.device("xpu", 0), torch.device("cpu")]
+    >>> [stage.compile for stage in without_unsafe_compilers([Stage(max, compile="inductor")],
+    ...     devices, 2)]
+    ['inductor']
+    """
+    compilers = [stage.compile for stage in stages if stage.compile]
+    kind = distrusted(devices) if compilers else None
+    if kind is None:
+        return tuple(stages)
+    warnings.warn(
+        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at "
+        "work torch.compile is "
+        "not trusted; the programs run as they were traced. Leave compile= out, or use one device",
+        stacklevel=stacklevel + 1,
+    )
+    return tuple(replace(stage, compile=None) for stage in stages)

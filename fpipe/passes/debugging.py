@@ -17,10 +17,11 @@ from .. import tree
 from ..devices import drawn
 from ..engine.execute import DEBUGGING
 from ..errors import ActionError, FpipeError
-from ..lowering.instructions import Instruction, Registers, Run
-from ..lowering.keys import Input, inputs
+from ..lowering.instruction import Check, Instruction, Registers, RunFn
+from ..lowering.instructions import Run
 from ..lowering.plan import Plan
-from ..programs.program import Operation, Program, fill
+from ..programs.operations import Input, Operation, fill
+from ..programs.program import Program
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -66,7 +67,7 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
 
 
 def check(
-    ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torch.Tensor | None
+    ins: Instruction, box: Sequence[object], out: Sequence[object], random: torch.Tensor | None
 ) -> None:
     """Raise ActionError where a program's results, or the gradients that it added to, hold NaN or
     infinity.
@@ -77,7 +78,7 @@ def check(
     """
     assert isinstance(ins.op, Run) and ins.action is not None
     program, action, owner = ins.op.program, ins.action, ins.op.owner
-    roles, values = inputs(owner), dict(zip(program.inputs, box, strict=True))
+    roles, values = owner.roles, dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
     for name, value in (
         *zip(program.outputs, out, strict=True),
@@ -99,23 +100,19 @@ def check(
             )
 
 
-def _wrong(value: Any, infinity: bool = True) -> str:
+def _wrong(value: object, infinity: bool = True) -> str:
     """Which of "NaN" and "infinity" a value holds; empty for neither."""
-    if not tree.is_floating(value):
+    if not isinstance(value, torch.Tensor) or not tree.is_floating(value):
         return ""
-    return (
-        "NaN"
-        if bool(value.isnan().any())
-        else "infinity"
-        if infinity and bool(value.isinf().any())
-        else ""
-    )
+    if bool(value.isnan().any()):
+        return "NaN"
+    return "infinity" if infinity and bool(value.isinf().any()) else ""
 
 
 # ---- which operation it was ----
 def _origin(
     program: Program,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     given: Sequence[str],
     name: str,
     random: torch.Tensor | None,
@@ -138,7 +135,7 @@ def _origin(
     )
 
 
-def _first_wrong(program: Program, values: Mapping[str, Any]) -> str:
+def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
     """The first operation of a program with a wrong result; empty if there is none."""
     for index, (one, args, value) in enumerate(_values(program, values)):
         items = value if isinstance(value, (tuple, list)) else (value,)
@@ -155,8 +152,8 @@ def _first_wrong(program: Program, values: Mapping[str, Any]) -> str:
 
 
 def _values(
-    program: Program, values: Mapping[str, Any]
-) -> Iterator[tuple[Operation, list[Any], Any]]:
+    program: Program, values: Mapping[str, object]
+) -> Iterator[tuple[Operation, list[object], object]]:
     """Run a program once more, and yield each operation with its inputs and its value."""
     env = {**program.constants, **values}
     with torch.no_grad():
@@ -165,7 +162,7 @@ def _values(
             yield one, [env[name] for name in one.inputs], env[one.name]
 
 
-def _range(value: Any) -> str:
+def _range(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -202,3 +199,16 @@ def check_leaks(plan: Plan, r: Registers) -> None:
             "open; this is a "
             "mistake of fpipe and not yours: please report it with the schedule"
         )
+
+
+def checked(run: RunFn, check: Check, ins: Instruction) -> RunFn:
+    """A program that calls ``check`` with its inputs and outputs."""
+    random = ins.program is not None and ins.program.random
+
+    def checked(box: list[Any]) -> Sequence[Any]:
+        args, state = list(box), torch.get_rng_state() if random else None
+        out = run(box)
+        check(ins, args, out, state)
+        return out
+
+    return checked

@@ -5,14 +5,20 @@ returned, as soon as they are computed. They are no results of the plan then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..actions.action import Action
+from ..engine.arguments import Call
+from ..engine.outputs import Outputs
+from ..engine.prepare import Prepared
+from ..errors import StageError
 from ..lowering.builder import Builder, outputs_of
-from ..lowering.instructions import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ..lowering.keys import Key
 from ..lowering.plan import Feature
+from ..programs.internals import versions
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,48 @@ class PassOn(Op):
             r.each(mb, tensors)
 
         return step
+
+
+# ---- the caller's function ----
+def caller(
+    call: Call, prepared: Prepared, results: Outputs, returned: dict[int, Any]
+) -> Callable[[int, list[Any]], None]:
+    """What EACH calls: it passes a microbatch's output, and what the loss returned, to the
+    function of the caller, whose result is entered into ``returned``. No reference is kept.
+    """
+    fn = call.each
+    assert fn is not None
+
+    def each(mb: int, values: list[Any]) -> None:
+        before = versions(values)
+        returned[int(mb)] = fn(mb, *_arguments(prepared, mb, results.apart(values, set())))
+        if call.mode == "grad" and versions(values) != before:
+            raise StageError(
+                "it wrote into the output or the loss, which the backward needs; change a copy"
+            )
+        values.clear()
+
+    return each
+
+
+def _arguments(prepared: Prepared, mb: int, values: Sequence[Any]) -> tuple[Any, ...]:
+    """The output of a microbatch and, with a loss, what that returned."""
+    output, loss = prepared.output(mb), prepared.loss[prepared.request.kind_of[mb]]
+    count = len(output.avals)
+    y, rest = output.fill(values[:count]), values[count:]
+    if loss is None:
+        return (y,)
+    if loss.extra is not None:
+        return y, tuple(rest)
+    return y, loss.outputs.y.fill(rest)
+
+
+def in_order(call: Call, returned: dict[int, Any]) -> list[Any] | None:
+    """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere",
+    on every rank.
+    """
+    config = call.config
+    if config.outputs == "everywhere" and not config.local:
+        parts = config.group.gather_objects(returned)
+        returned = {mb: value for part in parts for mb, value in part.items()}
+    return [returned.get(mb) for mb in range(call.number)] if returned else None

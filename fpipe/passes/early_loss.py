@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..lowering.builder import Builder
-from ..lowering.instructions import Instruction, Machine, Op, Registers, Send, StepFn
+from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instructions import Send
 from ..lowering.plan import Feature
 
 

@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
+from ..engine.kinds import _NOTHING
 from ..errors import ActionError, FpipeError, TraceError
+from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
 from ..programs.signature import Signature
 from ..tree import AbstractTree, Aval, Static
@@ -245,3 +247,47 @@ def _without_numbers(key: Sequence[object]) -> list[object]:
         return argument.spec, leaves
 
     return [list(map(shapes, item)) if isinstance(item, Signature) else item for item in key]
+
+
+# ---- instructions ----
+#: Part of autograd's message, which concerns stages with engine="eager".
+_CHANGED = "modified by an inplace operation"
+
+
+def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
+    """The exception to raise for an error of an instruction on a rank."""
+    specs = getattr(ins.op, "specs", ())
+    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
+    what = (
+        ins.kind
+        if ins.action is None
+        else f"each= after {ins.action}"
+        if ins.kind == "EACH"
+        else str(ins.action)
+    )
+    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
+    kind = ""
+    if not isinstance(error, FpipeError):
+        kind = f" raised {type(error).__name__}{where(error)}"
+    hint = (
+        "; a tensor that a backward needs was changed in place: change a copy"
+        if _CHANGED in str(error)
+        else ""
+    )
+    return ActionError(
+        f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip() + hint
+    )
+
+
+def located(text: str, params: AbstractTree, index: int | None) -> str:
+    """A message that names the stage, or the loss, and where its arguments come from."""
+    text = text.replace("FakeTensor", "Tensor")
+    if index is None:
+        return text.replace("stage ", "the loss ", 1)
+    hints = (
+        ["its parameters are None: give params one entry per stage"]
+        if params.spec == _NOTHING
+        else []
+    )
+    hints += [f"its input is what stage {index - 1} returns"] if index else []
+    return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..errors import TraceError
 from ..programs.internals import operator_of, resolved, returns_views, updates_statistics
-from ..programs.simplify import argument, shared, value_of
+from ..programs.split import argument, shared, value_of
 from .explain import write_error
 
 _COPY = torch.ops.aten.copy_.default
@@ -98,7 +98,7 @@ def spell_out(graph: fx.GraphModule) -> None:
     _resolve(graph)
 
 
-def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+def norm(kernel: Callable[..., tuple[object, ...]], *args: Any) -> tuple[object, ...]:
     """Batch norm without writes: the new running statistics are the last two items of the
     result.
     """
@@ -107,7 +107,7 @@ def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
     return (*kernel(*args[:3], mean, var, *args[5:]), mean, var)
 
 
-def keeping(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+def keeping(kernel: Callable[..., tuple[object, ...]], *args: object) -> tuple[object, ...]:
     """An operation that returns what its backward needs only while autograd records, which programs
     switch off.
     """

@@ -17,8 +17,12 @@ import torch
 
 from .. import tree
 from ..errors import StageError
+from ..lowering.builder import Builder
+from ..lowering.keys import Key
+from ..programs.operations import Role
 from ..programs.program import Programs, numbered
-from ..stage import Remat, Stage
+from ..programs.wrappers import Remat
+from ..stage import MISSING, Elsewhere, Stage
 from ..tree import AbstractTree, Tree
 
 
@@ -230,3 +234,38 @@ def _crossing(programs: Programs, given: int, ys: int) -> Apart:
         for leaf, name in enumerate(programs.dxs)
     )
     return Apart(forwards, backwards)
+
+
+def check_carry(what: str, stage: Stage) -> None:
+    """Raise StageError for a carry without a beginning, or a beginning without a carry."""
+    given = stage.initial_carry is not MISSING
+    if stage.carry and not given and not isinstance(stage.fn, Elsewhere):
+        raise StageError(
+            f"{what} has carry=True without initial_carry=; give what its first slice gets: "
+            "tensors, numbers, None, or "
+            "a function of x"
+        )
+    if given and not stage.carry:
+        raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
+    leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StageError(
+            f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
+            "get; make it a "
+            "parameter, and let the function begin with it where its carry is None"
+        )
+
+
+def carried(builder: Builder, role: Role, stage: int, mb: int, leaf: int) -> Key:
+    """The key of a leaf of a slice's carry, which the slice before computes, or of its
+    gradient, by the next.
+    """
+    other = mb + (-1 if role == "x" else 1)
+    kind = builder.job.kind(other)
+    programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
+    names, count = programs.dxs, len(interface.dxs)
+    if role == "x":
+        names, count = programs.ys, len(interface.ys)
+    name = names[count + leaf]
+    assert name is not None, "no program reads a carry that is no tensor, nor its gradient"
+    return builder.key(programs, stage, other, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..engine.microbatches import Parts
+from ..engine.parts import Parts
 from ..errors import BatchError
 from ..tree import Tree
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ..lowering.builder import Builder
-from ..lowering.instructions import Instruction, Machine, Op, Recv, Registers, Send, StepFn, Wait
-from ..lowering.keys import GradSum, Key, PartialGrad, grad
+from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instructions import Recv, Send, Wait
+from ..lowering.keys import GradSum, Key, PartialGrad
 from ..lowering.memory import MemoryAccount
 from ..lowering.plan import Feature
+from ..lowering.value_graph import grad
 from ..tree import Spec
 
 #: A leaf of the parameters: its stage, and its index there.

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..programs.internals import draws, mutates, operator_of
-from ..programs.simplify import VIEW, argument, value_of
+from ..programs.split import VIEW, argument, value_of
 
 _SUM = torch.ops.aten.sum.dim_IntList
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..engine.copies import Copies
-from ..engine.microbatches import Parts
-from ..engine.request import Weighted
+from ..engine.microbatches import Weighted
+from ..engine.parts import Parts
 from ..errors import BatchError, StageError
 
 

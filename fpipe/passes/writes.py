@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import preserve_node_meta
 
 from ..programs.internals import Op, mutates, operator_of
-from ..programs.simplify import STORAGE, storage, value_of
+from ..programs.split import STORAGE, storage, value_of
 
 _SERIAL = count()
 

@@ -6,5 +6,6 @@ schedules.
 """
 
 from .internals import fake_tensors
+from .wrappers import BLOCKS, RECORDING, Block, block, remat
 
-__all__ = ["fake_tensors"]
+__all__ = ["BLOCKS", "RECORDING", "Block", "block", "fake_tensors", "remat"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass
 from operator import add
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,8 +23,7 @@ import torch
 from ..actions.product import feature
 from ..devices import exclusive
 from ..errors import StageError
-from ..stage import Stage, as_stage
-from ..tree import AbstractTree, Tree
+from ..stage import Stage
 from .internals import ambient
 from .program import Programs
 from .signature import Signature
@@ -40,17 +39,26 @@ ALIKE = 256
 Key: TypeAlias = tuple[Hashable, ...]
 
 
+class Occasion(Protocol):
+    """What a trace is taken for: a call of a pipeline."""
+
+    @property
+    def pipeline(self) -> object:
+        """The same for all calls of one pipeline."""
+        ...
+
+
 class Traces(dict[Key, Programs]):
     """The traces of one function, the oldest first.
 
-    ``firsts`` has the first signature of those that differ in sizes alone, with its occasion;
-    ``families`` is what the pass ``sizes`` keeps of them.
+    ``firsts`` has the first signature that a pipeline asked for, of those that differ in sizes
+    alone, with its occasion; ``families`` is what the pass ``sizes`` keeps of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.warned = False
-        self.firsts: dict[Key, tuple[Signature, object]] = {}
+        self.firsts: dict[Key, tuple[Signature, Occasion | None]] = {}
         self.families: dict[Key, Any] = {}
 
 
@@ -61,47 +69,11 @@ _STRONG: dict[Callable[..., object], Traces] = {}
 _UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 
 
-def trace(
-    fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree
-) -> Programs:
-    """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and
-    devices.
-
-    Args:
-        fn: a function as for ``fpipe.pipeline``, or a ``Stage``.
-        params, x: example arguments; their values do not matter.
-        state: the state of a stage that carries one.
-        side: its side inputs.
-
-    Returns:
-        ``Programs``: ``forward``, ``backward``, ``backward_input`` and ``backward_weight`` are
-        functions, whose ``.code`` is their source.
-
-    Raises:
-        TraceError: if the function cannot be traced, with the line and a remedy.
-        StageError: if the stage has ``carry=True``.
-
-    >>> programs = trace(lambda p, x: torch.tanh(x @ p), torch.eye(2), torch.ones(1, 2))
-    >>> y, saved = programs.forward(torch.eye(2), torch.ones(1, 2))
-    >>> dx, dparams = programs.backward(saved, torch.ones(1, 2))
-    >>> dparams.shape
-    torch.Size([2, 2])
-    """
-    of = AbstractTree.of
-    stage = as_stage(fn)
-    if stage.carry:
-        raise StageError(
-            f"stage {stage.label} has a carry, and a trace has none; trace lambda p, x: fn(p, *x) "
-            "for an input (carry, x)"
-        )
-    return programs_of(stage, Signature(of(params, True), of(x, True), of(side), of(state)))
-
-
 def programs_of(
     stage: Stage,
     signature: Signature,
     unused: frozenset[int] = frozenset(),
-    occasion: object = None,
+    occasion: Occasion | None = None,
 ) -> Programs:
     """The programs of a stage for a signature and the autocast that is on, traced where they are
     not in the cache.
@@ -148,11 +120,13 @@ def _trace(
     signature: Signature,
     unused: frozenset[int],
     options: Key,
-    occasion: object,
+    occasion: Occasion | None,
 ) -> Programs:
     """Programs for a signature that is new: of a trace for all sizes, or of their own trace."""
     key = (*options, signature.skeleton)
     first = store.firsts.setdefault(key, (signature, occasion))
+    if stage.dynamic is None and key not in store.families and not _alike(first[1], occasion):
+        first = store.firsts[key] = signature, occasion
     if stage.dynamic or (stage.dynamic is None and first[0] is not signature):
         programs = feature("sizes.families").programs_of(
             store.families, key, first, stage, signature, unused, occasion
@@ -161,6 +135,13 @@ def _trace(
         with timed("tracing"):
             programs = traced(stage, signature, unused)
     return feature("compilers").compiled(programs, stage.compile) if stage.compile else programs
+
+
+def _alike(first: Occasion | None, occasion: Occasion | None) -> bool:
+    """Whether both are of one pipeline; functions outlive pipelines, which may have sizes of their
+    own.
+    """
+    return first is None or occasion is None or first.pipeline is occasion.pipeline
 
 
 def _bound(store: Traces, stage: Stage, newest: Programs) -> None:

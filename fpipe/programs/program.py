@@ -23,10 +23,9 @@ import torch
 from ..actions.product import feature
 from ..tree import Aval
 from .internals import Op, direct, draws, is_collective, without_autocast
+from .operations import Input, Operation, Ref, Role
 from .signature import Outputs
 
-#: What an operation computes: a tensor, several, or something else.
-Value: TypeAlias = "Aval | tuple[Value, ...] | None"
 Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: What the names in a source stand for. The private functions here enter what they meet.
 Scope: TypeAlias = dict[str, object]
@@ -68,58 +67,6 @@ _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAM
 
 
 # ---- operations ----
-class Ref(str):
-    """The name of a value, as an argument of an operation.
-
-    >>> Ref("x0")
-    x0
-    """
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Operation:
-    """One operation: ``name = target(*args, **kwargs)``, in which each value is a ``Ref``.
-
-    ``inputs`` are the names of the values it reads, each once, and ``reads`` those values; ``mark``
-    is the user's name for the part it belongs to. It is a record without tensors: programs outlive
-    the traced graph.
-    """
-
-    name: str
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    inputs: tuple[str, ...]
-    reads: tuple[Value, ...] = ()
-    value: Value = None
-    mark: str | None = None
-
-
-def users(operations: Iterable[Operation]) -> dict[str, list[Operation]]:
-    """The operations that read each value."""
-    readers: dict[str, list[Operation]] = {}
-    for operation in operations:
-        for name in operation.inputs:
-            readers.setdefault(name, []).append(operation)
-    return readers
-
-
-def fill(value: Any, values: Mapping[str, Any]) -> Any:
-    """An argument with values in place of their names.
-
-    >>> fill([Ref("x0"), 3], {"x0": 5})
-    [5, 3]
-    """
-    if isinstance(value, Ref):
-        return values[value]
-    if isinstance(value, (list, tuple)) and not isinstance(value, Aval):
-        return type(value)([fill(item, values) for item in value])
-    if isinstance(value, dict):
-        return {key: fill(item, values) for key, item in value.items()}
-    return value
 
 
 # ---- one program ----
@@ -365,6 +312,29 @@ class Programs:
         """The cotangent of the auxiliary scalar, if it carries a gradient."""
         return self.outputs.cotangents.get("daux")
 
+    @cached_property
+    def roles(self) -> Mapping[str, Input]:
+        """The names of the programs for their inputs; any other name is that of a value that one
+        of them computes.
+        """
+        params, xs, sides, states = self.counts
+        table: tuple[tuple[str, Role, int], ...] = (
+            ("p", "param", params),
+            ("x", "x", xs),
+            ("k", "side", sides),
+            ("t", "state", states),
+            ("g", "grad", params),
+        )
+        roles = {
+            name: Input(role, leaf)
+            for prefix, role, count in table
+            for leaf, name in enumerate(numbered(prefix, count))
+        }
+        for leaf, name in enumerate(self.dys):
+            if name is not None:
+                roles[name] = Input("cotangent", leaf)
+        return roles | {"daux": Input("aux cotangent", 0)}
+
     # ---- bytes ----
     def held(self, names: Sequence[str]) -> int:
         """Bytes behind some names, each storage once; parameters, side inputs and state are the
@@ -445,6 +415,16 @@ class Programs:
         return TreeProgram(self.w, partial(feature("by_hand").backward_weight, self))
 
 
+@lru_cache(maxsize=4096)
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    """The names of ``count`` values.
+
+    >>> numbered("p", 2)
+    ('p0', 'p1')
+    """
+    return tuple(f"{prefix}{index}" for index in range(count))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TreeProgram:
     """A program called with pytrees, for interactive use; ``.code`` is its source."""
@@ -463,13 +443,3 @@ class TreeProgram:
     def code(self) -> str:
         """The source that runs."""
         return self.program.code
-
-
-@lru_cache(maxsize=4096)
-def numbered(prefix: str, count: int) -> tuple[str, ...]:
-    """The names of ``count`` values.
-
-    >>> numbered("p", 2)
-    ('p0', 'p1')
-    """
-    return tuple(f"{prefix}{index}" for index in range(count))

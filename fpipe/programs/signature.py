@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from .internals import PLAIN, Sizes, fake_inputs, pure_on_fakes, unseeded
 
 #: Parts of a function that have names: the numbers of the first of autograd's nodes and of the one
 #: after the last, and the name; inner parts before outer ones.
-Marks: TypeAlias = list[tuple[int, int, str]]
 #: What leaves of an output may be, beside tensors.
 LITERALS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
@@ -78,14 +77,13 @@ class WithExtra(NamedTuple):
 
 class Result(NamedTuple):
     """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without
-    them. ``marks`` are the parts that it named.
+    them.
     """
 
     y: Tree
     aux: torch.Tensor | None = None
     state: Tree = None
     extra: object = None
-    marks: Sequence[tuple[int, int, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -187,21 +185,13 @@ def check_aux(stage: Stage, aux: object) -> None:
 
 
 # ---- the call ----
-class Running(NamedTuple):
-    """A stage, or a loss, whose function is called now, and the parts that it has named so far."""
-
-    label: str
-    marks: Marks
-
-
-#: The stage whose function is called now.
-RUNNING: ContextVar[Running | None] = ContextVar("RUNNING", default=None)
+#: The label of the stage, or of the loss, whose function is called now.
+RUNNING: ContextVar[str | None] = ContextVar("RUNNING", default=None)
 
 
 def stage_that_runs() -> str | None:
     """The label of the stage, or of the loss, whose function calls this; None outside of stages."""
-    now = RUNNING.get()
-    return None if now is None else now.label
+    return RUNNING.get()
 
 
 def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
@@ -230,8 +220,7 @@ def call(
     p, x, side, state = (
         tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
     )
-    now = Running(stage.label, [])
-    token = RUNNING.set(now)
+    token = RUNNING.set(stage.label)
     try:
         with torch.enable_grad():
             if copies:
@@ -245,7 +234,7 @@ def call(
         raise
     finally:
         RUNNING.reset(token)
-    return result_of(stage, out)._replace(marks=now.marks)
+    return result_of(stage, out)
 
 
 def result_of(stage: Stage, out: object) -> Result:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from torch.fx.traceback import preserve_node_meta
 from .. import tree
 from ..actions.product import feature
 from ..errors import FpipeError
-from ..stage import BLOCKS, Block, Stage
+from ..stage import Stage
 from ..tree import Aval
 from .internals import (
     PLAIN,
@@ -38,15 +37,14 @@ from .internals import (
     quiet,
     without_autocast,
 )
-from .program import Held, Operation, Program, Programs, Ref, Value
+from .operations import Operation, Ref, Value
+from .program import Held, Program, Programs
 from .signature import Outputs, Signature, call, entering, outputs_of
-from .simplify import annotation, constants, memory, normalize, value_of
-from .split import Joint, Piece, Pieces, split
+from .split import Joint, Piece, Pieces, constants, memory, normalize, split, value_of
+from .wrappers import BLOCKS, Block
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Handed: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
-#: The annotation of operations in a part of a function that has a name.
-MARK = "fpipe_segment"
 
 
 class InexactError(Exception):
@@ -164,13 +162,9 @@ def joint_graph(
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
             given = handed(live, [*arguments[0], *arguments[1]], flat[len(slots) :])
-            with ExitStack() as stack:
-                stack.enter_context(without_autocast())
-                if result.marks:
-                    stack.enter_context(feature("marks").followed(live, result.marks))
-                # A checkpoint computes again what functional_call computed, but with the module's
-                # parameters.
-                stack.enter_context(pure_on_fakes(stage.label, "other_parameters_error"))
+            # A checkpoint computes again what functional_call computed, but with the module's
+            # parameters.
+            with without_autocast(), pure_on_fakes(stage.label, "other_parameters_error"):
                 grads = torch.autograd.grad(live, wrt, given, allow_unused=True)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
@@ -312,7 +306,6 @@ def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operati
     for node, value in values.items():
         if node.op == "call_function":
             assert callable(node.target)
-            mark = annotation(node, MARK)
             operations[node] = Operation(
                 node.name,
                 node.target,
@@ -321,7 +314,6 @@ def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operati
                 tuple(used.name for used in node.all_input_nodes),
                 tuple(values.get(used) for used in node.all_input_nodes),
                 value,
-                mark if isinstance(mark, str) else None,
             )
     return operations
 

@@ -11,7 +11,6 @@ from ._processes import folders_of as folders_of
 from ._processes import groups_of as groups_of
 from ._processes import is_first as is_first
 from .hub import export_model as export_model
-from .hub import import_model as import_model
 from .hub import model_files as model_files
 from .manifest import Leaf as Leaf
 from .manifest import Manifest as Manifest

@@ -25,7 +25,6 @@ from ..errors import CheckpointError
 from ._processes import Pipe, is_first
 from .files import Entry, plain
 from .leaf_names import Names, StageLeaf, StageNames, StageTree
-from .manifest import Span
 from .structures import Structures, describe_stage
 
 #: Names of trees that would be taken for arguments of ``load``.
@@ -51,13 +50,12 @@ class Place(NamedTuple):
     repeated: bool = False  # there are places of the leaf in other stages or on other ranks
 
     @property
-    def span(self) -> Span:
+    def entry(self) -> Entry:
         """The tensor in a file: called by its leaf, with the elements where it is not whole."""
         name, shape = self.key, self.shape
         if self.last - self.first < prod(shape):
             name, shape = f"{name}[{self.first}:{self.last}]", (self.last - self.first,)
-        entry = Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
-        return Span(self.key, self.first, self.last, entry)
+        return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
 def _no_facts() -> Facts:
@@ -114,30 +112,31 @@ def collect(
         raise CheckpointError(
             f"{min(wrong)!r} is an argument of load; save the tree under another name"
         )
-    if params is None:
-        trees, holding = dict[int, StageTree](), Holding()
-    else:
+    pipe, holding = names.pipe, Holding()
+    templates = list[tuple[str, type, Mapping[int, StageTree]]]()
+    if params is not None:
         trees, facts = stage_trees(names, params)
         holding = Holding(facts)
-        holding.facts["trees"]["params"] = ["stages", "params"]
+        facts["trees"]["params"] = ["stages", "params"]
         _by_parameter(names, trees, "params", holding)
+        templates.append(("stages", type(params), trees))
+    if pipe.config.stateful:
+        templates.append(("states", list, names.states()))
 
     def special(value: tree.Tree, path: str) -> object:
         """A tensor that all processes have, or a list by stage."""
         if tree.is_tensor(value):
-            return _shared(names.pipe, holding, plain(value, path), path)
-        for tag, by_stage in (
-            ("stages", _like_params(names.pipe, trees, params, value)),
-            ("states", _states(names, value)),
-        ):
-            if by_stage is not None:
-                _by_parameter(names, by_stage, path, holding)
-                return [tag, path]
+            return _shared(pipe, holding, plain(value, path), path)
+        for tag, kind, stages in templates:
+            if type(value) is kind and len(value) == pipe.stages:
+                by_stage = _by_stage(stages, value)
+                if by_stage is not None:
+                    _by_parameter(names, by_stage, path, holding)
+                    return [tag, path]
         return NotImplemented
 
-    holding.facts["trees"].update(
-        {name: to_node(value, name, special) for name, value in more.items()}
-    )
+    for name, value in more.items():
+        holding.facts["trees"][name] = to_node(value, name, special)
     return holding
 
 
@@ -157,45 +156,21 @@ def _kind(tensor: Tensor, shape: Sequence[int]) -> list[object]:
 
 
 # ---- lists by stage ----
-def _like_params(
-    pipe: Pipe, trees: Mapping[int, StageTree], params: Sequence[tree.Tree] | None, value: tree.Tree
+def _by_stage(
+    templates: Mapping[int, StageTree], value: Sequence[tree.Tree]
 ) -> dict[int, StageTree] | None:
-    """What a list by stage has at the leaves of the parameters; None if the value is no such
-    list.
-    """
-    if params is None or type(value) is not type(params) or len(value) != pipe.stages:
-        return None
-    if any(value[stage] is not None for stage in range(pipe.stages) if stage not in trees):
+    """What a list by stage has at the leaves of the templates; None if it has another form."""
+    if any(part is not None for stage, part in enumerate(value) if stage not in templates):
         return None
     by_stage: dict[int, StageTree] = {}
-    for stage, here in trees.items():
+    for stage, here in templates.items():
         values: list[tree.Tree] = [None] * len(here.leaves)
-        if value[stage] is not None:
+        if value[stage] is not None or here.state:
             try:
                 values = here.spec.flatten_up_to(value[stage])
             except ValueError:
                 return None
-        pairs = zip(here.leaves, values, strict=True)
-        by_stage[stage] = here._replace(leaves=[leaf._replace(value=v) for leaf, v in pairs])
-    return by_stage
-
-
-def _states(names: Names, value: tree.Tree) -> dict[int, StageTree] | None:
-    """The states that stages carry, from a list with one entry per stage; None if the value is no
-    such list.
-    """
-    pipe = names.pipe
-    if not pipe.config.stateful or not isinstance(value, list) or len(value) != pipe.stages:
-        return None
-    by_stage: dict[int, StageTree] = {}
-    for stage in range(pipe.stages):
-        if stage in pipe.here and names.stages[stage].stage.state:
-            state = names.state_tree(stage, value[stage])
-            if state is None:
-                return None
-            by_stage[stage] = state
-        elif value[stage] is not None:
-            return None
+        by_stage[stage] = here.filled(values)
     return by_stage
 
 

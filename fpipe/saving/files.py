@@ -247,10 +247,6 @@ class Stored(NamedTuple):
         with opened(self.folder, self.file) as file:
             return from_bytes(exactly(file, begin, end - begin), dtype, shape)
 
-    def entry(self, name: str) -> Entry:
-        """To write it under a name."""
-        return Entry(name, self.header.dtype, self.header.shape, self)
-
 
 def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
     """The tensors of a safetensors file, or of those in a folder, by name; their data are not read.

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..actions import progress
 from ..errors import CheckpointError
 from .files import Entry, grouped, stored, write
-from .manifest import Manifest, Span, Track, from_entries
+from .manifest import Manifest
 from .reading import read_leaf
 
 #: Reads a tensor.
@@ -47,11 +48,9 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
     found: dict[str, Read] = {}
     experts: dict[str, dict[str, dict[int, Read]]] = {}
     for name, read in tensors.items():
-        plain = (
-            ".".join(_OTHER.get(part, part) for part in name.split("."))
-            if "block_sparse_moe" in name
-            else name
-        )
+        plain = name
+        if "block_sparse_moe" in name:
+            plain = ".".join(_OTHER.get(part, part) for part in name.split("."))
         match = _EXPERT.fullmatch(plain)
         if match is None or match[3] not in sum(_FUSED.values(), ()):
             found[plain] = read
@@ -68,7 +67,7 @@ class Experts(NamedTuple):
     """Parameters of all experts of a layer as one: each part by the number of the expert."""
 
     head: str
-    parts: Sequence[Mapping[int, Any]]
+    parts: Sequence[Mapping[int, Read]]
 
     def __call__(self) -> Tensor:
         """Read it."""
@@ -80,12 +79,6 @@ class Experts(NamedTuple):
             )
         rows = (torch.cat([part[number]() for part in self.parts]) for number in numbers)
         return torch.stack(list(rows))
-
-    def entry(self, name: str) -> Entry:
-        """To write it under a name."""
-        one, *others = [next(iter(part.values())).header for part in self.parts]
-        rows = one.shape[0] + sum(other.shape[0] for other in others)
-        return Entry(name, one.dtype, (len(self.parts[0]), rows, *one.shape[1:]), self)
 
 
 def model_files(path: str | os.PathLike[str]) -> dict[str, Read]:
@@ -106,7 +99,6 @@ def export_model(
     folder: str | os.PathLike[str],
     tree: str = "params",
     most: int = 5 << 30,
-    track: Track[list[Entry]] = iter,
 ) -> None:
     """Write the tensors of a checkpoint of ``fpipe.save`` as the files of a model.
 
@@ -117,74 +109,46 @@ def export_model(
         folder: a new or empty folder for the files.
         tree: the parameters, or what has a tensor for each of them, such as an average.
         most: bytes of a file, but for a larger tensor.
-        track: goes through the files, to show progress.
 
     Raises:
         CheckpointError: if the tree has no tensor for a parameter, or the folder is not empty.
     """
-    path = Path(checkpoint)
-    _write_model(Path(folder), _entries(path, Manifest.read(path), tree), most, track)
+    entries = _entries(Path(checkpoint), tree)
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise CheckpointError(f"{folder} is not empty; write the model to a new folder")
+    groups = list(grouped(entries, lambda entry: entry.bytes, most))
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    files: dict[str, str] = {}
+    with progress(f"writing {folder}") as track:
+        for name, group in zip(names, track(groups), strict=True):
+            write(out / name, group, {"format": "pt"})
+            files |= {entry.name: name for entry in group}
+    if len(groups) > 1:
+        total = sum(entry.bytes for entry in entries)
+        content = {"metadata": {"total_size": total}, "weight_map": files}
+        (out / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def import_model(
-    path: str | os.PathLike[str],
-    checkpoint: str | os.PathLike[str],
-    most: int = 5 << 30,
-    track: Track[list[Span]] = iter,
-) -> None:
-    """Write the files of a model as a checkpoint that has parameters alone.
-
-    Args:
-        path: a safetensors file, or a folder of them.
-        checkpoint: a new or empty folder.
-        most: bytes of a file, but for a larger tensor.
-        track: goes through the files, to show progress.
-
-    Raises:
-        CheckpointError: if there are no such files, or the folder is not empty.
-    """
-    tensors: dict[str, Any] = model_files(path)
-    entries = [read.entry(name) for name, read in tensors.items()]
-    from_entries(Path(checkpoint), entries, most, track)
-
-
-def _entries(path: Path, manifest: Manifest, tree: str) -> list[Entry]:
+def _entries(path: Path, tree: str) -> list[Entry]:
     """The tensors of a tree like the parameters, by the names of these."""
+    manifest = Manifest.read(path)
     if tree not in manifest.slots:
         raise CheckpointError(
             f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}"
         )
-    keys = {name: node[1] for name, node in manifest.slots[tree].items() if node[0] == "leaf"}
-    for name in sorted(manifest.slots["params"].keys() - keys.keys()):
-        raise CheckpointError(
-            f"{tree!r} has no tensor for {name!r}; convert the parameters, or an average of all"
-        )
-    for key in keys.values():
-        if key not in manifest.leaves:
+    entries: list[Entry] = []
+    for name in manifest.slots["params"]:
+        tag, *key = manifest.slots[tree].get(name, ["none"])
+        if tag != "leaf" or key[0] not in manifest.leaves:
             raise CheckpointError(
-                f"{key!r} differs between copies of the pipeline, and is no tensor of one model"
+                f"{tree!r} has no tensor for {name!r}, or one for each copy of the pipeline; "
+                "convert the parameters, or an average of all"
             )
-    leaves = ((name, key, manifest.leaves[key]) for name, key in keys.items())
-    return [
-        Entry(name, leaf.torch_dtype, leaf.shape, partial(read_leaf, path, key, leaf))
-        for name, key, leaf in leaves
-    ]
-
-
-def _write_model(
-    folder: Path, entries: Iterable[Entry], most: int, track: Track[list[Entry]]
-) -> None:
-    """Write ``model.safetensors``, or several files and an index, into a new or empty folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty; write the model to a new folder")
-    groups = list(grouped(entries, lambda entry: entry.bytes, most))
-    names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-    names = ["model.safetensors"] if len(groups) == 1 else names
-    for name, group in zip(names, track(groups), strict=True):
-        write(folder / name, group, {"format": "pt"})
-    if len(groups) > 1:
-        files = {e.name: name for name, group in zip(names, groups, strict=True) for e in group}
-        total = sum(entry.bytes for group in groups for entry in group)
-        content = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        leaf = manifest.leaves[key[0]]
+        read = partial(read_leaf, path, key[0], leaf)
+        entries.append(Entry(name, leaf.torch_dtype, leaf.shape, read))
+    return entries

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .. import tree
-from ..collectives.codec import Node, under
+from ..collectives.codec import under
 from ..passes.copies.sharding import Layout
 from ..stage import Stage
 from ._processes import Pipe
@@ -120,6 +120,11 @@ class StageTree(NamedTuple):
     layout: Layout | None = None  # of parts
     state: bool = False
 
+    def filled(self, values: Sequence[tree.Tree]) -> StageTree:
+        """The same leaves with other values."""
+        pairs = zip(self.leaves, values, strict=True)
+        return self._replace(leaves=[leaf._replace(value=value) for leaf, value in pairs])
+
 
 def spans(layout: Layout | None) -> dict[int, tuple[int, int]]:
     """Which elements of leaves are here, by the number of the leaf; all of those that lack."""
@@ -162,9 +167,9 @@ class Names:
         """The stage that writes a leaf."""
         return self.ties.get((stage, path), ("", stage))[1]
 
-    def tied_leaves(self, stage: int) -> dict[str, Node]:
-        """The tied leaves of a stage, by path."""
-        return {path: ["leaf", key] for (s, path), (key, _) in self.ties.items() if s == stage}
+    def tied_leaves(self, stage: int) -> dict[str, str]:
+        """The names of the tied leaves of a stage, by path."""
+        return {path: key for (s, path), (key, _) in self.ties.items() if s == stage}
 
     # ---- trees of a stage here ----
     def tree(self, stage: int, params: tree.Tree, *, whole: bool = False) -> StageTree:
@@ -186,25 +191,44 @@ class Names:
             leaves.append(StageLeaf(path, key, value, shape, here.get(index), is_own))
         return StageTree(stage, spec, leaves, layout)
 
-    def state_tree(self, stage: int, value: tree.Tree) -> StageTree | None:
-        """The state that a stage carries, by names of a module's buffers, or as those of leaves.
-
-        None if the value does not have the structure of the stage's initial state.
+    def states(self) -> dict[int, StageTree]:
+        """What the stages here carry, as it is in the beginning, by names of a module's buffers,
+        or as those of leaves.
         """
+        carrying = [stage for stage in self.pipe.here if self.stages[stage].stage.state]
+        return {stage: self._state(stage) for stage in carrying}
+
+    def _state(self, stage: int) -> StageTree:
         of = self.stages[stage]
-        values, spec = tree.flatten(value)
-        if not of.stage.state or spec != tree.flatten(of.stage.initial_state)[1]:
-            return None
+        initial = of.stage.initial_state
+        values, spec = tree.flatten(initial)
         prefix = of.prefix if of.stage.weights is None else ""
-        leaves = [
-            StageLeaf(path, (joined(prefix, path) if prefix else path), leaf, tuple(leaf.shape))
-            for path, leaf in zip(tree.names(value), values, strict=True)
-        ]
+        pairs = zip(tree.names(initial), values, strict=True)
+        leaves = [StageLeaf(path, joined(prefix, path), x, tuple(x.shape)) for path, x in pairs]
         return StageTree(stage, spec, leaves, state=True)
 
-    def expected(self, stage: int, like: Sequence[tree.Tree] | None) -> tree.Tree:
-        """Parameters with the expected form: of ``like``, of a module, or None."""
-        weights = self.stages[stage].stage.weights
+    def expected(self, like: Sequence[tree.Tree] | None) -> list[tree.Tree]:
+        """Parameters of the stages here as they should be, of ``like`` or of modules; None where
+        nothing is known.
+        """
         if like is not None:
-            return like[stage]
-        return None if weights is None else {name: weight.like for name, weight in weights.items()}
+            self.pipe.config.check_params(like)
+        trees: list[tree.Tree] = [None] * self.pipe.stages
+        for stage in self.pipe.here:
+            weights = self.stages[stage].stage.weights
+            if like is not None:
+                trees[stage] = like[stage]
+            elif weights is not None:
+                trees[stage] = {name: weight.like for name, weight in weights.items()}
+        return trees
+
+
+def misfit(stage: int, key: str, found: str | None, wanted: str) -> str:
+    """What is wrong with a leaf, by dtype and shape; "" if it is as it should be.
+
+    >>> misfit(3, "w", "float32[4]", "float32[5]"), misfit(3, "w", "int8[4]", "int8[4]")
+    ("'w' is float32[4], and stage 3 takes float32[5]", '')
+    """
+    if found is None:
+        return f"{key!r}, {wanted}, of stage {stage} is missing"
+    return "" if found == wanted else f"{key!r} is {found}, and stage {stage} takes {wanted}"

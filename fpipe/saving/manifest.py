@@ -14,19 +14,20 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from .. import __version__
-from ..collectives.codec import DTYPES, Node, dtype_name
+from ..actions import progress
+from ..collectives.codec import DTYPES, Node
 from ..errors import CheckpointError
-from .files import Entry, File, exactly, grouped, hashed, opened, size_of, write
+from .files import File, exactly, hashed, opened, size_of
 
 NAME = "manifest.json"
 #: The number of this layout of manifests and files.
@@ -35,11 +36,6 @@ FORMAT = 1
 MOST = 1 << 30
 _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _HASH = re.compile(r"[0-9a-f]{64}")
-
-
-T = TypeVar("T")
-#: Passes the parts of some work on, and counts them.
-Track: TypeAlias = Callable[[list[T]], Iterable[T]]
 
 
 class Piece(NamedTuple):
@@ -53,6 +49,14 @@ class Piece(NamedTuple):
     begin: int
     end: int
     sha256: str
+
+    def read(self, folder: Path, key: str, low: int = 0, high: int = 0) -> bytearray:
+        """Bytes ``low`` to ``high`` of its data, all of which are compared with their hash."""
+        with opened(folder, self.file) as file:
+            part, digest = hashed(file, self.begin, self.end, low, high)
+        if digest != self.sha256:
+            raise damaged(folder / self.file, f"the data of {key!r}")
+        return part
 
 
 class Leaf(NamedTuple):
@@ -79,20 +83,19 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. ``trees`` are the structures of what was saved, by name."""
+    """What a checkpoint holds.
+
+    ``trees`` are the structures of what was saved, by name. Structures of parameters are in
+    ``stages``, by the name of the stage, and in ``layers``, by list of blocks and number. ``slots``
+    has what a tree like the parameters holds for each of them, by the path of that tree.
+    """
 
     trees: Mapping[str, Node]
     leaves: Mapping[str, Leaf]
-    stages: Mapping[str, Node] = field(
-        default_factory=dict
-    )  # structures of parameters, by the name of the stage
-    layers: Mapping[str, Mapping[str, Node]] = field(
-        default_factory=dict
-    )  # by list of blocks and number
-    slots: Mapping[str, Mapping[str, Node]] = field(
-        default_factory=dict
-    )  # by path in a tree, and parameter
-    files: Mapping[str, File] = field(default_factory=dict)
+    stages: Mapping[str, Node]
+    layers: Mapping[str, Mapping[str, Node]]
+    slots: Mapping[str, Mapping[str, Node]]
+    files: Mapping[str, File]
     fpipe: str = __version__
     format: int = FORMAT
 
@@ -200,69 +203,20 @@ class Manifest:
             if size_of(file) != row.size or hashed(file, 0, row.header)[1] != row.sha256:
                 raise damaged(folder / name, "its size or header")
 
-    def faults(self, folder: Path, track: Track[tuple[str, Leaf]] = iter) -> Iterator[str]:
+    def faults(self, folder: Path) -> Iterator[str]:
         """What differs between the files and the manifest; every byte is read."""
         for name in self.files:
             try:
                 self.check_file(folder, name)
             except CheckpointError as error:
                 yield str(error)
-        for key, leaf in track(list(self.leaves.items())):
-            for piece in leaf.pieces:
-                try:
-                    with opened(folder, piece.file) as file:
-                        if hashed(file, piece.begin, piece.end)[1] != piece.sha256:
-                            yield str(damaged(folder / piece.file, f"the data of {key!r}"))
-                except (CheckpointError, ValueError) as error:
-                    yield f"{key!r}: {error}"
-
-
-class Span(NamedTuple):
-    """A tensor to write: elements ``first`` to ``last`` of a leaf."""
-
-    key: str
-    first: int
-    last: int
-    entry: Entry
-
-
-def write_spans(
-    folder: Path, process: int, spans: Iterable[Span], most: int, track: Track[list[Span]] = iter
-) -> tuple[dict[str, File], dict[str, list[Piece]]]:
-    """Write tensors into files of at most ``most`` bytes, but for a larger tensor; the files, and
-    the pieces of leaves.
-    """
-    files, pieces = dict[str, File](), dict[str, list[Piece]]()
-    groups = list(grouped(spans, lambda span: span.entry.bytes, most))
-    for number, group in enumerate(track(groups)):
-        name = f"{process:05}-{number:05}.safetensors"
-        files[name], places = write(folder / name, [span.entry for span in group])
-        for (key, first, last, _), place in zip(group, places, strict=True):
-            pieces.setdefault(key, []).append(Piece(first, last, name, *place))
-    return files, pieces
-
-
-def from_entries(
-    folder: Path, entries: Sequence[Entry], most: int, track: Track[list[Span]] = iter
-) -> Manifest:
-    """Write a checkpoint of parameters alone into a new or empty folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty; write the checkpoint to a new folder")
-    keys = {entry.name: f"params/{entry.name}" for entry in entries}
-    spans = (
-        Span(keys[entry.name], 0, prod(entry.shape), entry._replace(name=keys[entry.name]))
-        for entry in entries
-    )
-    files, pieces = write_spans(folder, 0, spans, most, track)
-    leaves = {
-        keys[name]: Leaf(dtype_name(dtype), shape, True, tuple(pieces[keys[name]]))
-        for name, dtype, shape, _ in entries
-    }
-    slots = {"params": {name: ["leaf", key] for name, key in keys.items()}}
-    manifest = Manifest({"params": ["stages", "params"]}, leaves, slots=slots, files=files)
-    manifest.write(folder)
-    return manifest
+        with progress(f"verifying {folder}") as track:
+            for key, leaf in track(list(self.leaves.items())):
+                for piece in leaf.pieces:
+                    try:
+                        piece.read(folder, key)
+                    except (CheckpointError, ValueError) as error:
+                        yield f"{key!r}: {error}"
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

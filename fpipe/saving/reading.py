@@ -29,9 +29,8 @@ from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import Pipe, agree, check_unused, everyone, folder_of, wait_for_writers
 from .collect import own_key
-from .files import hashed, opened
-from .leaf_names import Names, StageLeaf, StageTree
-from .manifest import Leaf, Manifest, damaged
+from .leaf_names import Names, StageLeaf, StageTree, misfit
+from .manifest import Leaf, Manifest
 from .structures import Structures, tied_parts
 
 
@@ -113,17 +112,33 @@ def _reader(
         return reader
     with _readable(f"{folder}: the structure of its parameters"):
         reader = replace(reader, templates=_templates(reader, like))
-    faults = reader.faults()
-    kept = {key: leaf for key, (_, leaf) in faults.items() if not strict and not leaf.is_meta}
-    lost = [fault for key, (fault, _) in faults.items() if key not in kept]
+    return replace(reader, kept=_kept(reader, strict))
+
+
+def _kept(reader: Reader, strict: bool) -> dict[str, Tensor]:
+    """Parameters that keep their value because the checkpoint has no such leaf; CheckpointError
+    where they must not, or have none.
+    """
+    kept, lost = dict[str, Tensor](), list[str]()
+    for stage, here in reader.templates.items():
+        for _, key, like, shape, *_ in here.leaves:
+            if not tree.is_tensor(like):
+                continue
+            leaf = reader.leaf(f"params/{key}")
+            wanted = f"{dtype_name(like.dtype)}{list(shape)}"
+            fault = misfit(stage, key, None if leaf is None else str(leaf), wanted)
+            if fault and (strict or like.is_meta):
+                lost.append(fault)
+            elif fault:
+                kept[key] = like
+                warnings.warn(f"{reader.folder}: skipped: {fault}", stacklevel=6)
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         raise CheckpointError(
-            f"{folder}: {lost[0]}{more}; load the same model, or pass strict=False with like=params"
+            f"{reader.folder}: {lost[0]}{more}; load the same model, or pass strict=False with "
+            "like=params"
         )
-    for key in kept:
-        warnings.warn(f"{folder}: skipped: {faults[key][0]}", stacklevel=5)
-    return replace(reader, kept=kept)
+    return kept
 
 
 @contextmanager
@@ -141,11 +156,8 @@ def _readable(what: str) -> Iterator[None]:
 def _templates(reader: Reader, like: Sequence[Tree] | None) -> dict[int, StageTree]:
     """The parameters of the stages here as tensors without data, with their names."""
     names, pipe = reader.names, reader.names.pipe
-    if like is not None:
-        pipe.config.check_params(like)
-    trees: list[Tree] = [None] * pipe.stages
+    trees = names.expected(like)
     for stage in pipe.here:
-        trees[stage] = names.expected(stage, like)
         if like is None and names.stages[stage].stage.weights is None:
             trees[stage] = _recorded(reader, stage)
     if pipe.parts is not None and (like is None or not pipe.cache.shares.layouts):
@@ -160,12 +172,7 @@ def _recorded(reader: Reader, stage: int) -> Tree:
     def leaf(node: Node, path: str) -> object:
         if node[0] == "at":
             return from_node(node[2], path)
-        stored = reader.leaf(f"params/{node[1]}")
-        if stored is None:
-            raise CheckpointError(
-                f"the checkpoint has no leaf {node[1]!r}; it was saved by other copies of the "
-                "pipeline"
-            )
+        stored = reader.existing(f"params/{node[1]}")
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
 
     # tied parts were one in the cut that was saved
@@ -185,21 +192,6 @@ class Reader:
     kept: Mapping[str, Tensor]  # parameters that are not read, by name
     check: Callable[[str], None]  # of the header of a file, once
 
-    def faults(self) -> dict[str, tuple[str, Tensor]]:
-        """What is wrong with parameters here, and what the pipeline has instead, by name."""
-        faults: dict[str, tuple[str, Tensor]] = {}
-        for stage, here in self.templates.items():
-            for _, key, like, shape, *_ in here.leaves:
-                if not tree.is_tensor(like):
-                    continue
-                leaf = self.leaf(f"params/{key}")
-                want = f"{dtype_name(like.dtype)}{list(shape)}"
-                if leaf is None:
-                    faults[key] = f"it has no leaf {key!r}, {want}, of stage {stage}", like
-                elif str(leaf) != want:
-                    faults[key] = f"leaf {key!r} is {leaf}, and stage {stage} takes {want}", like
-        return faults
-
     def leaf(self, key: str) -> Leaf | None:
         """A leaf, or this copy's of one that each copy has for itself."""
         leaves, pipe = self.manifest.leaves, self.names.pipe
@@ -218,16 +210,11 @@ class Reader:
         if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Tree] = [None] * self.names.pipe.stages
-        for stage, here in (self.templates if node[0] == "stages" else self._states()).items():
+        templates = self.templates if node[0] == "stages" else self.names.states()
+        for stage, here in templates.items():
             values = [self._part(node[1], here, leaf) for leaf in here.leaves]
             out[stage] = tree.unflatten(here.spec, values)
         return out
-
-    def _states(self) -> dict[int, StageTree]:
-        """What the stages here carry, as it is in the beginning."""
-        names, stages = self.names, self.names.pipe.config.functions
-        states = {s: names.state_tree(s, stages[s].initial_state) for s in names.pipe.here}
-        return {stage: state for stage, state in states.items() if state is not None}
 
     def _part(self, slot: str, here: StageTree, wanted: StageLeaf) -> Tree:
         """What a list by stage has for one parameter."""
@@ -244,21 +231,18 @@ class Reader:
         device = pipe.group.device(pipe.config.rank_here(here.stage))
 
         def special(node: Node, path: str) -> object:
-            if node[0] == "at":
-                return from_node(node[2], path)
             if node[0] != "leaf":
                 return NotImplemented
-            leaf, span = self.leaf(node[1]), None
-            number = leaf is not None and not leaf.shape
-            if leaf is not None and leaf.shape == wanted.shape:
-                span = None if number and node[1] != f"{slot}/{key}" else wanted.span
-            tensor = self._tensor(node[1], span)
-            return tensor if leaf is not None and number and leaf.host else tensor.to(device)
+            leaf = self.existing(node[1])
+            is_number = not leaf.shape
+            is_cut = leaf.shape == wanted.shape and (not is_number or node[1] == f"{slot}/{key}")
+            tensor = self._tensor(node[1], wanted.span if is_cut else None)
+            return tensor if is_number and leaf.host else tensor.to(device)
 
         return from_node(node, f"{slot}/{key}", special)
 
-    def _tensor(self, key: str, span: tuple[int, int] | None = None) -> Tensor:
-        """A leaf on the host, or elements of it along one axis."""
+    def existing(self, key: str) -> Leaf:
+        """A leaf; CheckpointError if there is none."""
         leaf = self.leaf(key)
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
@@ -266,6 +250,11 @@ class Reader:
             raise CheckpointError(
                 f"{self.folder} has no leaf {key!r}{why}: load it with as many copies"
             )
+        return leaf
+
+    def _tensor(self, key: str, span: tuple[int, int] | None = None) -> Tensor:
+        """A leaf on the host, or elements of it along one axis."""
+        leaf = self.existing(key)
         for piece in leaf.pieces:
             self.check(piece.file)
         return read_leaf(self.folder, key, leaf, span)
@@ -280,10 +269,7 @@ def read_leaf(folder: Path, key: str, leaf: Leaf, span: tuple[int, int] | None =
     for piece in leaf.pieces:
         low, high = max(first, piece.first), min(last, piece.last)
         if low < high:
-            with opened(folder, piece.file) as file:
-                at = (low - piece.first) * itemsize, (high - piece.first) * itemsize
-                part, digest = hashed(file, piece.begin, piece.end, *at)
-            if digest != piece.sha256:
-                raise damaged(folder / piece.file, f"the data of {key!r}")
+            at = (low - piece.first) * itemsize, (high - piece.first) * itemsize
+            part = piece.read(folder, key, *at)
             raw = part if not raw else raw + part
     return from_bytes(raw, leaf.torch_dtype, leaf.shape if span is None else (last - first,))

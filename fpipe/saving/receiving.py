@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.codec import Node, from_node
 from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import Pipe, agree, check_unused
 from .files import stored
-from .leaf_names import Names, StageTree, after, joined
-from .structures import nested
+from .leaf_names import Names, StageTree, after, joined, misfit
+from .structures import by_head
 
 #: Names with tensors, or with functions that read them.
 Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
@@ -76,7 +75,12 @@ def receive(
     elif callable(named_tensors):
         pairs = agree(pipe, named_tensors)
     names = Names(pipe)
-    templates = agree(pipe, lambda: _templates(names, like))
+    expected = agree(pipe, lambda: names.expected(like))
+    templates = {
+        stage: names.tree(stage, expected[stage], whole=True)
+        for stage in pipe.here
+        if expected[stage] is not None
+    }
     wanted = _wanted(names, templates)
     there, taken = set[str](), dict[str, Tensor]()
     fault: Exception | None = None
@@ -99,18 +103,6 @@ def _copied(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 # ---- what each stage takes ----
-def _templates(names: Names, like: Sequence[Tree] | None) -> dict[int, StageTree]:
-    """What is known of the parameters of the stages here beforehand."""
-    if like is not None:
-        names.pipe.config.check_params(like)
-    trees = {stage: names.expected(stage, like) for stage in names.pipe.here}
-    return {
-        stage: names.tree(stage, params, whole=True)
-        for stage, params in trees.items()
-        if params is not None
-    }
-
-
 def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str], bool]:
     """Whether a tensor belongs to a stage here, by its name."""
     keys = {leaf.key for here in templates.values() for leaf in here.leaves}
@@ -143,44 +135,38 @@ def _built(
 def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) -> object:
     if not tree.is_tensor(like):
         return like
-    if key not in taken:
+    value = taken.get(key)
+    found = None if value is None else tree.describe([value])[1:-1]
+    fault = misfit(stage, key, found, tree.describe([like])[1:-1])
+    if fault:
         raise CheckpointError(
-            f"{key!r} of stage {stage} is missing; pass the tensors of the whole model"
-        )
-    value = taken[key]
-    if value.shape != like.shape or value.dtype != like.dtype:
-        raise CheckpointError(
-            f"{key!r} is {tree.describe([value])[1:-1]}, and stage {stage} takes "
-            f"{tree.describe([like])[1:-1]}; pass the tensors of this model, and dtype= to convert "
-            "them"
+            f"{fault}; pass the tensors of the whole model, and dtype= to convert them"
         )
     return value
 
 
 def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Tree:
     """Nested dicts and lists of the tensors whose names begin as those of a stage."""
-    rows: dict[str, Node] = names.tied_leaves(stage)
+    keys = names.tied_leaves(stage)
     for path, head in names.stages[stage].heads.items():
-        below = {key: rest for key in taken if (rest := after(key, head)) is not None}
-        rows |= {joined(path, rest): ["leaf", key] for key, rest in below.items()}
-    missing = [key for _, key in rows.values() if key not in taken]
-    if missing or not rows:
+        for key in taken:
+            rest = after(key, head)
+            if rest is not None:
+                keys[joined(path, rest)] = key
+    missing = [key for key in keys.values() if key not in taken]
+    if missing or not keys:
         raise CheckpointError(
             f"there is no tensor {missing[0] if missing else names.stages[stage].prefix!r} for "
             f"stage {stage}; pass the tensors of the whole model, by names as fpipe.stream has "
             "them, or like=params"
         )
-
-    def leaf(node: Node, path: str) -> object:
-        return taken[node[1]] if node[0] == "leaf" else NotImplemented
-
-    return _lists(from_node(nested(rows), "", leaf))
+    return _below({path: taken[key] for path, key in keys.items()})
 
 
-def _lists(value: Tree) -> Tree:
-    """Dicts whose keys count from 0 as lists."""
-    if not isinstance(value, dict):
-        return value
-    below = {key: _lists(item) for key, item in value.items()}
+def _below(rows: Mapping[str, Tensor]) -> Tree:
+    """Nested dicts with tensors at dotted paths; dicts whose keys count from 0 are lists."""
+    if "" in rows:
+        return rows[""]
+    below = {head: _below(part) for head, part in by_head(rows).items()}
     numbers = [str(number) for number in range(len(below))]
     return [below[number] for number in numbers] if set(below) == set(numbers) else below

@@ -9,7 +9,7 @@ after the copies of the pipeline have put their parts together. This module must
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -62,7 +62,6 @@ def stream(
     *,
     dtype: torch.dtype | None = None,
     to: int | None = None,
-    rename: Callable[[str], str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All parameters as pairs of name and whole tensor, in the same order on every rank.
 
@@ -78,7 +77,6 @@ def stream(
         dtype: that of the floating tensors; by default their own.
         to: the only rank of the pipeline that gets tensors; the others get such on the device
             "meta".
-        rename: from names in the model to others.
 
     Returns:
         An iterator of ``(name, tensor)``, on the device of the first rank of this process.
@@ -107,8 +105,7 @@ def stream(
     texts = everyone(pipe, json.dumps(mine))
     data = (row for text in texts for row in json.loads(text))
     rows = sorted({Row(*row)._replace(shape=tuple(row[4])) for row in data})
-    labels = agree(pipe, lambda: [rename(row.name) if rename else row.name for row in rows])
-    return _streamed(pipe, trees, rows, labels, bucket_bytes, to)
+    return _streamed(pipe, trees, rows, bucket_bytes, to)
 
 
 def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
@@ -133,13 +130,14 @@ def _streamed(
     pipe: Pipe,
     trees: Mapping[int, StageTree],
     rows: Sequence[Row],
-    names: Sequence[str],
     bucket: int,
     to: int | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    following = iter(names)
     wanted = to is None or to in pipe.group.here
-    for run in _runs(rows, int(bucket * _WHOLE)):
+    most = int(bucket * _WHOLE)
+    by_rank = (same for _, same in groupby(rows, lambda row: row.rank))
+    runs = (run for same in by_rank for run in grouped(same, lambda row: row.bytes, most))
+    for run in runs:
         if run[0].rank in pipe.group.here:
             tensors = [_whole(pipe, trees[row.stage], row) for row in run]
         else:
@@ -147,18 +145,11 @@ def _streamed(
             tensors = [torch.empty(row.shape, dtype=row.torch_dtype, device=device) for row in run]
         if len(pipe.group.here) < pipe.group.size:
             _send(pipe, tensors, run, _piece(pipe, bucket))
+        if not wanted:
+            tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         tensors.reverse()
-        while tensors:  # this function holds none that it has handed out
-            yield (
-                next(following),
-                tensors.pop() if wanted else torch.empty_like(tensors.pop(), device="meta"),
-            )
-
-
-def _runs(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
-    """Consecutive parameters of one rank, of at most so many bytes."""
-    for _, same in groupby(rows, lambda row: row.rank):
-        yield from grouped(same, lambda row: row.bytes, most)
+        for row in run:  # this function holds no tensor that it has handed out
+            yield row.name, tensors.pop()
 
 
 def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
@@ -190,18 +181,13 @@ def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int
     """
     source = rows[0].rank
     own = source in pipe.group.here
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    cuts = [
-        (i, first, min(first + piece, row.bytes))
-        for i, row in enumerate(rows)
-        for first in range(0, row.bytes, piece)
-    ]
-    for number, group in enumerate(grouped(cuts, lambda cut: cut[2] - cut[1], piece)):
-        views = [flat[i][first:last] for i, first, last in group]
-        specs = tuple(Spec((last - first,), (1,), torch.uint8) for _, first, last in group)
-        values = pipe.group.share(tuple(views) if own else None, specs, source)
+    flat = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
+    views = [view for data in flat for view in data.split(piece) if view.numel()]
+    for number, group in enumerate(grouped(views, Tensor.numel, piece)):
+        specs = tuple(Spec((view.numel(),), (1,), torch.uint8) for view in group)
+        values = pipe.group.share(tuple(group) if own else None, specs, source)
         if not own:
-            for view, value in zip(views, values, strict=True):
+            for view, value in zip(group, values, strict=True):
                 view.copy_(value)
         del values
         if number % _AHEAD == _AHEAD - 1:

@@ -6,7 +6,7 @@ and of numbered blocks, so that stages of another cut find theirs. This module m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import optree
 
@@ -14,6 +14,8 @@ from .. import tree
 from ..collectives.codec import Node, Special, from_node, to_node, under
 from ..errors import CheckpointError
 from .leaf_names import Names, StageNames, after
+
+T = TypeVar("T")
 
 
 class Described(NamedTuple):
@@ -85,19 +87,31 @@ def nested(rows: Mapping[str, Node]) -> Node:
     """
     if "" in rows:
         return rows[""]
-    heads: dict[str, dict[str, Node]] = {}
-    for path, node in rows.items():
+    return ["dict", [[head, nested(below)] for head, below in by_head(rows).items()]]
+
+
+def by_head(rows: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Values by the first part of a dotted path, and by the rest of it.
+
+    >>> by_head({"a.b": 1, "a.c.d": 2, "e": 3})
+    {'a': {'b': 1, 'c.d': 2}, 'e': {'': 3}}
+    """
+    heads: dict[str, dict[str, T]] = {}
+    for path, value in rows.items():
         head, _, rest = path.partition(".")
-        heads.setdefault(head, {})[rest] = node
-    return ["dict", [[head, nested(below)] for head, below in heads.items()]]
+        heads.setdefault(head, {})[rest] = value
+    return heads
 
 
 def tied_parts(names: Names, stage: int) -> dict[str, Node]:
     """Structures of the parts of a stage that have tied leaves, if they have no others."""
     parts: dict[str, Node] = {}
     for head, name in names.stages[stage].heads.items():
-        tied = names.tied_leaves(stage).items()
-        rows = {rest: node for path, node in tied if (rest := after(path, head)) is not None}
+        rows: dict[str, Node] = {}
+        for path, key in names.tied_leaves(stage).items():
+            rest = after(path, head)
+            if rest is not None:
+                rows[rest] = ["leaf", key]
         if rows:
             parts[name] = nested(rows)
     return parts

@@ -19,20 +19,19 @@ from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-import torch
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..actions import progress
-from ..collectives.codec import from_bytes, to_bytes
+from ..collectives.codec import to_bytes
 from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
-from .files import File
+from .files import File, grouped, write
 from .leaf_names import Names
-from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete, write_spans
+from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete
 
 T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
@@ -53,10 +52,6 @@ class Saving:
     pipe: Pipe
     written: Future[None]
     completed: Future[None] | None
-
-    def done(self) -> bool:
-        """Whether this process has written its part, and the first one the manifest too."""
-        return self.written.done() and (self.completed is None or self.completed.done())
 
     def wait(self) -> None:
         """Return once the checkpoint is complete; every process calls it.
@@ -132,11 +127,13 @@ def _start(
     me = _Process(_number(pipe), str(folder.absolute()), secrets.token_hex(8))
     rows = everyone(pipe, json.dumps(me))
     processes = sorted(_Process(*json.loads(row)) for row in rows)
-    token = processes[0].token
-    agree(pipe, lambda: _prepare(folder, token) if is_first(pipe) else None)
-    _check_shared(folder, pipe, me, processes[0])
+    first, mark = processes[0], folder / f".{processes[0].token}.part"
+    agree(pipe, lambda: _prepare(folder, mark) if is_first(pipe) else None)
+    agree(pipe, lambda: _see(mark, me, first))
+    if is_first(pipe):
+        mark.unlink(missing_ok=True)
     numbers = [process.number for process in processes]
-    job = _Job(folder, token, me.number, numbers, pipe.group.timeout, shown=wait)
+    job = _Job(folder, first.token, me.number, numbers, pipe.group.timeout, shown=wait)
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
@@ -162,8 +159,8 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
 
 
 class _Process(NamedTuple):
-    """A process: its number, where it sees the folder, and a token, of which the first one's marks
-    the files of this checkpoint.
+    """A process: its number, its folder, and a token; that of the first one marks the files of this
+    checkpoint.
     """
 
     number: int
@@ -181,8 +178,10 @@ def _number(pipe: Pipe) -> int:
 
 
 # ---- the folder ----
-def _prepare(folder: Path, token: str) -> None:
-    """An empty folder but for a mark: what an incomplete checkpoint left there is removed."""
+def _prepare(folder: Path, mark: Path) -> None:
+    """An empty folder but for a mark, by which the other processes see that theirs is the same:
+    what an incomplete checkpoint left there is removed.
+    """
     if is_complete(folder):
         raise CheckpointError(
             f"{folder} has a complete checkpoint; save to another folder, or remove it first"
@@ -195,27 +194,19 @@ def _prepare(folder: Path, token: str) -> None:
         )
     for file in folder.iterdir():
         file.unlink()
-    _mark(folder, token).touch()
+    mark.touch()
 
 
-def _mark(folder: Path, token: str) -> Path:
-    """The file by which a process sees that its folder is that of the first one."""
-    return folder / f".{token}.part"
-
-
-def _check_shared(folder: Path, pipe: Pipe, me: _Process, first: _Process) -> None:
-    """Raise on every process where one does not see the folder of the first."""
-    mark, end = _mark(folder, first.token), time.monotonic() + _SEEN
-    while not (sees := mark.exists()) and time.monotonic() < end:
+def _see(mark: Path, me: _Process, first: _Process) -> None:
+    """Wait for the mark of the first process; CheckpointError where it has another folder."""
+    end = time.monotonic() + _SEEN
+    while not mark.exists():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{first} and {me} are two folders; give one path, on a file system that all "
+                "processes share"
+            )
         time.sleep(_POLL)
-    others = sorted(filter(None, everyone(pipe, "" if sees else str(me))))
-    if me == first:
-        mark.unlink(missing_ok=True)
-    if others:
-        raise CheckpointError(
-            f"{first} and {others[0]} are two folders; give one path, on a file system that all "
-            "processes share"
-        )
 
 
 # ---- threads ----
@@ -233,10 +224,17 @@ class _Job:
     def write(self, places: Sequence[Place]) -> None:
         """Write the tensors of this process, and then the list of them."""
         shown = self.shown and self.number == 0
-        spans = [place.span for place in places if place.write]
+        mine = [place for place in places if place.write]
+        groups = list(grouped(mine, lambda place: place.entry.bytes, MOST_FILE))
+        files, pieces = dict[str, File](), dict[str, list[Piece]]()
         try:
             with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
-                files, pieces = write_spans(self.folder, self.number, spans, MOST_FILE, track)
+                for number, group in enumerate(track(groups)):
+                    name = f"{self.number:05}-{number:05}.safetensors"
+                    files[name], found = write(self.folder / name, [p.entry for p in group])
+                    for place, where in zip(group, found, strict=True):
+                        piece = Piece(place.first, place.last, name, *where)
+                        pieces.setdefault(place.key, []).append(piece)
             self._list([files, pieces, [_print(place) for place in places if place.repeated]])
         except Exception as error:
             self._list(f"{type(error).__name__}: {error}")
@@ -258,12 +256,12 @@ class _Job:
         fault = next((row for row in rows if isinstance(row, str)), None)
         if fault is not None:
             raise CheckpointError(f"a process could not write its part of {self.folder}: {fault}")
-        _check_ties([print_ for _, _, prints in rows for print_ in prints])
-        files = {name: File(*file) for part, _, _ in rows for name, file in part.items()}
-        pieces = dict[str, list[Piece]]()
-        for _, part, _ in rows:
-            for key, found in part.items():
-                pieces.setdefault(key, []).extend(Piece(*piece) for piece in found)
+        files, pieces = dict[str, File](), dict[str, list[Piece]]()
+        for part, found, _ in rows:
+            files |= {name: File(*file) for name, file in part.items()}
+            for key, places in found.items():
+                pieces.setdefault(key, []).extend(Piece(*place) for place in places)
+        _check_ties([row for _, _, prints in rows for row in prints])
         leaves = {
             key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
             for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items())
@@ -293,40 +291,25 @@ class _Job:
 
 
 # ---- leaves in several places ----
-def _print(place: Place) -> tuple[str, str, int]:
-    raw = to_bytes(place.tensor)
-    return place.key, place.where, fingerprint(raw, place.tensor.dtype, place.first)
+#: A leaf, its elements, where they are, and their hash.
+_Print: TypeAlias = tuple[str, int, int, str, str]
 
 
-def fingerprint(raw: bytearray, dtype: torch.dtype, first: int) -> int:
-    """A number of elements from ``first`` on; those of parts of a tensor add up to that of the
-    tensor.
+def _print(place: Place) -> _Print:
+    digest = sha256(to_bytes(place.tensor)).hexdigest()
+    return place.key, place.first, place.last, place.where, digest
 
-    >>> x = torch.arange(5.0)
-    >>> parts = fingerprint(to_bytes(x[:2]), x.dtype, 0) + fingerprint(to_bytes(x[2:]), x.dtype, 2)
-    >>> parts % 2**64 == fingerprint(to_bytes(x), x.dtype, 0)
-    True
+
+def _check_ties(prints: Sequence[_Print]) -> None:
+    """All places of a leaf hold the same elements. Parts that begin and end elsewhere are not
+    compared.
     """
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
-    flat, total = from_bytes(raw, words, (len(raw) // words.itemsize,)), 0
-    at = first * dtype.itemsize // words.itemsize
-    for block in flat.split(1 << 20):
-        index = torch.arange(at, at + len(block), dtype=torch.int64) * 0x1E3779B97F4A7C15
-        total += int(((block.to(torch.int64) + 1) * (index ^ (index >> 31) | 1)).sum())
-        at += len(block)
-    return total % 2**64
-
-
-def _check_ties(prints: Sequence[tuple[str, str, int]]) -> None:
-    """All places of a leaf hold the same elements."""
-    sums: dict[str, dict[str, int]] = {}
-    for key, where, number in prints:
-        at = sums.setdefault(key, {})
-        at[where] = (at.get(where, 0) + number) % 2**64
-    for key, at in sums.items():
-        if len(set(at.values())) > 1:
+    seen: dict[tuple[str, int, int], tuple[str, str]] = {}
+    for key, first, last, where, digest in prints:
+        other, before = seen.setdefault((key, first, last), (where, digest))
+        if before != digest:
             raise CheckpointError(
-                f"{key!r} has different values on {' and '.join(at)}, and is one parameter; no "
+                f"{key!r} has different values on {other} and {where}, and is one parameter; no "
                 "checkpoint was written: apply the same updates to tied leaves and to all ranks of "
                 "a stage"
             )

@@ -20,23 +20,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives.adapt import reduction
 from ..collectives.agreement import Difference, refusal, refusing
-from ..collectives.capabilities import Capabilities
+from ..collectives.capabilities import Capabilities, reduction
+from ..collectives.checks import check_channel
 from ..collectives.codec import decode, encode
-from ..collectives.group import (
-    Done,
-    Facts,
-    Group,
-    Pending,
-    Work,
-    as_planned,
-    check_channel,
-    part_of,
-)
+from ..collectives.group import Done, Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work
 from ..collectives.reduce import add_up
 from ..collectives.trail import at
-from ..collectives.wire import wire_format
+from ..collectives.wire import as_planned, part_of, wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
 from .faults import Corrupt, Delay, Drop, Duplicate, Fault, Kill, Refuse
@@ -53,7 +44,7 @@ class _Message(NamedTuple):
     and when they arrive.
     """
 
-    specs: tuple[Spec, ...]
+    specs: Specs
     buffers: list[Tensor]
     copies: list[Tensor]
     arrival: float
@@ -177,11 +168,11 @@ class FakeGroup(Group):
             self._until(lambda rank=rank: rank in present, rank, what.format(rank))
 
     # ---- calls ----
-    def enter(self, digest: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+    def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
         """Announce the next call to all ranks at once."""
         self._enter("enter")
         self._leave()
-        return self._announce(digest, partial(facts, *values))
+        return self._announce(digest, facts)
 
     def refuse(self, error: BaseException) -> None:
         """Announce that this rank refuses the next call."""
@@ -235,15 +226,19 @@ class FakeGroup(Group):
         check_channel(src, dst, self.size)
         return self._network.channels[src, dst]
 
-    def send(
-        self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None
-    ) -> Work:
-        """Send one message; in lockstep this returns only once its receive was posted."""
+    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+        """In lockstep a send returns only once its receive was posted."""
+        return partial(self._send, src, dst, specs)
+
+    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+        """A receive may be posted long before its message is sent."""
+        return Receiver(partial(self._request, src, dst, specs))
+
+    def _send(self, src: int, dst: int, specs: Specs, tensors: Tensors) -> Work:
         if src != self.rank:
             raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
         channel, world, network = self._channel(src, dst), self._world, self._network
         self._enter("send")
-        specs = tuple(map(Spec.of, tensors)) if specs is None else specs
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
         where = src, dst, channel.sent
         number, channel.sent = channel.sent, channel.sent + 1
@@ -274,14 +269,13 @@ class FakeGroup(Group):
                 message.release(src, dst)
             return world.clock >= arrival
 
-        def finish() -> tuple[Tensor, ...]:
+        def finish() -> Tensors:
             self._until(ready, dst, f"to send to rank {dst}")
             return ()
 
         return Pending(finish, ready)
 
-    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Request the next message of a channel."""
+    def _request(self, src: int, dst: int, specs: Specs) -> Work:
         if dst != self.rank:
             raise GroupError(
                 f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
@@ -300,7 +294,7 @@ class FakeGroup(Group):
             world.pause(dst, lambda: True, "for its turn to look")
             return arrived()
 
-        def finish() -> tuple[Tensor, ...]:
+        def finish() -> Tensors:
             self._until(arrived, src, f"for message {number} of rank {src}")
             message, channel.arrivals[number] = channel.arrivals[number], None
             assert message is not None
@@ -358,9 +352,7 @@ class FakeGroup(Group):
 
         return values
 
-    def share(
-        self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int
-    ) -> tuple[Tensor, ...]:
+    def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Copies of the tensors of rank ``src``."""
         form, name = wire_format(specs), f"share from rank {src}"
         if src != self.rank:
@@ -386,7 +378,7 @@ class FakeGroup(Group):
             f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}", _carried(memory, op)
         )
 
-        def finish() -> tuple[Tensor, ...]:
+        def finish() -> Tensors:
             total = _reduced(values(), op, memory.dtype)
             return (part_of(total, self.rank, self.size).clone() if scatter else total,)
 
@@ -403,9 +395,9 @@ class FakeGroup(Group):
         self._start("barrier", None)()
 
     # ---- faults ----
-    def journal(self, rank: int, text: str) -> None:
-        """Record what a rank does next, for errors of the others."""
-        self._world.ranks[rank].note = text
+    def notes(self, rank: int) -> Callable[[str], object]:
+        """Recorded for errors of the others."""
+        return partial(setattr, self._world.ranks[rank], "note")
 
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..errors import GroupError
-
 
 @dataclass(frozen=True)
 class Delay:
@@ -123,38 +121,3 @@ class Refuse:
 #: What fails for one message.
 MessageFault: TypeAlias = Delay | Drop | Duplicate | Corrupt
 Fault: TypeAlias = MessageFault | Kill | Refuse
-
-#: What a rank can be refused: the calls of a group.
-OPERATIONS = (
-    "send",
-    "recv",
-    "settle",
-    "flush",
-    "share",
-    "gather_objects",
-    "all_reduce",
-    "start_reduce",
-    "start_gather",
-    "barrier",
-)
-
-
-def check_fault(fault: Fault, ranks: int) -> None:
-    """Refuse a fault that can never occur in a world of this many ranks.
-
-    >>> check_fault(Drop(0, 1, 0), 2)
-    """
-    if isinstance(fault, Kill):
-        named, numbers = [fault.rank], [fault.before]
-    elif isinstance(fault, Refuse):
-        if fault.operation not in OPERATIONS:
-            raise GroupError(
-                f"{fault}: there is no such operation; the operations are {', '.join(OPERATIONS)}"
-            )
-        named, numbers = [] if fault.rank is None else [fault.rank], []
-    else:
-        named, numbers = [fault.src, fault.dst], [fault.nth]
-    if not all(0 <= rank < ranks for rank in named):
-        raise GroupError(f"{fault} can never occur: the ranks are 0 to {ranks - 1}")
-    if any(number < 0 for number in numbers):
-        raise GroupError(f"{fault} can never occur: messages and calls are counted from 0")

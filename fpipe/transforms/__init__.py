@@ -16,52 +16,41 @@ pipeline runs: it reduces over ranks through ``over=`` or a group.
 [{'w': tensor([0.8990, 0.8990, 0.8990])}, None]
 """
 
-from .averaging import accumulate, ema
 from .combining import masked, partition
 from .finite import LossScaleState as LossScaleState
 from .finite import dynamic_loss_scale, skip_nonfinite
-from .gathering import mean_over, sum_tied
+from .gathering import mean_over
 from .learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from .masters import master
-from .newton_schulz import muon
 from .norms import ClipState as ClipState
-from .norms import clip_by_global_norm, clip_by_value, global_norm
-from .optimism import optimistic
-from .optimizers import adamw, lion, sgd
-from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
+from .norms import clip_by_global_norm, global_norm
+from .optimizers import adamw, sgd
+from .scaling import add_noise, cast, scale, scale_by_schedule
 from .torch_optim import from_torch
 from .transform import Transform, apply_updates, chain, identity
 
 __all__ = [
     "Transform",
-    "accumulate",
     "adamw",
     "add_noise",
     "apply_updates",
     "cast",
     "chain",
     "clip_by_global_norm",
-    "clip_by_value",
     "dynamic_loss_scale",
-    "ema",
     "from_torch",
     "global_norm",
     "identity",
-    "lion",
     "masked",
     "master",
     "mean_over",
-    "muon",
-    "optimistic",
     "partition",
     "scale",
     "scale_by_schedule",
     "sgd",
     "skip_nonfinite",
-    "sum_tied",
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",
     "warmup_stable_decay",
-    "weight_decay",
 ]

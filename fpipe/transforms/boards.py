@@ -3,17 +3,17 @@
 reads alike.
 
 ``over=pipe`` takes any object with the Protocol below; ``over=None`` means that the tree is
-complete. A board has one entry per slot (a stage, or a copy of a tied parameter). Each process
-fills in the slots of its stages, and one sum completes the board: only zeros are added to a value,
-which keeps its bits, so what is computed from a board does not depend on the number of processes.
+complete. A board has one number per stage. Each process fills in those of its stages, and one sum
+completes the board: only zeros are added to a value, which keeps its bits, so what is computed from
+a board does not depend on the number of processes.
 This module must not know schedules or any single transform.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import optree
 import torch
@@ -87,9 +87,9 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     ({0: 5, 1: None, 2: 6}, {0: {'w': 5}})
     """
     if over is None:
-        return dict(enumerate(tree)) if _listed(tree) else {0: tree}
-    if not _listed(tree) or len(tree) != over.stages:
-        got = f"{len(tree)} entries" if _listed(tree) else f"a {type(tree).__name__}"
+        return dict(enumerate(tree)) if listed(tree) else {0: tree}
+    if not listed(tree) or len(tree) != over.stages:
+        got = f"{len(tree)} entries" if listed(tree) else f"a {type(tree).__name__}"
         raise TransformError(
             f"{got} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
             f"None for stages on other processes"
@@ -97,7 +97,7 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     return {stage: tree[stage] for stage in over.here}
 
 
-def _listed(tree: Tree) -> bool:
+def listed(tree: Tree) -> bool:
     """Whether a tree has one entry for each stage."""
     return isinstance(tree, list) or type(tree) is tuple
 
@@ -106,7 +106,7 @@ def warn_of_parts(tree: Tree, over: Over | None) -> None:
     """Warn where a tree has the stages of one process alone, and nothing says where the others
     are.
     """
-    if over is not None or not _listed(tree):
+    if over is not None or not listed(tree):
         return
     there = [str(stage) for stage, part in enumerate(tree) if part is not None]
     if not 0 < len(there) < len(tree) or not dist.is_available() or not dist.is_initialized():
@@ -133,49 +133,22 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in DOUBLE_DEVICES else torch.float32
 
 
-class Board(NamedTuple):
-    """Numbers by slot that every process reads alike; 0 where no process has one.
+def by_stage(tree: Tree, over: Over | None, values: Mapping[int, Tensor]) -> Tensor:
+    """A board with one number for each stage, from those of the stages on this process.
 
-    Several processes may fill one slot, replicas of a stage, with the same bits: the sum is divided
-    by their number.
+    Several processes may have a value of one stage, as replicas, with the same bits: the sum is
+    divided by their number.
 
-    >>> Board([1, 2], torch.device("cpu"), None,
-    ...     torch.float32).complete({1: torch.tensor([2.0, 0.5])}).tolist()
-    [0.0, 2.0, 0.5]
+    >>> by_stage([1, None, 3], None, {2: torch.tensor(2.0)}).tolist()
+    [0.0, 0.0, 2.0]
     """
-
-    sizes: Sequence[int]  # how many numbers each slot holds
-    device: torch.device
-    over: Over | None
-    dtype: torch.dtype
-
-    @classmethod
-    def of_stages(cls, tree: Tree, over: Over | None) -> Board:
-        """A board with one number for each stage."""
-        stages = len(stages_here(tree, None)) if over is None else over.stages
-        device = board_device(tree, over)
-        return cls([1] * stages, device, over, wide(device))
-
-    def part(self, values: Mapping[int, Tensor]) -> Tensor:
-        """What one process adds to the sum that is the board: its values, and which slots it
-        filled.
-        """
-        to = {"device": self.device, "dtype": self.dtype}
-        rows = [
-            values[slot].reshape(-1).to(**to) if slot in values else torch.zeros(size, **to)
-            for slot, size in enumerate(self.sizes)
-        ]
-        filled = [float(slot in values) for slot in range(len(self.sizes))]
-        return torch.cat([*rows, torch.tensor(filled, **to)])
-
-    def complete(self, values: Mapping[int, Tensor]) -> Tensor:
-        """The board from the values of all processes."""
-        part = self.part(values)
-        if self.over is None:
-            return part[: sum(self.sizes)]
-        return self.whole(self.over.all_sum(part))
-
-    def whole(self, total: Tensor) -> Tensor:
-        """The board from the sum of its parts."""
-        size, sizes = sum(self.sizes), torch.tensor(self.sizes, device=self.device)
-        return total[:size] / total[size:].clamp(min=1).repeat_interleave(sizes, output_size=size)
+    stages = range(len(stages_here(tree, None)) if over is None else over.stages)
+    device = board_device(tree, over)
+    zero = torch.zeros((), device=device, dtype=wide(device))
+    row = torch.stack([values[s].to(zero) if s in values else zero for s in stages])
+    if over is None:
+        return row
+    filled = [float(stage in values) for stage in stages]
+    total = over.all_sum(torch.cat([row, torch.tensor(filled).to(zero)]))
+    sums, counts = total.chunk(2)
+    return sums / counts.clamp(min=1)

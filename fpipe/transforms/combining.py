@@ -55,7 +55,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         after, (state, _) = run(both, grads, (state, ()), params, how)
         return after, state
 
-    return both_ways(lambda params: both.init(params)[0], call, donates=inner.donates)
+    return both_ways(lambda params: both.init(params)[0], call)
 
 
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
@@ -122,4 +122,4 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
                 ]
         return at.tree(after, None if how is None else params), tuple(states)
 
-    return both_ways(init, call, donates=any(tx.donates for tx in transforms.values()))
+    return both_ways(init, call)

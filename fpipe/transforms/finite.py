@@ -19,7 +19,7 @@ from ..errors import TransformError
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, board_device, copies_of, warn_of_parts
 from .leaves import count, map_kinds, places, scaled
-from .transform import Params, Speculation, State, Transform, Updates
+from .transform import Params, State, Transform, Updates
 
 
 class SkipState(NamedTuple):
@@ -90,20 +90,12 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     """
     over = as_over(over)
 
-    def kept(state: State) -> State:
-        return SkipState(state.skipped, torch.zeros_like(state.in_a_row))
-
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         if all_finite(grads, over):
-            return grads, kept(state)
+            return grads, SkipState(state.skipped, torch.zeros_like(state.in_a_row))
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
 
-    speculation = Speculation(
-        lambda grads: _bad(grads, board_device(grads, over)),
-        lambda total, state: kept(state) if total.item() == 0 else None,
-        over,
-    )
-    return Transform(lambda params: SkipState(count(), count()), update, speculation=speculation)
+    return Transform(lambda params: SkipState(count(), count()), update)
 
 
 def dynamic_loss_scale(

@@ -59,7 +59,6 @@ addcmul = partial(_each, "addcmul")  #: ``x + value * y * z``
 div = partial(_each, "div")  #: ``x / y``
 lerp = partial(_each, "lerp")  #: ``x + weight * (y - x)``
 mul = partial(_each, "mul")  #: ``x * y``
-sign = partial(_each, "sign")  #: -1, 0 or 1
 sqrt = partial(_each, "sqrt")
 
 

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -25,13 +25,13 @@ from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree
 from . import foreach as F
 
 #: One value per leaf, in the order of the leaves.
-Column: TypeAlias = list[Any]
+Column: TypeAlias = list[Tree]
 #: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (or a
 #: prefix of one)
-Mask: TypeAlias = Callable[[Tree], Any] | Sequence[str] | Tree
+Mask: TypeAlias = Callable[[Tree], Tree] | Sequence[str] | Tree
 #: a function of the parameters, ``{pattern: label}`` (the first match counts), or a tree of labels
 #: (or a prefix of one)
-Labels: TypeAlias = Callable[[Tree], Any] | Mapping[str, str] | Tree
+Labels: TypeAlias = Callable[[Tree], Tree] | Mapping[str, str] | Tree
 
 
 class Places(NamedTuple):
@@ -65,11 +65,11 @@ class Places(NamedTuple):
         everything = self._flat(other, what)
         return [everything[index] for index in self.where]
 
-    def tree(self, leaves: Iterable[Any], base: Tree = None) -> Tree:
+    def tree(self, leaves: Iterable[object], base: Tree = None) -> Tree:
         """A tree with these leaves; at other places what ``base`` has there, or None."""
-        column = (
-            [None] * self.spec.num_leaves if base is None else list(self._flat(base, "the state"))
-        )
+        column: Column = [None] * self.spec.num_leaves
+        if base is not None:
+            column = list(self._flat(base, "the state"))
         for index, leaf in zip(self.where, leaves, strict=True):
             column[index] = leaf
         return optree.tree_unflatten(self.spec, column)
@@ -181,7 +181,7 @@ def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def recording(*columns: Iterable[Any]) -> Iterator[None]:
+def recording(*columns: Iterable[object]) -> Iterator[None]:
     """Autograd records only where an argument requires a gradient: meta-gradients work, and loops
     keep no graph.
 
@@ -261,7 +261,7 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
     return [bool(flag) for flag in at.of(mask_of(mask, params), "the mask")]
 
 
-def _by_name(patterns: Iterable[str], tree: Tree, label: Callable[[str], Any]) -> Tree:
+def _by_name(patterns: Iterable[str], tree: Tree, label: Callable[[str], object]) -> Tree:
     """A tree with ``label(name)`` for each leaf.
 
     A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
@@ -280,7 +280,7 @@ def _by_name(patterns: Iterable[str], tree: Tree, label: Callable[[str], Any]) -
     return labelled
 
 
-def _spread(labels: Any, tree: Tree) -> Tree:
+def _spread(labels: Tree, tree: Tree) -> Tree:
     """Labels from a function of the tree, or from a tree of which each label covers a leaf or a
     subtree.
     """

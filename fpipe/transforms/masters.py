@@ -7,7 +7,7 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,12 +93,7 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         return at.tree(column, None if how is None else params), masters
 
     rate = inner.rate
-    return one_pass(
-        init,
-        body,
-        donates=donate or inner.donates,
-        rate=None if rate is None else lambda state: rate(state.inner),
-    )
+    return one_pass(init, body, None if rate is None else lambda state: rate(state.inner))
 
 
 def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tuple[Column, Column]:
@@ -113,5 +108,5 @@ def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tup
     return us, new
 
 
-def _is_half(leaf: Any) -> bool:
+def _is_half(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in _HALF

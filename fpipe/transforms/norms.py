@@ -23,17 +23,18 @@ from ..tree import Tree, matches, names, unmatched
 from . import foreach as F
 from .boards import (
     EVERY_LEAF,
-    Board,
     Over,
     as_over,
     board_device,
+    by_stage,
     copies_of,
+    listed,
     stages_here,
     warn_of_parts,
     wide,
 )
-from .leaves import Places, map_kinds, places, recording
-from .transform import Params, Speculation, State, Transform, Updates, on_leaves, times
+from .leaves import map_kinds, places, recording
+from .transform import Params, State, Transform, Updates, times
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
@@ -72,49 +73,43 @@ class Norm(NamedTuple):
     def total(self, tree: Tree) -> Tensor:
         """The norm of all stages, on every process."""
         warn_of_parts(tree, self.over)
+        if self.copies:
+            every, at = names(tree), places(tree)
+            fault = unmatched(self.copies.difference(every), every, at.missing())
+            if fault:
+                raise TransformError(f"tied= names {fault}")
         group, differing = copies_of(self.over)
+        gathers = self.exact and differing == EVERY_LEAF
         if self.shards is not None:
-            norms = self.by_stage(tree, self.shards, EVERY_LEAF)
-        elif self.exact and group is not None and differing == EVERY_LEAF:
-            norms = self._gathered(tree, group)
-        else:
-            norms = self.by_stage(tree, group, differing)
-        return torch.linalg.vector_norm(Board.of_stages(tree, self.over).complete(norms), self.p)
-
-    def by_stage(
-        self, tree: Tree, group: Group | None = None, differing: tuple[str, ...] = ()
-    ) -> dict[int, Tensor]:
-        """The norm of each stage on this process; over the copies ``group`` for leaves that match
-        ``differing``.
-        """
+            group, differing, gathers = self.shards, EVERY_LEAF, False
         device = board_device(tree, self.over)
-        return {
-            stage: self._of_copies(*parts, device, group)
-            for stage, parts in self._leaf_norms(tree, differing).items()
-        }
+        norms: dict[int, Tensor] = {}
+        for stage, part in stages_here(tree, self.over).items():
+            alone = (
+                [part if stage == s else None for s in range(len(tree))] if listed(tree) else tree
+            )
+            whole = self.over.unshard(alone) if gathers else alone  # type: ignore[union-attr]
+            if gathers and not _is_cut(alone, whole):
+                norms[stage] = self._of_stage(whole, device, None, ())
+            else:
+                norms[stage] = self._of_stage(alone, device, group, differing)
+        return torch.linalg.vector_norm(by_stage(tree, self.over, norms), self.p)
 
-    def _leaf_norms(
-        self, tree: Tree, differing: tuple[str, ...]
-    ) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-        """The norms of the leaves of each stage on this process, of which those that match
-        ``differing`` come second.
-        """
-        at = places(tree)
-        every = self._names(tree, at) if self.copies or differing else [""] * len(at.leaves)
-        chosen = [i for i, x in enumerate(at.leaves) if x.numel() and every[i] not in self.copies]
-        norms = map_kinds(self._of_leaves, [at.leaves[index] for index in chosen])
-        parts = {stage: (list[Tensor](), list[Tensor]()) for stage in stages_here(tree, self.over)}
-        stages = at.stages()
-        for index, norm in zip(chosen, norms, strict=True):
-            if stages[index] in parts:
-                differs = differing != () and matches(every[index], differing)
-                parts[stages[index]][differs].append(norm)
-        return parts
-
-    def _of_copies(
-        self, alike: list[Tensor], others: list[Tensor], device: torch.device, group: Group | None
+    def _of_stage(
+        self, tree: Tree, device: torch.device, group: Group | None, differing: tuple[str, ...]
     ) -> Tensor:
-        """The norm of leaves that are alike on all copies and of those that differ."""
+        """The norm of a tree that has one stage alone; over the copies ``group`` for leaves that
+        match ``differing``.
+        """
+        leaves = places(tree).leaves
+        every = names(tree) if self.copies or differing else [""] * len(leaves)
+        pairs = zip(leaves, every, strict=True)
+        chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.copies]
+        alike, others = list[Tensor](), list[Tensor]()
+        norms = map_kinds(self._of_leaves, [leaf for leaf, _ in chosen])
+        for (_, name), norm in zip(chosen, norms, strict=True):
+            differs = differing != () and matches(name, differing)
+            (others if differs else alike).append(norm)
         if group is None:
             return self._joined(alike, device)
         # in one dtype everywhere: a process without elements of a stage does not know the dtype of
@@ -132,27 +127,6 @@ class Norm(NamedTuple):
             return [_by_rows(leaf.reshape(-1), self.p) for leaf in leaves]
         return F.norms(leaves, self.p)
 
-    def _names(self, tree: Tree, at: Places) -> list[str]:
-        every = names(tree)
-        absent = self.copies.difference(every)
-        fault = unmatched(absent, every, at.missing()) if absent else ""
-        if fault:
-            raise TransformError(f"tied= names {fault}")
-        return every
-
-    def _gathered(self, tree: Tree, group: Group) -> dict[int, Tensor]:
-        """The norm of each stage here from whole leaves, gathered for one stage at a time."""
-        norms, device = dict[int, Tensor](), board_device(tree, self.over)
-        for stage, part in stages_here(tree, self.over).items():
-            alone = [part if stage == other else None for other in range(len(tree))]
-            whole = self.over.unshard(alone)  # type: ignore[union-attr]
-            pairs = zip(places(alone).leaves, places(whole).leaves, strict=True)
-            # A leaf that differs by copy, or is beside a frozen one, is not gathered.
-            cut = any(shard is leaf for shard, leaf in pairs)
-            parts = self._leaf_norms(alone if cut else whole, EVERY_LEAF if cut else ())[stage]
-            norms[stage] = self._of_copies(*parts, device, group if cut else None)
-        return norms
-
     def _joined(self, norms: list[Tensor], device: torch.device) -> Tensor:
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
@@ -162,6 +136,12 @@ class Norm(NamedTuple):
         if kinds != {(device, dtype)}:
             norms = [norm.to(device, dtype) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms), self.p)
+
+
+def _is_cut(shards: Tree, whole: Tree) -> bool:
+    """Whether a leaf was not gathered, because it differs by copy or is beside a frozen one."""
+    pairs = zip(places(shards).leaves, places(whole).leaves, strict=True)
+    return any(shard is leaf for shard, leaf in pairs)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
@@ -266,40 +246,4 @@ def clip_by_global_norm(
         by, state = factor(grads)
         return times(grads, by), state
 
-    def measure(grads: Updates) -> Tensor | None:
-        if options.shards is not None:
-            return None  # requires two sums, one after the other
-        with torch.no_grad():
-            return Board.of_stages(grads, options.over).part(options.by_stage(grads))
-
-    def confirm(total: Tensor, state: State) -> State:
-        board = Board([1] * (len(total) // 2), total.device, options.over, total.dtype)
-        norm = torch.linalg.vector_norm(board.whole(total), options.p)
-        return ClipState(norm) if clipping(norm).item() == 1 else None
-
-    speculation = Speculation(measure, confirm, options.over)
-    return Transform(init, update, speculation=speculation, factor=factor)
-
-
-def clip_by_value(low: float, high: float | None = None) -> Transform:
-    """Limit every element to a range.
-
-    Args:
-        low: the smallest value; alone, ``x`` stands for the range from ``-x`` to ``x``.
-        high: the largest value.
-
-    Returns:
-        A ``Transform``.
-
-    Raises:
-        TransformError: if the range is empty.
-
-    >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5, 2.0])], ())[0]
-    [tensor([-1.0000,  0.5000,  1.0000])]
-    """
-    low, high = (-low, low) if high is None else (low, high)
-    if not low <= high:
-        raise TransformError(
-            f"nothing lies in [{low}, {high}]; give clip_by_value(x) with x >= 0, or (low, high)"
-        )
-    return on_leaves(lambda leaves: [leaf.clamp(low, high) for leaf in leaves])
+    return Transform(init, update, factor=factor)

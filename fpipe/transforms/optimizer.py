@@ -19,27 +19,8 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree
-from . import foreach as F
-from .leaves import (
-    Column,
-    Mask,
-    Places,
-    by_kind,
-    count,
-    flags,
-    mask_of,
-    scaled,
-    zeros,
-)
-from .transform import (
-    Params,
-    Pass,
-    State,
-    Transform,
-    added,
-    one_pass,
-    refuse_shared,
-)
+from .leaves import Column, Mask, Places, by_kind, count, flags, mask_of, scaled, zeros
+from .transform import Params, Pass, State, Transform, added, one_pass, refuse_shared
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -63,17 +44,11 @@ class Step(NamedTuple):
 
     number: Tensor  # from 1
     rate: float
-    decay: float
-    donate: bool  # whether new moments are written into the memory of the old ones
-    stages: list[int]
+    decay: float  # 0 for leaves that do not decay
     grads: Column
     params: Column  # of None where nothing decays
-    decays: list[bool]
-    donate_params: bool = False
-
-    def decayed(self, us: Column) -> Column:
-        """Updates, which are changed, with decoupled decay."""
-        return decay(us, self.params, self.decays, -self.rate * self.decay, inplace=True)
+    donate: bool  # whether new moments are written into the memory of the old ones
+    donate_params: bool
 
 
 #: From a step and a column for each moment to the updates and the new moments.
@@ -94,7 +69,6 @@ def optimizer(
     dtype: torch.dtype | None = None,
     donate: bool = False,
     kernel: Kernel | None = None,
-    blocks: bool = True,
 ) -> Transform:
     """A transform from the arithmetic of an optimizer.
 
@@ -110,7 +84,6 @@ def optimizer(
         dtype: that of the moments; by default the parameters'.
         donate: whether the arithmetic writes the new moments into the memory of the old ones.
         kernel: see :data:`Kernel`.
-        blocks: whether the arithmetic of a leaf is independent of the leaves beside it.
     """
     if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
         raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
@@ -123,31 +96,31 @@ def optimizer(
     def body(at: Places, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
         if not hasattr(state, "step"):
             raise TransformError(f"{name} got the state {state!r}; pass that of tx.init(params)")
+        number, rate = state.step + 1, rate_at(lr, state.step)
         trees = state[1 : 1 + moments]
         before = [at.of(tree, "the state") for tree in trees]
         weights = _weights(name, at, params, decay, how)
         decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
-        number, rate = state.step + 1, rate_at(lr, state.step)
 
-        def kind(*parts: Column) -> tuple[Column, ...]:
-            stages, gs, ps, on, *old = parts
-            step = Step(number, rate, decay, donate, stages, gs, ps, on)
+        def kind(gs: Column, ps: Column, on: list[bool], *old: Column) -> tuple[Column, ...]:
+            donate_params = how is not None and how.donate
+            step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
             if how is None:
                 return arithmetic(step, *old)
             return _in_one_pass(how, arithmetic, kernel, step, old)
 
-        if how is not None and blocks:
-            once = kernel is not None and donate and how.donate and how.factor is None
-            keys = _blocks(weights, decays, math.inf if once else _BLOCK)
+        if how is None:
+            keys = _blocks((before or [at.leaves])[0], decays, math.inf)
         else:
-            keys = [(x.device, x.dtype) for x in [*before, at.leaves][0]]
+            in_place = kernel is not None and donate and how.donate and how.factor is None
+            keys = _blocks(weights, decays, math.inf if in_place else _BLOCK)
         after: Sequence[Column] = [[]] * (1 + moments)
         if at.leaves:
-            after = by_kind(kind, at.stages(), at.leaves, weights, decays, *before, keys=keys)
+            after = by_kind(kind, at.leaves, weights, decays, *before, keys=keys)
         states = (at.tree(new, tree) for new, tree in zip(after[1:], trees, strict=True))
         return at.tree(after[0], None if how is None else params), state_type(number, *states)
 
-    return one_pass(init, body, donates=donate, rate=lambda state: rate_at(lr, state.step))
+    return one_pass(init, body, lambda state: rate_at(lr, state.step))
 
 
 def _weights(name: str, at: Places, params: Params, decay: float, how: Pass | None) -> Column:
@@ -165,7 +138,6 @@ def _in_one_pass(
     how: Pass, arithmetic: Arithmetic, kernel: Kernel | None, step: Step, moments: Sequence[Column]
 ) -> tuple[Column, ...]:
     """New parameters and moments of leaves of one kind."""
-    step = step._replace(donate_params=how.donate)
     if how.factor is not None:
         step = step._replace(grads=scaled(step.grads, how.factor))
     after = None if kernel is None else kernel(step, *moments)
@@ -175,13 +147,13 @@ def _in_one_pass(
     return after
 
 
-def _blocks(params: Column, decays: list[bool], size: float) -> list[Hashable]:
+def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:
     """A key for each leaf: leaves of one device, dtype and decay, on a CPU about ``size``
     elements.
     """
     last: dict[Hashable, int] = {}  # of a kind: its last block
     elements, keys = list[int](), list[Hashable]()
-    for leaf, on in zip(params, decays, strict=True):
+    for leaf, on in zip(leaves, decays, strict=True):
         kind = leaf.device, leaf.dtype, on
         block = last.get(kind)
         if block is None or (elements[block] >= size and leaf.device.type == "cpu"):
@@ -197,18 +169,3 @@ def weights_of(at: Places, params: Params, who: str) -> Column:
     if params is None:
         raise TransformError(f"{who} needs the parameters; call tx.update(grads, state, params)")
     return at.of(params, "params")
-
-
-def decay(
-    xs: Column, params: Column, on: Sequence[bool], rate: float, *, inplace: bool = False
-) -> Column:
-    """``x + rate * param`` where a flag is on, and x itself elsewhere."""
-    if all(on):
-        return F.add(xs, params, alpha=rate, inplace=inplace)
-    sums = iter(F.add(where(xs, on), where(params, on), alpha=rate, inplace=inplace))
-    return [next(sums) if flag else x for x, flag in zip(xs, on, strict=True)]
-
-
-def where(column: Column, on: Sequence[bool]) -> Column:
-    """The leaves whose flag is on."""
-    return [x for x, flag in zip(column, on, strict=True) if flag]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers whose arithmetic is elementwise: SGD, AdamW and Lion.
+"""Optimizers whose arithmetic is elementwise: SGD and AdamW.
 
 SGD, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013), as torch.optim.SGD:
 
@@ -11,10 +11,6 @@ torch.optim.AdamW:
 
     m ← lerp(m, g, 1 − β₁)      v ← β₂ v + (1 − β₂) g²
     update = −lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)  −  lr · decay · p
-
-Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:2302.06675):
-
-    update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g
 
 The formulas and the defaults are torch's. The last bits of a parameter can differ from those of
 torch's optimizer, which changes parameters within its formula: an update, decay included, is
@@ -37,7 +33,7 @@ from torch import Tensor
 from ..errors import TransformError
 from . import foreach as F
 from .leaves import Column, Mask
-from .optimizer import Rate, Step, optimizer, where
+from .optimizer import Rate, Step, optimizer
 from .transform import Transform, Updates
 
 
@@ -91,8 +87,8 @@ def sgd(
 
     def arithmetic(step: Step, *sums: Column) -> tuple[Column, ...]:
         gs = step.grads
-        if weight_decay:
-            gs = F.add(gs, step.params, alpha=weight_decay)
+        if step.decay:
+            gs = F.add(gs, step.params, alpha=step.decay)
         if not sums:
             return (F.mul(gs, -step.rate),)
         (bs,) = sums
@@ -143,7 +139,8 @@ def adamw(
         betas: the decay of both moving averages.
         eps: what is added to the root.
         weight_decay: decoupled, times the learning rate.
-        mask: which leaves decay (see :func:`weight_decay`).
+        mask: which leaves decay: patterns of names such as ``["*.w"]``, a tree of bools, or a
+            function of the parameters.
         dtype: that of the state and of the updates; by default the parameter's.
         fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs
             where there is one; its last bits may differ. ``step`` then has the bits of
@@ -193,18 +190,16 @@ class _Adam(NamedTuple):
         p = step.params[0]
         if not self._has_kernel(p) or p.is_complex() or p.dtype != ms[0].dtype:
             return None
-        gs, decay = F.cast(step.grads, p.dtype), step.decay if step.decays[0] else 0.0
-        return self._fused(step, (step.params, step.donate_params), gs, ms, vs, decay)
+        gs = F.cast(step.grads, p.dtype)
+        return self._fused(step, (step.params, step.donate_params), gs, ms, vs, step.decay)
 
     def updates(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...]:
+        """Updates and moments; the updates start as the decay alone."""
         dtype = ms[0].dtype
-        # the updates start as the decay alone
-        decayed = F.cast(where(step.params, step.decays), dtype)
-        decays = iter(F.mul(decayed, -step.rate * step.decay))
-        us = [
-            next(decays) if flag else torch.zeros_like(m)
-            for m, flag in zip(ms, step.decays, strict=True)
-        ]
+        if step.decay:
+            us = F.mul(F.cast(step.params, dtype), -step.rate * step.decay)
+        else:
+            us = [torch.zeros_like(m) for m in ms]
         columns = us, F.cast(step.grads, dtype), ms, vs
         if not dtype.is_complex:
             return self._moments(step, *columns)
@@ -239,62 +234,3 @@ class _Adam(NamedTuple):
     ) -> tuple[Column, ...]:
         columns = first, (ms, step.donate), (vs, step.donate)
         return F.fused_adamw(columns, gs, step.number, step.rate, self.betas, self.eps, decay)
-
-
-class LionState(NamedTuple):
-    """``step``: number of steps; ``m``: the moving average of the gradients."""
-
-    step: Tensor
-    m: Updates
-
-
-def lion(
-    lr: Rate,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 1e-3,
-    *,
-    mask: Mask | None = None,
-    dtype: torch.dtype | None = None,
-    donate: bool = False,
-) -> Transform:
-    """Lion, with optax's defaults. For bfloat16 and float16 parameters, see :func:`master`.
-
-    Args:
-        lr: a number, or a function of the step, which counts from 0.
-        betas: of the average whose sign is the update, and of the moving average.
-        weight_decay: decoupled, times the learning rate.
-        mask: which leaves decay (see :func:`weight_decay`).
-        dtype: that of the state and of the updates; by default the parameter's.
-        donate: write the new state into the memory of the old one, which must not be used again.
-
-    Returns:
-        A ``Transform``.
-
-    Raises:
-        TransformError: if an argument is out of its range.
-
-    >>> tx = lion(0.1, weight_decay=0.0)
-    >>> tx.update([torch.tensor([3.0, -0.2])], tx.init([torch.zeros(2)]))[0]
-    [tensor([-0.1000,  0.1000])]
-    """
-    if not all(0 <= beta < 1 for beta in betas) or weight_decay < 0:
-        raise TransformError(
-            f"betas={betas}, weight_decay={weight_decay}; lion needs betas in [0, 1) and decay >= 0"
-        )
-
-    def arithmetic(step: Step, ms: Column) -> tuple[Column, ...]:
-        gs = F.cast_like(step.grads, ms)
-        us = F.sign(F.lerp(ms, gs, 1 - betas[0]), inplace=True)
-        us = step.decayed(F.mul(us, -step.rate, inplace=True))
-        return us, F.lerp(ms, gs, 1 - betas[1], inplace=donate)
-
-    return optimizer(
-        "lion",
-        LionState,
-        arithmetic,
-        lr,
-        decay=weight_decay,
-        mask=mask,
-        dtype=dtype,
-        donate=donate,
-    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small transforms of each leaf: scales, schedules, casts, decay, noise.
+"""Small transforms of each leaf: scales, schedules, casts, noise.
 
 This module must not know ranks: noise depends on the stage, not on the process.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..errors import TransformError
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, copies_of
-from .leaves import Column, Mask, Places, count, flags, map_kinds, mask_of, scaled
-from .optimizer import decay, rate_at, weights_of
+from .leaves import Column, Places, count, map_kinds, scaled
+from .optimizer import rate_at
 from .transform import Params, State, Transform, leafwise, on_leaves
 
 
@@ -78,38 +78,6 @@ def cast(dtype: torch.dtype) -> Transform:
     [tensor([1.], dtype=torch.float64)]
     """
     return on_leaves(lambda leaves: F.cast(leaves, dtype))
-
-
-def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
-    """Add ``rate`` times the parameter: before an optimizer an L2 penalty, before a ``scale`` a
-    decoupled decay.
-
-    Args:
-        rate: the factor.
-        mask: which leaves: patterns of names such as ``["*.w"]``, a tree of bools, or a function of
-            the parameters.
-
-    Returns:
-        A ``Transform``.
-
-    >>> params = [{"b": torch.ones(1), "w": torch.ones(1)}]
-    >>> grads = [{"b": torch.zeros(1), "w": torch.zeros(1)}]
-    >>> weight_decay(0.1, ["*.w"]).update(grads, (), params)[0]
-    [{'b': tensor([0.]), 'w': tensor([0.1000])}]
-    """
-
-    def init(params: Params) -> State:
-        if mask is not None:
-            mask_of(mask, params)  # raises
-        return ()
-
-    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
-        weights, chosen = weights_of(at, params, "weight_decay"), flags(at, mask, params)
-        return map_kinds(
-            lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen
-        ), state
-
-    return leafwise(init, step)
 
 
 def add_noise(

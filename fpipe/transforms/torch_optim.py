@@ -7,11 +7,9 @@ This module must not know what an optimizer does, only that its state is a dict 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ class TorchState(NamedTuple):
     memory: Tree
 
 
-def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transform:
+def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: object) -> Transform:
     """A transform from a torch optimizer class and its options.
 
     Every leaf is in one parameter group; use :func:`partition` for several. A step costs a copy of
@@ -45,8 +43,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
         A ``Transform``.
 
     Raises:
-        TransformError: if the class is no optimizer, or one that needs a closure, or has no such
-        options.
+        TransformError: if the class is no optimizer, or one that needs a closure, or refuses the
+        options; the transform raises it where the optimizer refuses the parameters.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> params = [torch.ones(1), None]
@@ -64,49 +62,44 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
             "closure"
         )
 
-    try:
-        given = inspect.signature(optimizer).bind([], **options)
-    except TypeError as error:
-        raise TransformError(
-            f"from_torch({optimizer.__name__}, "
-            f"{', '.join(f'{k}={v!r}' for k, v in options.items())}): {error}"
-        ) from None
-    given.apply_defaults()
-
     def init(params: Params) -> State:
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    tx, rate = leafwise(init, partial(_step, optimizer, options)), given.arguments.get("lr")
-    if not isinstance(rate, (float, int, Tensor)):
-        return tx
-    return replace(tx, rate=lambda state: float(rate))
+    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        if not at.leaves:
+            return [], state
+        before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
+        after = [leaf.clone() for leaf in before]
+        made = _instance(optimizer, after, options)
+        memories = at.of(state.memory, "the state")
+        for leaf, gradient, memory in zip(after, at.leaves, memories, strict=True):
+            leaf.grad = gradient.detach().to(leaf.dtype)
+            if memory:
+                made.state[leaf] = {name: _copied(value) for name, value in memory.items()}
+        made.step()
+        memories = [dict(made.state.get(leaf, {})) for leaf in after]
+        updates = [new.data - old for new, old in zip(after, before, strict=True)]
+        return updates, TorchState(at.tree(memories, base=state.memory))
+
+    probe = _instance(optimizer, [torch.zeros(1, 1)], options)
+    rate = probe.defaults.get("lr")
+    if rate is None:
+        return leafwise(init, step)
+    return replace(leafwise(init, step), rate=lambda state: float(rate))
 
 
-def _step(
-    optimizer: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    at: Places,
-    state: State,
-    params: Params,
-) -> tuple[Column, State]:
-    if not at.leaves:
-        return [], state
-    before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
-    after = [leaf.clone() for leaf in before]
-    for leaf, gradient in zip(after, at.leaves, strict=True):
-        leaf.grad = gradient.detach().to(leaf.dtype)
+def _instance(
+    optimizer: Callable[..., torch.optim.Optimizer], leaves: Column, options: Mapping[str, object]
+) -> torch.optim.Optimizer:
     try:
-        instance = optimizer(after, **options)
+        return optimizer(leaves, **options)
     except (TypeError, ValueError) as error:
+        name = getattr(optimizer, "__name__", optimizer)
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise TransformError(
-            f"from_torch: torch refuses the options of {optimizer.__name__}: {error}"
+            f"from_torch({name}, {given}): {error}; see the arguments of {name}"
         ) from error
-    for leaf, memory in zip(after, at.of(state.memory, "the state"), strict=True):
-        if memory:
-            instance.state[leaf] = {
-                key: v.clone() if isinstance(v, Tensor) else v for key, v in memory.items()
-            }
-    instance.step()
-    memories = [dict(instance.state.get(leaf, {})) for leaf in after]
-    updates = [new.data - old for new, old in zip(after, before, strict=True)]
-    return updates, TorchState(at.tree(memories, base=state.memory))
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -8,9 +8,9 @@ unchanged. This module must not know any single transform, nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree
 from . import foreach as F
-from .boards import Over
 from .leaves import Column, Places, map_kinds, places, recording, scaled
 
 #: A tree of parameters: one entry per stage, None for stages on other processes.
@@ -27,7 +26,7 @@ Params: TypeAlias = Tree
 #: tree is "no step".
 Updates: TypeAlias = Tree
 #: What a transform keeps between steps: a tree of tensors.
-State: TypeAlias = Any
+State: TypeAlias = Tree
 T = TypeVar("T")
 
 
@@ -59,32 +58,13 @@ class Run(Protocol):
     ) -> tuple[Tree, State]: ...
 
 
-class Speculation(NamedTuple):
-    """How ``fpipe.optimistic`` assumes that a transform returns gradients unchanged, and verifies
-    that later.
-
-    The processes of ``over`` add up what ``measure(grads)`` returns on each of them; ``measure``
-    returns None where one sum is not enough. ``confirm(total, state)`` returns the state after a
-    step that left the gradients unchanged, and None where the transform would have changed them.
-    """
-
-    measure: Callable[[Updates], Tensor | None]
-    confirm: Callable[[Tensor, State], State]
-    over: Over | None = None
-
-
 @dataclass(frozen=True)
 class Transform:
-    """A pair of pure functions, and what a caller must know of them; ``init, update = transform``
-    unpacks the pair.
+    """A pair of pure functions, and what a caller must know of them.
 
     Args:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``.
-        donates: whether ``update`` writes into the memory of the state that is passed to it.
-        parts: the transforms of a chain, in order; empty for any other transform.
-        speculation: how an optimistic step skips the transform; None where it has to run
-            ``update``.
         factor: for a transform that multiplies all gradients by one factor:
             ``factor(grads) -> (factor, state)``, where a factor of None is 1. The optimizer behind
             it then multiplies in its pass.
@@ -109,15 +89,9 @@ class Transform:
 
     init: Callable[[Params], State]
     update: Update
-    donates: bool = False
-    parts: tuple[Transform, ...] = ()
-    speculation: Speculation | None = None
     factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
     run: Run | None = None
     rate: Callable[[State], float] | None = None
-
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return iter((self.init, self.update))
 
     def step(
         self, grads: Updates, state: State, params: T, *, donate: bool = False
@@ -160,17 +134,21 @@ def run(
     return apply_updates(params, updates, donate=how.donate), state
 
 
-def both_ways(init: Callable[[Params], State], run: Run, **more: Any) -> Transform:
-    """A transform whose update and step are one function; ``more`` are other fields."""
-    return Transform(
-        init, lambda grads, state, params=None: run(grads, state, params, None), run=run, **more
-    )
+def both_ways(
+    init: Callable[[Params], State], run: Run, rate: Callable[[State], float] | None = None
+) -> Transform:
+    """A transform whose update and step are one function."""
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        return run(grads, state, params, None)
+
+    return Transform(init, update, run=run, rate=rate)
 
 
 def one_pass(
     init: Callable[[Params], State],
     body: Callable[[Places, State, Params, Pass | None], tuple[Tree, State]],
-    **more: Any,
+    rate: Callable[[State], float] | None = None,
 ) -> Transform:
     """As :func:`both_ways`, from a function of the places of the gradients.
 
@@ -185,7 +163,7 @@ def one_pass(
             updates, state = body(places(times(grads, how.factor)), state, params, None)
             return apply_updates(params, updates, donate=how.donate), state
 
-    return both_ways(init, call, **more)
+    return both_ways(init, call, rate)
 
 
 def times(grads: Updates, factor: Tensor | None) -> Updates:
@@ -201,7 +179,6 @@ def leafwise(
     init: Callable[[Params], State],
     step: Callable[[Places, State, Params], tuple[Column | None, State]],
     *inputs: object,
-    donates: bool = False,
 ) -> Transform:
     """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None
     make no step.
@@ -216,7 +193,7 @@ def leafwise(
             leaves, state = step(at, state, params)
             return None if leaves is None else at.tree(leaves), state
 
-    return Transform(init, update, donates=donates)
+    return Transform(init, update)
 
 
 def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: object) -> Transform:
@@ -291,12 +268,14 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return times(grads, factor) if how is None else params, tuple(after)
 
+    def only_rate(state: State) -> float:
+        ((index, rate),) = rates
+        return rate(state[index])
+
     return both_ways(
         lambda params: tuple(tx.init(params) for tx in transforms),
         call,
-        donates=any(tx.donates for tx in transforms),
-        parts=transforms,
-        rate=None if len(rates) != 1 else lambda state: rates[0][1](state[rates[0][0]]),
+        only_rate if len(rates) == 1 else None,
     )
 
 

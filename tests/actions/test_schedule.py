@@ -14,6 +14,7 @@ import fpipe
 from fpipe import Action, Costs, FpipeError, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.action_kinds import KINDS, Op
 from fpipe.actions.dependencies import needs, provides
+from fpipe.actions.routes import placement_of
 from fpipe.errors import ScheduleError
 from schedule_table import cases
 
@@ -118,7 +119,7 @@ def test_equal_placements_compare_equal() -> None:
 @pytest.mark.parametrize("case", list(cases(ranks=(1, 2, 4), microbatches=(1, 6))), ids=str)
 def test_read_off_the_rows(case) -> None:
     schedule = case.make()
-    assert Placement.from_rows(schedule.rows) == schedule.placement
+    assert placement_of(schedule.rows) == schedule.placement
 
 
 def test_a_stray_action_does_not_make_a_replica() -> None:

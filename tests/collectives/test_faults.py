@@ -20,7 +20,7 @@ from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.setup import adopt
 from fpipe.errors import GroupError, LaunchError
-from fpipe.products.training import outcome
+from fpipe.products.training import launch as launching
 from fpipe.tree import Spec
 
 RANKS, VICTIM, TIMEOUT = 4, 2, 2.0
@@ -99,7 +99,7 @@ def test_every_survivor_is_reported(
     over: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(outcome, "GRACE", 30.0)  # of busy machines
+    monkeypatch.setattr(launching, "GRACE", 30.0)  # of busy machines
     with pytest.raises(raised, match=r"rank 2 ended by signal SIGKILL|boo"):
         launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40, env=OVER[over])
     for rank in {0, 1, 3}:

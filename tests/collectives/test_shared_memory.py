@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.shared_memory import _native, lane, mailboxes
+from fpipe.collectives.shared_memory import SWITCH, _native, lane, mailboxes
 from fpipe.collectives.shared_memory.lane import LaneReader, LaneWriter, pieces
-from fpipe.collectives.transport import SWITCH
 from fpipe.errors import GroupError, MismatchError
 from fpipe.tree import Spec
 

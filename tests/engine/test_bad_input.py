@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fpipe
 from common import layer, squared
-from fpipe.lowering.instructions import Registers
+from fpipe.lowering.instruction import Registers
 from fpipe.passes.debugging import check_leaks
 
 WIDTH, PARTS = 3, 4

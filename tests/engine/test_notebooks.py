@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
 import torch
 
 import fpipe
@@ -71,38 +68,13 @@ def test_long_text_is_cut():
     assert lines[-1] == "... and 600 more lines"
 
 
-@pytest.fixture
-def displayed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A stand-in for IPython: what stands in the notebook, one entry for each place."""
-    places: list[str] = []
-
-    def display(value: Any, *, display_id: bool) -> Any:
-        places.append(value._repr_html_())
-        at = len(places) - 1
-        return SimpleNamespace(update=lambda value: places.__setitem__(at, value._repr_html_()))
-
-    fake = SimpleNamespace(get_ipython=lambda: object(), display=SimpleNamespace(display=display))
-    monkeypatch.setitem(sys.modules, "IPython", fake)
-    return places
-
-
-def test_a_live_profile_replaces_its_picture_after_every_step(displayed: list[str]):
+def test_a_profile_shows_its_last_step():
     pipe, batch = pipe_and_batch()
-    fpipe.value_and_grad(pipe)(*batch)
-    step = fpipe.profile(fpipe.value_and_grad(pipe), live=True)
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
     for number in (1, 2):
         step(*batch)
-        assert len(displayed) == 1
-        assert f"step {number}: measured" in displayed[0]
-        assert "<svg" in displayed[0]
-    assert len(texts(displayed[0])) > 10
-
-
-def test_without_a_notebook_a_live_profile_prints_a_line(capsys: pytest.CaptureFixture[str]):
-    pipe, batch = pipe_and_batch()
-    step = fpipe.profile(fpipe.value_and_grad(pipe), live=True)
-    step(*batch)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"step 1: measured [\d.]+ ms, simulated [\d.]+ ms \([\d.]+% of it\)\n", err)
+        shown = step._repr_html_()
+        assert f"step {number}: measured" in shown
+        assert "<svg" in shown
+    assert len(texts(shown)) > 10
     assert fpipe.profile()._repr_html_().startswith("<details>")

@@ -134,6 +134,22 @@ def test_one_slice_is_a_whole_sequence() -> None:
 
 
 # ---- what goes in and out ----
+def forwards_alone(params: list[Any], x: Tensor) -> Tensor:
+    """The outputs of attention over slices, by torch alone and without gradients, for which it may
+    choose another product.
+    """
+    rows = []
+    for row in x.chunk(M):
+        carries: list[Any] = [None] * len(params)
+        parts = []
+        for y in row.chunk(K, 1):
+            for at, p in enumerate(params):
+                y, carries[at] = attention(p, carries[at], y)
+            parts.append(y)
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
+
+
 def test_outputs_and_cotangents_are_joined_along_the_second_axis() -> None:
     params, (x, dy) = parameters(2), batch()
     outputs = pipe_of(2, 2, loss=None)
@@ -143,7 +159,8 @@ def test_outputs_and_cotangents_are_joined_along_the_second_axis() -> None:
     y1, pullback1 = fpipe.vjp(whole, params, x)
     dparams1, dx1 = pullback1(dy)
     close = lambda a, b: torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert y.shape == x.shape and close(y, y1) and close(dx, dx1) and same(y, outputs(params, x))
+    assert y.shape == x.shape and close(y, y1) and close(dx, dx1)
+    assert torch.equal(outputs(params, x), forwards_alone(params, x))
     assert all(optree.tree_leaves(optree.tree_map(close, dparams, dparams1)))
     with pytest.raises(BatchError, match=r"where the output is \[4, 8, 4\]"):
         fpipe.vjp(outputs, params, x)[1](dy[:, :4])
@@ -354,11 +371,11 @@ def test_remat_frozen_tied_and_accumulate() -> None:
         again = run(carrying(fpipe.remat(attention), engine=engine))
         assert same(again, (loss, grads))
     _, frozen = run(carrying(attention), frozen=["0.*", "1.q"])
-    assert (
-        frozen[0] == dict.fromkeys("qkvo")
-        and frozen[1]["q"] is None
-        and torch.equal(frozen[1]["k"], grads[1]["k"])
-    )
+    assert frozen[0] == dict.fromkeys("qkvo") and frozen[1]["q"] is None
+    # torch may choose other products where fewer parameters require a gradient
+    _, on_autograd = run(carrying(attention, engine="eager"), frozen=["0.*", "1.q"])
+    assert torch.equal(frozen[1]["k"], on_autograd[1]["k"])
+    assert torch.allclose(frozen[1]["k"], grads[1]["k"], rtol=1e-4, atol=1e-6)
     _, tied = run(carrying(attention), tied=[("0.o", "1.o")])
     assert torch.equal(tied[0]["o"], tied[1]["o"]) and torch.allclose(
         tied[0]["o"], grads[0]["o"] + grads[1]["o"]
@@ -419,14 +436,9 @@ def test_a_schedule_brings_its_slices(tmp_path: Any) -> None:
 
 def test_inside_a_torch_func_transform() -> None:
     params, (x, t) = parameters(2), batch()
-    pipe = pipe_of(2, 1)
-    grads = torch.func.grad(lambda p: pipe(p, x, t))(params)
-    expected = fpipe.grad(pipe)(params, x, t)
-    assert all(
-        torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
-        for a, b in zip(grads, expected, strict=True)
-        for n in "qkvo"
-    )
+    pipe = pipe_of(2, 2)
+    with pytest.raises(StageError, match="with slices or carries are not defined"):
+        torch.func.grad(lambda p: pipe(p, x, t))(params)
 
 
 def test_costs_are_those_of_whole_microbatches() -> None:
@@ -588,11 +600,6 @@ WRONG = [
         lambda: pipe_of(1, 1, loss=fpipe.Stage(squared, carry=True, initial_carry=0)),
         StageError,
         "the loss has carry=",
-    ),
-    (
-        lambda: fpipe.jvp(pipe_of(1, 1), (parameters(1),), (parameters(1),), *batch()),
-        StageError,
-        "with carries is not",
     ),
     (
         lambda: fpipe.trace(stage("attention"), parameters(1)[0], batch()[0]),

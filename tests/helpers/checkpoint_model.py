@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Stage
+from written_transforms import accumulate, average_params
 
 WIDTH, WORDS, BLOCKS, MICROBATCHES = 8, 11, 6, 4
 
@@ -136,12 +137,14 @@ def optimizer(pipe: Any) -> fpipe.Transform:
     from optree import tree_map
 
     kinds = lambda params: tree_map(lambda p: "matrix" if p.ndim == 2 else "other", params)
-    step = fpipe.partition({"matrix": fpipe.muon(0.02), "other": fpipe.adamw(0.01)}, kinds)
+    step = fpipe.partition(
+        {"matrix": fpipe.from_torch(torch.optim.Muon, lr=0.02), "other": fpipe.adamw(0.01)}, kinds
+    )
     return fpipe.chain(
         fpipe.dynamic_loss_scale(4.0, interval=2, over=pipe),
-        fpipe.accumulate(2),
+        accumulate(2),
         step,
-        fpipe.ema(0.9, of="params"),
+        average_params(0.9),
     )
 
 
@@ -150,7 +153,7 @@ def adam(pipe: Any) -> fpipe.Transform:
     return fpipe.chain(
         fpipe.clip_by_global_norm(1.0, over=pipe, exact=True),
         fpipe.adamw(0.01),
-        fpipe.ema(0.9, of="params"),
+        average_params(0.9),
     )
 
 

@@ -26,16 +26,11 @@ def moe_stage(members: Any, draws: bool = True) -> Callable[[Any, Tensor], Tenso
     drop = (lambda x: F.dropout(x, 0.25)) if draws else (lambda x: x)
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        with fpipe.segment("attention"):
-            h = x + drop(torch.tanh(x @ p["a"]) @ p["o"])
-        with fpipe.segment("dispatch"):
-            d = ops.all_to_all(h, members)
-        with fpipe.segment("shared"):
-            s = drop(torch.relu(h @ p["s"]))
-        with fpipe.segment("experts"):
-            d = fpipe.remat(lambda q, y: torch.tanh(y @ q["b"]) @ q["c"])(p, d)
-        with fpipe.segment("combine"):
-            return drop(s + ops.all_to_all(d, members))
+        h = x + drop(torch.tanh(x @ p["a"]) @ p["o"])
+        d = ops.all_to_all(h, members)
+        s = drop(torch.relu(h @ p["s"]))
+        d = fpipe.remat(lambda q, y: torch.tanh(y @ q["b"]) @ q["c"])(p, d)
+        return drop(s + ops.all_to_all(d, members))
 
     return stage
 

@@ -1,8 +1,8 @@
 """Process groups over gloo with faults that were reported of real backends.
 
-Each profile consists of the backend, the facts that a capability table holds about it, and a raw
-call that gives a wrong result or raises. A test shows that the raw call fails and that the same
-operation through fpipe is right.
+Each profile consists of the backend, what a capability table holds about it, and a raw call that
+gives a wrong result or raises. A test shows that the raw call fails and that the same operation
+through fpipe is right.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.collectives.capabilities import ALL, TABLE, Capabilities, Fact, Status
+from fpipe.collectives.capabilities import Capabilities
 
 SHORT = timedelta(seconds=1)
-NATIVE, REFUSED, WRONG = Status.NATIVE, Status.REFUSED, Status.WRONG
 
 
 class ThenWork(dist.Work):
@@ -178,31 +177,27 @@ class CompletedWork:
 DONE = CompletedWork()
 
 
-def _facts(what: str, dtypes: str, status: Status) -> Fact:
-    return Fact("cpu", "", "these tests", what, dtypes, status)
-
-
-#: profile -> its facts, which take precedence over gloo's
-PROFILES: dict[type[Gloo], tuple[Fact, ...]] = {
-    RefusesAvg: (_facts("avg", ALL, REFUSED),),
-    DividesTwice: (_facts("avg", ALL, WRONG),),
-    MaxIsSum: (_facts("max", ALL.removesuffix(" bool"), WRONG), _facts("min", ALL, WRONG)),
-    BatchZeros: (_facts("batch", "", WRONG),),
-    ReceiveFirstBlocks: (_facts("early", "", WRONG),),
-    StrictPairs: (_facts("crossed batch", "", WRONG),),
-    IgnoresTags: (_facts("tags", "", WRONG),),
-    FewDtypes: (_facts("p2p sum avg max min", "half fp8 complex odd bool", REFUSED),),
+#: profile -> what its capabilities have in place of gloo's
+PROFILES: dict[type[Gloo], dict[str, str]] = {
+    RefusesAvg: {},
+    DividesTwice: {},
+    MaxIsSum: {"max": "bool", "min": ""},
+    BatchZeros: {},
+    ReceiveFirstBlocks: {"habits": "tags crossed"},
+    StrictPairs: {"habits": "tags early"},
+    IgnoresTags: {"habits": "early crossed"},
+    FewDtypes: dict.fromkeys(("p2p", "sum", "max", "min"), "float int"),
 }
+#: profile -> the probe of the doctor that it does not pass
+FOUND = {RefusesAvg: "avg", DividesTwice: "avg", MaxIsSum: "min", BatchZeros: "batch"}
 
 
 def capabilities(profile: type[Gloo]) -> Capabilities:
-    """The capabilities of a profile: its facts first, then gloo's."""
-    name = profile.__name__.lower()
-    gloo = [fact for fact in TABLE if (fact.device, fact.backend) == ("cpu", "gloo")]
-    facts = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile forwards that
-    return Capabilities.of(
-        "cpu", name, tuple(fact._replace(backend=name) for fact in (*facts, *gloo))
-    )
+    """The capabilities of a profile: those of gloo, with its changes."""
+    gloo = Capabilities.of("cpu", "gloo")
+    changes = {"parts": "", **PROFILES[profile]}  # no profile forwards "parts"
+    habits = changes.pop("habits", gloo.habits)
+    return Capabilities("cpu", profile.__name__.lower(), {**gloo.dtypes, **changes}, habits)
 
 
 def register() -> None:

@@ -31,7 +31,6 @@ _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
-    "output_router_logits": True,
 }
 
 #: name -> (config class in transformers, its arguments)
@@ -53,7 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+        {**_GROUPED, "num_local_experts": 4},
     ),
     "gemma": ("GemmaConfig", {**_GROUPED, "head_dim": 8}),
     "gemma2": (

@@ -231,7 +231,8 @@ def split(
     count once.
     """
     count = {"1F1B": 2, "ZBV": 4}[schedule]
-    stages, params = huggingface.stages(model, count, aux_loss=False)
+    model.config.output_router_logits = False
+    stages, params = huggingface.stages(model, count)
     taken = {
         name: value for name, value in side.items() if name in stages[0].fn.__signature__.parameters
     }

@@ -19,7 +19,7 @@ from fpipe import Schedule, testing
 from fpipe.collectives.group import Group
 from fpipe.engine.arguments import Call
 from fpipe.engine.copies import Copies
-from fpipe.lowering.instructions import Instruction
+from fpipe.lowering.instruction import Instruction
 from fpipe.lowering.plan import Plan
 
 WIDTH = 2

@@ -92,7 +92,7 @@ def _trained_by_parts(name: str, steps: int) -> tuple[list[float], dict[str, Any
         return part
 
     schedule, parts, first, last = torchtitan.pipelining_fn(
-        model, dims, config, torch.device("cpu"), model_args, parallelize, torchtitan.cross_entropy
+        model, dims, config, torch.device("cpu"), model_args, parallelize, cross_entropy
     )
     assert parts == prepared
     weights = whole_llama(found, model_args).state_dict()
@@ -119,6 +119,13 @@ def _trained_by_parts(name: str, steps: int) -> tuple[list[float], dict[str, Any
             grads = {n: p.grad.clone() for part in parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
         optimizer.step()
     return printed, grads
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """torchtitan's own loss: the mean cross-entropy of logits in float32."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def whole_llama(found: Any, model_args: Any) -> Any:

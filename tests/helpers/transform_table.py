@@ -87,15 +87,6 @@ def by_hand(
     return steps
 
 
-def lion_rule(g: Tensor, m: Tensor, t: int, p: Tensor) -> tuple[Tensor, Tensor]:
-    return -0.02 * ((0.9 * m + 0.1 * g).sign() + 0.1 * p), 0.99 * m + 0.01 * g
-
-
-def ema_rule(g: Tensor, m: Tensor, t: int, p: Tensor) -> tuple[Tensor, Tensor]:
-    m = 0.8 * m + 0.2 * g
-    return -m / (1 - 0.8**t), m
-
-
 def clip(max_norm: float, p: float) -> Callable[[Any], Any]:
     return lambda own: torch.nn.utils.clip_grad_norm_(own, max_norm, p)
 
@@ -125,6 +116,10 @@ class Row(NamedTuple):
 
 def descend(*transforms: T.Transform) -> T.Transform:
     return T.chain(*transforms, T.scale(-1.0))
+
+
+def muon() -> T.Transform:
+    return T.from_torch(torch.optim.Muon, lr=0.02)
 
 
 def warm(step: int) -> float:
@@ -157,13 +152,6 @@ TABLE = {
     "clip 3 exact": clipping(3.0, exact=True),
     "clip inf": clipping(math.inf),
     "clip inf exact": clipping(math.inf, exact=True),
-    "clip_by_value": Row(
-        lambda over: descend(T.clip_by_value(0.2)),
-        by_hand(lambda g, m, t, p: (-g.clamp(-0.2, 0.2), m)),
-    ),
-    "weight_decay": Row(
-        lambda over: descend(T.weight_decay(0.1)), by_hand(lambda g, m, t, p: (-(g + 0.1 * p), m))
-    ),
     "add_noise": Row(lambda over: descend(T.add_noise(0.01, seed=5)), None),
     "skip_nonfinite": Row(
         lambda over: T.chain(T.skip_nonfinite(over=over), T.sgd(0.1)),
@@ -172,19 +160,6 @@ TABLE = {
     "dynamic_loss_scale": Row(
         lambda over: T.chain(T.dynamic_loss_scale(4.0, over=over), T.sgd(1.0)),
         by_hand(lambda g, m, t, p: (-g / 4, m)),
-    ),
-    "accumulate": Row(
-        lambda over: T.chain(T.accumulate(2), T.sgd(1.0)),
-        by_hand(lambda g, m, t, p: (-(m + g) / 2, 0) if t % 2 == 0 else (0 * g, g), lambda p: 0),
-    ),
-    "accumulate sum": Row(
-        lambda over: T.chain(T.accumulate(3, reduction="sum"), T.sgd(1.0)),
-        by_hand(lambda g, m, t, p: (-(m + g), 0) if t % 3 == 0 else (0 * g, m + g), lambda p: 0),
-    ),
-    "ema": Row(lambda over: descend(T.ema(0.8)), by_hand(ema_rule, torch.zeros_like)),
-    "ema of params": Row(
-        lambda over: descend(T.ema(0.8, of="params")),
-        by_hand(lambda g, m, t, p: (-g, m), torch.zeros_like),
     ),
     "sgd": Row(lambda over: T.sgd(0.1), by_torch(lambda own: torch.optim.SGD(own, 0.1))),
     "sgd momentum": Row(
@@ -202,9 +177,8 @@ TABLE = {
         lambda over: T.adamw(0.02, (0.8, 0.9), 1e-3, 0.2, fused=False),
         by_torch(lambda own: torch.optim.AdamW(own, 0.02, (0.8, 0.9), 1e-3, 0.2, foreach=True)),
     ),
-    "lion": Row(lambda over: T.lion(0.02, weight_decay=0.1), by_hand(lion_rule, torch.zeros_like)),
-    "muon": Row(
-        lambda over: T.masked(T.muon(0.02), matrices),
+    "from_torch muon": Row(
+        lambda over: T.masked(muon(), matrices),
         lambda params, grads: [
             after[0] if p.ndim == 2 else p + sum(gradient[i] for gradient in grads)
             for i, p in enumerate(params)
@@ -219,7 +193,9 @@ TABLE = {
     "partition": Row(
         lambda over: T.partition(
             {
-                "matrix": T.chain(T.clip_by_global_norm(0.5, over=over, exact=True), T.muon(0.02)),
+                "matrix": T.chain(
+                    T.clip_by_global_norm(0.5, over=over, exact=True), T.sgd(0.02, 0.9)
+                ),
                 "other": T.chain(T.clip_by_global_norm(0.5, over=over, exact=True), T.adamw(0.01)),
             },
             lambda params: optree.tree_map(lambda p: "matrix" if p.ndim == 2 else "other", params),
@@ -234,14 +210,12 @@ TABLE = {
         lambda over: T.from_torch(torch.optim.AdamW, lr=0.01),
         by_torch(lambda own: torch.optim.AdamW(own, 0.01)),
     ),
-    "sum_tied": Row(lambda over: descend(T.sum_tied(TIED, over=over)), None),
     "all together": Row(
         lambda over: T.chain(
             T.skip_nonfinite(over=over),
             T.clip_by_global_norm(0.7, over=over, exact=True),
-            T.accumulate(2),
             T.adamw(warm, mask=["*.w"]),
-            T.ema(0.9, of="params"),
+            T.scale(0.5),
         ),
         None,
         tied=True,

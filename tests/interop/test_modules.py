@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe import tree
 from fpipe.interop.module_function import clone
-from fpipe.programs.cache import trace
+from fpipe.programs.trace_one import trace
 from module_model import CUTS, LanguageModel, batch, cross_entropy, language_model
 
 

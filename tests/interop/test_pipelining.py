@@ -143,10 +143,6 @@ def test_mistakes_before_the_first_step(alone: None, tmp_path):
         runtime._load_csv(tmp_path / "wrong.csv")
     with pytest.raises(NotImplementedError, match="format='xml'"):
         runtime._load_csv(tmp_path / "wrong.csv", format="xml")  # type: ignore[arg-type]
-    with pytest.raises(fpipe.errors.UnsupportedError, match="UNSHARD"):
-        runtime.register_custom_function(
-            pipelining.orders.ComputationType("UNSHARD"), lambda action, ctx: None
-        )
     with pytest.raises(ValueError, match="one at least"):
         schedules.PipelineScheduleMulti([], 2)
 

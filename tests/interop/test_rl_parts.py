@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.interop._rl import checkpoints, exports
 from fpipe.interop._rl.heads import scores
-from fpipe.interop._rl.sequences import longest, padded_lengths, tokens_of
+from fpipe.interop._rl.sequences import tokens_of
 from fpipe.interop._rl.weights import Weights
+from fpipe.saving import export_model
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -37,11 +38,10 @@ def test_scores_and_gradients_are_those_of_plain_torch(chunk: int, tempered: boo
     logits = torch.randn(2, 4, 9, generator=DRAW, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(9, (2, 4), generator=DRAW)
     temperature = torch.rand(2, 4, generator=DRAW).double() + 0.5 if tempered else None
-    found = scores(logits, labels, temperature, chunk=chunk, entropy=True, squares=True)
+    found = scores(logits, labels, temperature, chunk=chunk, entropy=True)
     logs = (logits if temperature is None else logits / temperature[..., None]).log_softmax(-1)
     expected = logs.gather(-1, labels[..., None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-    torch.testing.assert_close((found.log_probs, found.entropy), expected)
-    torch.testing.assert_close(found.squares, logs.exp().square().sum(-1))
+    torch.testing.assert_close(tuple(found), expected)
     weights = torch.randn(2, 2, 4, generator=DRAW, dtype=torch.float64)
     ours, theirs = (
         torch.autograd.grad((a * weights[0] + b * weights[1]).sum(), logits)[0]
@@ -59,39 +59,24 @@ def test_scores_of_narrow_logits_are_wide():
 
 
 # ---- sequences ----
-def test_rows_with_padding():
+def test_temperatures_of_single_sequences():
+    ids, positions = sequences(2, 1)
+    tokens = tokens_of(ids, positions, torch.tensor([0.5, 2.0]))
+    assert tokens.temperature is not None
+    assert tokens.temperature.tolist() == [[0.5, 0.5, 2.0]]
+    assert tokens_of(ids, positions, 1.0).temperature is None
+
+
+def test_values_sequence_by_sequence():
     ids, positions = sequences(3, 5)
-    tokens = tokens_of(ids, positions, packed=False, length=8, pad_token=31)
-    assert tokens.attention_mask is not None
-    assert tokens.attention_mask.sum(1).tolist() == [3, 5]
-    assert tokens.input_ids[0, 3:].tolist() == [31] * 5
-    assert tokens.without_padding(tokens.input_ids).tolist() == ids.values().tolist()
-    assert tokens.without_padding(tokens.labels).tolist() == ids.values().roll(-1).tolist()
+    tokens = tokens_of(ids, positions)
     assert [len(part) for part in tokens.nested(tokens.input_ids).unbind()] == [3, 5]
 
 
-def test_temperatures_of_single_sequences():
-    ids, positions = sequences(2, 1)
-    tokens = tokens_of(ids, positions, torch.tensor([0.5, 2.0]), packed=True, length=4)
-    assert tokens.temperature is not None
-    assert tokens.temperature.tolist() == [[0.5, 0.5, 2.0, 1.0]]
-    assert tokens_of(ids, positions, 1.0, packed=True, length=3).temperature is None
-
-
-def test_lengths():
-    ids, _ = sequences(3, 6)
-    assert (longest(ids, packed=True), longest(ids, packed=False)) == (9, 6)
-    assert padded_lengths([3, 9], multiple=4, uniform=True) == [12, 12]
-    with pytest.raises(fpipe.errors.BatchError, match="multiples of 0"):
-        padded_lengths([3], multiple=0)
-
-
 def test_mistakes_in_sequences():
-    ids, positions = sequences(3, 6)
+    _, positions = sequences(3, 6)
     with pytest.raises(fpipe.errors.BatchError, match="nested"):
-        tokens_of(torch.ones(2, 3), positions, packed=True, length=9)
-    with pytest.raises(fpipe.errors.BatchError, match="does not hold 9 tokens"):
-        tokens_of(ids, positions, packed=True, length=8)
+        tokens_of(torch.ones(2, 3), positions)
 
 
 def test_weights_know_frozen_parameters_by_name():
@@ -122,16 +107,13 @@ def tied() -> Any:
     return Qwen2ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_packed_and_padded_sequences_have_the_log_probs_of_single_ones(tied: Any, packed: bool):
+def test_packed_sequences_have_the_log_probs_of_single_ones(tied: Any):
     """A trace cannot look whether positions begin again, and must take it that they do."""
     stages, params = fpipe.interop.huggingface.stages(tied, 4)
     pipe = fpipe.pipeline(stages, "ZBV", group=fpipe.local(2))
     ids, positions = sequences(5, 3, 7)
-    tokens = tokens_of(ids, positions, packed=packed, length=18)
+    tokens = tokens_of(ids, positions)
     side: dict[str, Any] = {"position_ids": fpipe.Microbatches([tokens.position_ids])}
-    if tokens.attention_mask is not None:
-        side["attention_mask"] = fpipe.Microbatches([tokens.attention_mask])
     with torch.no_grad():
         (logits,) = pipe(
             params, fpipe.Microbatches([tokens.input_ids]), **side, each=lambda number, y: y
@@ -219,24 +201,24 @@ def test_a_checkpoint_resumes_under_another_schedule(tied: Any, tmp_path: Path):
     pipe, weights = of_model(tied)
     optimizer = torch.optim.AdamW(weights.trained(), lr=1e-2)
     trained(pipe, weights, optimizer, 2)
-    checkpoints.save(tmp_path, weights, optimizer, {"steps": 2})
+    checkpoints.save(tmp_path / "fpipe", weights, optimizer, {"steps": 2})
     onward = trained(pipe, weights, optimizer, 2)
     pipe, weights = of_model(tied, "1F1B", ranks=4)
     optimizer = torch.optim.AdamW(weights.trained(), lr=1e-2)
-    assert checkpoints.load(tmp_path, weights, optimizer, ["model", "optimizer"]) == {"steps": 2}
+    assert checkpoints.load(tmp_path / "fpipe", weights, optimizer, ["model", "optimizer"]) == {
+        "steps": 2
+    }
     assert trained(pipe, weights, optimizer, 2) == pytest.approx(onward, rel=1e-6)
 
 
 def test_a_checkpoint_as_a_model_of_hugging_face(tied: Any, tmp_path: Path):
     _, weights = of_model(tied)
-    checkpoints.save(tmp_path, weights, None, {})
-    checkpoints.write_model(tmp_path, tmp_path / "model")
+    checkpoints.save(tmp_path / "fpipe", weights, None, {})
+    export_model(tmp_path / "fpipe", tmp_path / "model")
     tied.config.save_pretrained(tmp_path / "model")
     again = type(tied).from_pretrained(tmp_path / "model")
     for name, p in tied.named_parameters():
         assert torch.equal(p, again.get_parameter(name))
-    checkpoints.remove(tmp_path)
-    checkpoints.save(tmp_path, weights, None, {})
 
 
 def test_states_of_other_shapes_are_refused(tied: Any):
@@ -257,3 +239,13 @@ def test_exports_have_tied_parameters_under_both_names(tied: Any):
     expected = tied.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_without_adapters_their_second_factors_are_zero():
+    names = ["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"]
+    pipe = fpipe.pipeline([lambda p, x: x], microbatches=1, group=fpipe.local(1))
+    weights = Weights(pipe, [{name: torch.ones(2) for name in names}])
+    found = weights.for_call(adapted=False)[0]
+    assert found is not None
+    assert [found[name].sum().item() for name in names] == [2, 2, 0]
+    assert all(leaf.sum() == 2 for _, _, leaf in weights)

@@ -59,9 +59,7 @@ def test_each_option_is_documented_with_its_default(engines: Any):
     assert not [name for name in listed if name != "strategy" and f"`{name}`" not in page]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("dtype", "int8"), ("reduce_dtype", "half"), ("outputs", "everywhere")]
-)
+@pytest.mark.parametrize(("option", "value"), [("dtype", "int8"), ("reduce_dtype", "half")])
 def test_mistakes_in_options(engines: Any, option: str, value: str):
     with pytest.raises(fpipe.errors.StageError, match=f"engine.{option}='{value}'; give"):
         engines.FpipeEngineConfig(**{option: value})
@@ -186,21 +184,12 @@ def on_process(folder: Path) -> dict[str, Any]:
         found["weights"] = {name: tensor.clone() for name, tensor in named}
         engine.save_checkpoint(str(folder / "checkpoint"), global_step=2)
         found["onward"] = steps(engine, 2)
-        again = built(
-            engines,
-            folder,
-            schedule="1F1B",
-            pad_to_length=True,
-            pad_to_length_bucket=4,
-            pad_uniform=True,
-        )
+        again = built(engines, folder, schedule="1F1B")
         again.load_checkpoint(str(folder / "checkpoint"))  # and leaves it there
         again.to("cpu")
         found["resumed"] = steps(again, 2)
-        padded = built(engines, folder, schedule="1F1B", outputs="zeros", forward_only=True)
-        found["padded"] = padded.forward_backward_batch(
-            batch(use_remove_padding=False), None, True
-        )["model_output"]
+        with pytest.raises(fpipe.errors.UnsupportedError, match="use_remove_padding=True"):
+            again.forward_backward_batch(batch(use_remove_padding=False), None, True)
         values = built(engines, folder, values=True, forward_only=True)
         found["values"] = values.forward_backward_batch(batch(), None, True)["model_output"]
         dist.destroy_process_group()
@@ -268,7 +257,7 @@ def test_exported_weights_are_those_of_the_model_on_each_rank(ran: Any):
     assert list(parts[0]["weights"]) == list(parts[1]["weights"])
 
 
-def test_a_checkpoint_resumes_with_another_schedule_and_padding(ran: Any):
+def test_a_checkpoint_resumes_with_another_schedule(ran: Any):
     folder, parts = ran
     onward, resumed = (
         next(part[name] for part in parts if part[name]) for name in ("onward", "resumed")
@@ -280,19 +269,6 @@ def test_a_checkpoint_resumes_with_another_schedule_and_padding(ran: Any):
     again = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint" / "huggingface")
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, parts[0]["weights"][name])
-
-
-def test_rows_with_padding_and_zeros_elsewhere(ran: Any):
-    _, parts = ran
-    first, second = (part["padded"]["log_probs"] for part in parts)
-    zeros, found = (first, second) if not any(row.any() for row in first) else (second, first)
-    with torch.no_grad():
-        for row, zero, expected in zip(
-            found, zeros, log_probs(model().eval(), batch()), strict=True
-        ):
-            torch.testing.assert_close(row[:-1], expected)
-            assert zero.shape == row.shape
-            assert not zero.any()
 
 
 def test_values_of_a_value_model(ran: Any):

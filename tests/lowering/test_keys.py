@@ -25,7 +25,7 @@ def test_the_inputs_of_a_stages_programs_by_name():
         return torch.tanh(x @ p) * mask
 
     programs = fpipe.trace(stage, torch.eye(2), torch.ones(1, 2), mask=torch.ones(1, 2))
-    named = keys.inputs(programs)
+    named = programs.roles
     assert {name: named[name] for name in ("p0", "x0", "k0", "dy0", "g0")} == {
         "p0": ("param", 0),
         "x0": ("x", 0),

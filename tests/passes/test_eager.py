@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from common import same
-from fpipe.programs.cache import trace
+from fpipe.programs.trace_one import trace
 from models import MODELS, SEED, one
 
 RUNS: Counter[str] = Counter()  # how often something of a test's ran

@@ -1,6 +1,4 @@
-"""Forward mode, Hessians and meta-gradients of pipelines, beside plain torch.func on the unsplit
-model.
-"""
+"""Hessians and meta-gradients of pipelines, beside plain torch.func on the unsplit model."""
 
 from __future__ import annotations
 
@@ -9,91 +7,15 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
 from common import layer, squared
-from fpipe.errors import StageError
-from language_model import WIDTH, WORDS, data, language
-from models import cross_entropy, embed
-
-
-def attend(p: Any, x: Tensor, *, gain: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = (x @ p["qkv"]).unsqueeze(1).chunk(3, -1)
-    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1) * gain[:, None, None]
-    return torch.tanh(x), 0.1 * x.square().mean()
-
-
-def head(p: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, (WIDTH,)) @ p["wte"].T
-
-
-def parameters(seed: int) -> list[Any]:
-    draw = torch.Generator().manual_seed(seed)
-    wte = torch.randn(WORDS, WIDTH, generator=draw)
-    return [
-        {"wte": wte},
-        *({"qkv": torch.randn(WIDTH, 3 * WIDTH, generator=draw) / 2} for _ in "ab"),
-        {"wte": wte.clone()},
-    ]
-
-
-def unsplit(params: list[Any], tied: bool = False) -> Tensor:
-    """The same model in one piece."""
-    x, t, gain = data()
-    total = torch.zeros(())
-    for tokens, target, part in zip(x.split(2), t.split(2), gain.split(2), strict=True):
-        y, aux = embed(params[0], tokens), torch.zeros(())
-        for p in params[1:3]:
-            y, more = attend(p, y, gain=part)
-            aux = aux + more
-        total = total + (cross_entropy(head(params[0 if tied else 3], y), target) + aux) / 4
-    return total
-
-
-def compute(group: Any, schedule: str) -> tuple[Any, Any]:
-    """Everything on a group; gradients of the stages of this rank."""
-    x, t, gain = data()
-    pipe = language(attend, head, group, schedule, tied=[("0.wte", "3.wte")])
-    params, v = pipe.place(parameters(0)), pipe.place(parameters(1))
-    forward = fpipe.jvp(pipe, (params,), (v,), x, t, gain=gain)
-    return forward, fpipe.hvp(pipe, params, v, x, t, gain=gain)
-
-
-def on_a_process() -> tuple[Any, Any]:
-    return compute(fpipe.init(timeout=60), "ZBV")
 
 
 def close(got: Any, want: Any) -> None:
     for one, other in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def check(forward: Any, hessian: list[Any]) -> None:
-    """Results of four stages, compared with torch.func."""
-    params, v = parameters(0), parameters(1)
-    math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with math:
-        close(forward, torch.func.jvp(unsplit, (params,), (v,)))
-        single = lambda p: unsplit(p, tied=True)
-        want = torch.func.jvp(torch.func.grad(single), (params,), (v,))[1]
-    assert want[1]["qkv"].abs().max() > 0.01
-    want[3] = want[0]  # copies of one parameter
-    close(hessian, want)
-
-
-def test_on_a_local_group():
-    check(*compute(fpipe.local(4), "ZB1P"))
-
-
-def test_on_two_ranks():
-    found = fpipe.launch(on_a_process, ranks=2, timeout=100)
-    assert torch.equal(found[0][0][1], found[1][0][1])
-    check(
-        found[0][0],
-        [part if part is not None else found[1][1][s] for s, part in enumerate(found[0][1])],
-    )
 
 
 def layers() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -102,52 +24,14 @@ def layers() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     return made[:2], made[2:], *(torch.randn(4, 3, generator=draw) for _ in "xt")  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("engine", ["trace", "eager"])
-def test_along_the_input(engine: Any):
-    """Without a loss outputs come back, and x may change too."""
-    params, v, x, dx = layers()
-    pipe = fpipe.pipeline(
-        [layer, layer], "GPipe", microbatches=2, group=fpipe.local(2), engine=engine
-    )
-    want = torch.func.jvp(lambda p, x: layer(p[1], layer(p[0], x)), (params, x), (v, dx))
-    close(fpipe.jvp(pipe, (params, x), (v, dx)), want)
-    parts = [fpipe.Microbatches(batch.split(2)) for batch in (x, dx)]
-    ys, dys = fpipe.jvp(pipe, (params, parts[0]), (v, parts[1]))
-    close([torch.cat(list(ys)), torch.cat(list(dys))], want)
-    still = fpipe.jvp(pipe, (params,), (None,), x)[1]
-    assert still.shape == x.shape and not still.any()
-
-
-def test_frozen_leaves():
-    params, v, x, t = layers()
-    pipe = fpipe.pipeline(
-        [layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), frozen=["0"]
-    )
-    found = fpipe.hvp(pipe, params, v, x, t)
-    model = lambda p: squared(layer(p[1], layer(p[0], x)), t)
-    want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
-    assert found[0] is None
-    close(found[1], want[1])
-
-
-def test_bad_tangents():
+def test_hessian_times_a_vector():
+    """torch.func.jvp over fpipe's gradient."""
     params, v, x, t = layers()
     pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2))
-    with pytest.raises(StageError, match="make them alike"):
-        fpipe.jvp(pipe, (params,), ([v[0], v[1][:2]],), x, t)
-    with pytest.raises(StageError, match="takes tuples"):
-        fpipe.jvp(pipe, params, v, x, t)  # type: ignore[arg-type]
-    with pytest.raises(StageError, match="not have its form"):
-        fpipe.jvp(pipe, ([{"w": p} for p in params],), (v,), x, t)
-    with pytest.raises(StageError, match="needs a loss"):
-        fpipe.hvp(
-            fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1)), params[:1], v[:1], x
-        )
-    stateful = fpipe.pipeline(
-        [fpipe.Stage(lambda p, s, x: (x, s), state=True)], microbatches=1, group=fpipe.local(1)
-    )
-    with pytest.raises(StageError, match="with state"):
-        fpipe.jvp(stateful, (params[:1],), (v[:1],), x)
+    model = lambda p: squared(layer(p[1], layer(p[0], x)), t)
+    want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
+    found = torch.func.jvp(lambda p: fpipe.grad(pipe)(p, x, t), (params,), (v,))[1]
+    close(found, want)
 
 
 def test_meta_gradient():
@@ -229,31 +113,6 @@ def test_gradients_inside_a_transform_have_their_form():
         "w": None,
     }
     close((value, aux, grads, dx), (*outside[0], outside[1][0], list(outside[1][1])))
-
-
-@pytest.mark.parametrize("norm", ["layer", "batch", "instance"])
-def test_hessians_through_norms(norm: str):
-    """The second derivative counts what a normalization's statistics do, as forward over reverse
-    does.
-    """
-
-    def normed(p: Tensor, x: Tensor) -> Tensor:
-        h = (x @ p)[:, None].expand(-1, 2, -1) * torch.tensor([1.0, 2.0])[:, None]
-        if norm == "layer":
-            return F.layer_norm(h, (3,), p[0], p[1])
-        return (
-            F.batch_norm(h, None, None, p[0, :2], training=True)
-            if norm == "batch"
-            else F.instance_norm(h)
-        )
-
-    params, v, x, _ = layers()
-    cubes = lambda y: y.pow(3).mean()
-    pipe = fpipe.pipeline([layer, normed], loss=cubes, microbatches=1, group=fpipe.local(2))
-    model = lambda p: cubes(normed(p[1], layer(p[0], x)))
-    want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
-    close(fpipe.hvp(pipe, params, v, x), want)
-    close(fpipe.jvp(pipe, (params,), (v,), x), torch.func.jvp(model, (params,), (v,)))
 
 
 @pytest.mark.parametrize("place", ["stage", "loss", "each"])

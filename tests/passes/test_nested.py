@@ -148,15 +148,12 @@ def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: Any):
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 def test_an_inner_step_inside_a_stage(engine: Any):
-    """The gradient of an inner pipeline is differentiated again, with ties and a dtype of
-    accumulation.
-    """
+    """The gradient of an inner pipeline is differentiated again, with a dtype of accumulation."""
     inner = fpipe.pipeline(
         [layer, layer],
         loss=squared,
         microbatches=2,
         group=fpipe.local(2),
-        tied=[("0", "1")],
         accumulate=torch.float64,
     )
     params = parameters()[:1]
@@ -164,7 +161,7 @@ def test_an_inner_step_inside_a_stage(engine: Any):
     def adapted(p: Tensor, x: Tensor) -> Tensor:
         grads = fpipe.grad(inner)([p, p.clone()], x, Y)
         assert grads[0].dtype == torch.float64
-        return layer(p - 0.1 * grads[0].float(), x)
+        return layer(p - 0.1 * (grads[0] + grads[1]).float(), x)
 
     pipe = fpipe.pipeline(
         [adapted], loss=squared, microbatches=1, group=fpipe.local(1), engine=engine
@@ -314,5 +311,5 @@ def test_tangents_of_forward_mode_pass_through_a_pipeline():
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(p, torch.ones_like(p)) for p in params]
         found = forward_ad.unpack_dual(pipe(duals, X, Y)).tangent
-    _, expected = fpipe.jvp(pipe, (params,), ([torch.ones_like(p) for p in params],), X, Y)
-    torch.testing.assert_close(found, expected)
+    gradients = fpipe.grad(pipe)(params, X, Y)
+    torch.testing.assert_close(found, sum(gradient.sum() for gradient in gradients))

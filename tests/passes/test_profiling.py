@@ -25,7 +25,6 @@ from fpipe.errors import StageError
 from fpipe.passes.profile.costing import costs, messages, shares, spans, timeline
 from fpipe.passes.profile.profiling import split, whole
 from fpipe.passes.profile.recording import Event, Run, differences, gathered
-from fpipe.products.pictures import load
 
 
 def did(kind: str, name: str, start: float, end: float, **more: Any) -> Event:
@@ -235,10 +234,9 @@ def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Pa
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
     assert "naps, simulated" in page and "naps, measured" in page
     trace = on_processes[1] / "naps.json"
-    assert [line.name for line in load(trace)] == ["naps, simulated", "naps, measured"]
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    kinds = {event.get("cat") for event in events if event["pid"] == 2}
-    assert {"F", "B", "SEND", "RECV", "WAIT"} <= kinds
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["naps, simulated", "naps, measured"]
 
 
 # ---- in one process ----
@@ -260,7 +258,7 @@ def test_a_profile_is_plotted_with_its_simulation_above():
     axes = step.plot(Figure(figsize=(8, 6)).subplots(), "light")
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
     assert labels == ["rank 0", "rank 1", "rank 0", "rank 1"]
-    titles = [text.get_text() for text in axes.texts if text.get_fontweight() == "bold"]
+    titles = [text.get_text() for text in axes.texts]
     assert [title.partition(":")[0] for title in titles] == ["small, simulated", "small, measured"]
 
 
@@ -409,28 +407,13 @@ def test_the_command(
     from fpipe.products.command.cli import main
 
     monkeypatch.chdir(tmp_path)
-    made = [
-        "ZBV",
-        "-p",
-        "1",
-        "-m",
-        "2",
-        "--width",
-        "4",
-        "--tokens",
-        "2",
-        "--steps",
-        "1",
-        "--picture",
-        "step.svg",
-    ]
+    made = ["ZBV", "-p", "1", "-m", "2", "--width", "4", "--steps", "1"]
     assert main(["profile", *made, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["files"] == ["costs.json", "step.svg"] and found["seconds"]["simulated"] > 0
+    assert found["file"] == "costs.json" and found["seconds"]["simulated"] > 0
     assert found["costs"] == json.loads(Path("costs.json").read_text(encoding="utf-8"))
     price = Costs.from_json(Path("costs.json").read_text(encoding="utf-8"))
-    assert price.unit == "s" and len(price.F) == 2 and Path("step.svg").exists()  # type: ignore[arg-type]
-    assert main(["profile", "ZBV", "--picture", "step.gif"]) == 2
+    assert price.unit == "s" and len(price.F) == 2  # type: ignore[arg-type]
     assert main(["profile", "ZBV", "--ranks", "1", "--model", "nowhere.py:f"]) == 2
     assert main(["profile", "NoSuch"]) == 2
 

@@ -116,7 +116,7 @@ def whole(pipe: Any, params: Any, state: Any) -> Any:
     return pipe.unshard(params), (
         clip,
         moments._replace(m=m, v=v),
-        average._replace(average=pipe.unshard(average[1])),
+        average._replace(average=pipe.unshard(average.average)),
     )
 
 
@@ -127,7 +127,7 @@ def parts(pipe: Any, params: Any, state: Any) -> Any:
     return pipe.shard(params), (
         clip,
         moments._replace(m=m, v=v),
-        average._replace(average=pipe.shard(average[1])),
+        average._replace(average=pipe.shard(average.average)),
     )
 
 

@@ -31,7 +31,7 @@ def saved(tmp_path: Path) -> tuple[Path, Any, Any, Any]:
 def test_show(saved: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["checkpoint", "show", str(saved[0]), "--leaves"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{saved[0]}: 79 tensors, 9.4 KiB, 1 files, written by fpipe")
+    assert lines[0].startswith(f"{saved[0]}: 78 tensors, 9.4 KiB, 1 files, written by fpipe")
     assert lines[1] == "  params: 19 tensors, 2.3 KiB" and "  step: 2" in lines
     assert "    state.1.m/embed.wte  float32[11, 8]" in lines
     assert main(["checkpoint", "show", str(saved[0]), "--json"]) == 0
@@ -40,7 +40,7 @@ def test_show(saved: Any, capsys: pytest.CaptureFixture[str]):
 
 def test_verify(saved: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["checkpoint", "verify", str(saved[0])]) == 0
-    assert "good: 79 tensors" in capsys.readouterr().out
+    assert "good: 78 tensors" in capsys.readouterr().out
     (file,) = saved[0].glob("*.safetensors")
     raw = file.read_bytes()
     file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -52,12 +52,12 @@ def test_verify(saved: Any, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("shard", ["100000000", "500"])
-def test_convert_to_hugging_face_and_back(
+def test_convert_to_hugging_face(
     saved: Any, tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]
 ):
     package = pytest.importorskip("safetensors.torch")
     path, pipe, params, state = saved
-    out, back = tmp_path / "model", tmp_path / "back"
+    out = tmp_path / "model"
     assert main(["checkpoint", "convert", str(path), str(out), "--shard", shard]) == 0
     assert "from_pretrained needs the config.json of the model there too" in capsys.readouterr().out
     tensors = {
@@ -70,9 +70,7 @@ def test_convert_to_hugging_face_and_back(
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(tensors) and len(list(out.glob("*.safetensors"))) > 2
         assert all((out / name).is_file() for name in index["weight_map"].values())
-    assert main(["checkpoint", "convert", str(out), str(back)]) == 0
-    assert main(["checkpoint", "verify", str(back)]) == 0
-    assert same(fpipe.load(back, pipe, "params", like=params), params)
+    assert same(fpipe.receive(pipe, out, like=params), params)
     assert (
         main(
             ["checkpoint", "convert", str(path), str(tmp_path / "ema"), "--tree", "state.2.average"]
@@ -91,21 +89,5 @@ def test_convert_refuses_what_is_no_model(
     assert main(["checkpoint", "convert", path, str(tmp_path / "x"), "--tree", "state.5"]) == 2
     assert main(["checkpoint", "convert", str(tmp_path / "none"), str(tmp_path / "y")]) == 2
     error = capsys.readouterr().err
-    assert (
-        "is not empty" in error and "no tree 'state.5'" in error and "no safetensors file" in error
-    )
+    assert "is not empty" in error and "no tree 'state.5'" in error and "is no folder" in error
     assert not (tmp_path / "y").exists()
-
-
-def test_models_of_transformers_become_checkpoints(tmp_path: Path):
-    pytest.importorskip("transformers")
-    from fpipe.interop import huggingface
-    from huggingface_decoders import decoder
-
-    model = decoder("qwen3-moe", layers=2)
-    model.save_pretrained(tmp_path / "model")
-    assert main(["checkpoint", "convert", str(tmp_path / "model"), str(tmp_path / "c")]) == 0
-    stages, params = huggingface.stages(model, 2)
-    loss = huggingface.causal_loss
-    pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
-    assert same(fpipe.load(tmp_path / "c", pipe, "params"), params)

@@ -65,7 +65,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 @pytest.mark.parametrize(
     ("like", "fault"),
     [
-        (weights(b=torch.ones(2)), r"no leaf 'last\.b', float32\[2\], of stage 1"),
+        (weights(b=torch.ones(2)), r"'last\.b', float32\[2\], of stage 1 is missing"),
         (
             [{"w": torch.ones(2, 2)}, {"w": torch.ones(3)}],
             r"'first\.w' is float32\[2, 3\], and .* takes .*\[2, 2\]",
@@ -238,7 +238,7 @@ def test_a_process_that_cannot_write_is_reported(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fpipe.saving.manifest.write", full)
+        patch.setattr("fpipe.saving.writing.write", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             fpipe.save(tmp_path / "c", two(), params=weights())
     with pytest.raises(CheckpointError, match="no manifest"):
@@ -255,7 +255,7 @@ def test_a_failed_save_has_ended_when_it_is_reported(
     def full(*args: Any, **more: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fpipe.saving.manifest.write", full)
+    monkeypatch.setattr("fpipe.saving.writing.write", full)
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         fpipe.save(tmp_path / "c", two(), params=weights())

@@ -55,12 +55,10 @@ def test_a_stream_goes_into_any_other_pipeline():
         ), "copies"
 
 
-def test_names_and_dtypes_are_converted():
+def test_dtypes_are_converted():
     pipe, params = pipeline(LAYOUTS[0])
-    found = dict(
-        fpipe.stream(pipe, params, dtype=torch.bfloat16, rename=lambda name: f"model.{name}")
-    )
-    assert same(found, {f"model.{name}": leaf.bfloat16() for name, leaf in whole().items()})
+    found = dict(fpipe.stream(pipe, params, dtype=torch.bfloat16))
+    assert same(found, {name: leaf.bfloat16() for name, leaf in whole().items()})
 
 
 @pytest.mark.parametrize("zero", [0, 3])

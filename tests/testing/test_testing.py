@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from fpipe.collectives.group import Group
+from conformance import CASES, conform
+from fpipe.collectives.group import Done, Group
 from fpipe.collectives.local import LocalGroup, local
 from fpipe.errors import (
     DeadlockError,
@@ -20,21 +21,22 @@ from fpipe.errors import (
     UnsupportedError,
 )
 from fpipe.testing import (
-    CASES,
     Corrupt,
     Delay,
     Drop,
     Duplicate,
     Kill,
     Refuse,
-    conform,
     outcomes,
     run,
 )
-from fpipe.testing.faults import OPERATIONS, Fault
+from fpipe.testing.faults import Fault
 from fpipe.tree import Spec
 
 ONE = (Spec((2,), (1,), torch.float32),)
+
+
+CALLS = "send recv settle flush share gather_objects all_reduce start_reduce start_gather barrier"
 
 
 def pair(group: Group) -> float:
@@ -80,32 +82,39 @@ def test_fakes_conform(ranks: int, order: str):
 def test_the_suite_detects_a_broken_group(monkeypatch: pytest.MonkeyPatch, broken: str, case: str):
     """A suite that passes every group is useless."""
     group = local(2)
-    send = LocalGroup.send
+    sender = LocalGroup.sender
+
+    def changed(change) -> None:
+        """Send what a function of the tensors and the number of the message returns."""
+
+        def broken_sender(self, src, dst, specs):
+            send = sender(self, src, dst, specs)
+            return lambda tensors: send(change(tensors, len(self._channel(src, dst)[0])))
+
+        monkeypatch.setattr(LocalGroup, "sender", broken_sender)
+
     if broken == "swapped":
-
-        def swap(self, tensors, src, dst, specs=None):
-            number = len(self._channel(src, dst).sent)
-            return send(
-                self, tuple(t + number % 2 for t in tensors) if dst != src else tensors, src, dst
-            )
-
-        monkeypatch.setattr(LocalGroup, "send", swap)
+        changed(lambda tensors, number: tuple(t + number % 2 for t in tensors))
     elif broken == "contiguous":
-        monkeypatch.setattr("fpipe.collectives.group.lay_out", lambda tensor, spec: tensor)
+        monkeypatch.setattr("fpipe.collectives.wire.lay_out", lambda tensor, spec: tensor)
     elif broken == "sum_for_max":
         monkeypatch.setattr(
             LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x
         )
     elif broken == "first_only":
-        monkeypatch.setattr(
-            LocalGroup, "send", lambda self, t, src, dst, specs=None: send(self, t[:1], src, dst)
-        )
+        changed(lambda tensors, number: tensors[:1])
     elif broken == "doubled":
 
-        def sender(self, src, dst, specs):
-            return lambda tensors: send(self, tuple(2 * t for t in tensors), src, dst)
+        def doubled(self, src, dst, specs):
+            send = sender(self, src, dst, specs)
+            return lambda tensors: send(tuple(2 * t for t in tensors))
 
-        monkeypatch.setattr(LocalGroup, "sender", sender)
+        monkeypatch.setattr(LocalGroup, "sender", doubled)
+        monkeypatch.setattr(
+            LocalGroup,
+            "send",
+            lambda self, t, src, dst, specs=None: sender(self, src, dst, ())(t) or Done(),
+        )
     else:
         monkeypatch.setattr(LocalGroup, "last_note", lambda self, rank: "")
     with pytest.raises((AssertionError, GroupError)) as raised:
@@ -306,10 +315,10 @@ def test_a_corrupted_message():
         (Corrupt(0, 1, 3), "never occurred"),
         (Kill(1, before=99), "never occurred"),
         (Refuse("barrier"), "never occurred"),
-        (Refuse("nonsense"), "no such operation; the operations are send, recv"),
-        (Drop(0, 2, 0), "the ranks are 0 to 1"),
-        (Kill(2, 0), "the ranks are 0 to 1"),
-        (Drop(0, 1, -1), "counted from 0"),
+        (Refuse("nonsense"), "nonsense.*never occurred"),
+        (Drop(0, 2, 0), "never occurred"),
+        (Kill(2, 0), "never occurred"),
+        (Drop(0, 1, -1), "never occurred"),
     ],
 )
 def test_a_fault_that_never_occurs_fails_the_test(fault: Fault, message: str):
@@ -328,7 +337,7 @@ def test_every_call_of_a_group_can_be_refused():
     def everything(group: Group) -> None:
         conform(group)
 
-    for operation in OPERATIONS:
+    for operation in CALLS.split():
         with pytest.raises(UnsupportedError, match=f"{operation} is refused"):
             run(everything, 2, faults=[Refuse(operation)])
 

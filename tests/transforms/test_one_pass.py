@@ -18,6 +18,7 @@ from fpipe.errors import TransformError
 from fpipe.transforms import foreach
 from fpipe.transforms import optimizer as optimizer_module
 from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
+from written_transforms import accumulate
 
 #: Rows that end in the fused kernel, or whose clipping does: their steps have torch's last bits,
 #: not those of updates.
@@ -55,7 +56,7 @@ def test_a_step_is_update_and_apply(name: str, donate: bool):
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw", "clip 2 exact", "lion", "muon", "partition", "master", "all together"]
+    "name", ["adamw", "clip 2 exact", "from_torch muon", "partition", "master", "all together"]
 )
 def test_a_step_of_split_stages_is_that_of_all(name: str):
     """The same bits on two processes, whose blocks hold other leaves than those of one process."""
@@ -122,7 +123,6 @@ def test_leaves_without_axes_keep_their_dtype(dtype: torch.dtype):
     )
     for tx in (
         T.adamw(0.1),
-        T.lion(0.1),
         T.sgd(0.1),
         T.chain(T.clip_by_global_norm(0.1), T.adamw(0.1)),
     ):
@@ -184,7 +184,7 @@ def test_donated_parameters_and_state_stay_where_they_are():
     "make",
     [
         lambda: T.adamw(0.1),
-        lambda: T.lion(0.1),
+        lambda: T.sgd(0.1, 0.9),
         lambda: T.partition({"a": T.sgd(0.1), "b": T.adamw(0.1)}, {"0": "a", "*": "b"}),
         lambda: T.master(T.adamw(0.1)),
         lambda: T.chain(T.scale(2.0), T.adamw(0.1)),
@@ -222,7 +222,7 @@ def test_a_skipped_step_returns_its_arguments():
     assert after is params
     assert (state[0].skipped.item(), state[1:] == before[1:]) == (1, True)
     masters = [torch.ones(2, dtype=torch.bfloat16)]
-    tx = T.master(T.chain(T.accumulate(2), T.sgd(1.0)))
+    tx = T.master(T.chain(accumulate(2), T.sgd(1.0)))
     assert tx.step(masters, tx.init(masters), masters)[0][0] is not None
 
 
@@ -275,8 +275,7 @@ def test_mistakes_of_a_step():
             tx.step(grads, tx.init(grads), None)
     for tx in (
         T.adamw(0.1),
-        T.lion(0.1),
-        T.partition({"a": T.sgd(0.1), "b": T.lion(0.1)}, {"0": "a", "1": "b"}),
+        T.partition({"a": T.sgd(0.1), "b": T.adamw(0.1)}, {"0": "a", "1": "b"}),
     ):
         params = [wte, wte.view(3)]
         with pytest.raises(TransformError, match="are in the same memory"):

@@ -87,8 +87,6 @@ def test_frozen_leaves(name: str):
     updates' places.
     """
     row = TABLE[name]
-    if "tied" in name:
-        return
     params, grads = inputs(row)
     for gradient in grads:
         gradient[1]["w"] = gradient[3] = None
@@ -169,33 +167,23 @@ def stepped(tx: T.Transform) -> Any:
         (lambda: T.clip_by_global_norm("1"), "max_norm='1'"),  # type: ignore[arg-type]
         (lambda: T.clip_by_global_norm(1.0, over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
         (lambda: T.skip_nonfinite(over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
-        (lambda: T.sum_tied(over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
         (lambda: T.chain(T.identity(), 3), "not 3"),  # type: ignore[arg-type]
         (lambda: T.masked(T.identity(), "0.*").init([torch.ones(1)]), r"mask='0\.\*'; give a list"),
         (lambda: T.adamw(0.1, mask="0.*").init([torch.ones(1)]), r"mask='0\.\*'; give a list"),
         (lambda: T.global_norm([torch.ones(1)], p=0.0), "p=0.0"),
-        (lambda: T.clip_by_value(1.0, -1.0), "nothing lies in"),
-        (lambda: T.accumulate(0), r"accumulate\(0\)"),
-        (lambda: T.accumulate(2, reduction="max"), "reduction='max'"),  # type: ignore[arg-type]
-        (lambda: T.ema(1.5), "decay=1.5"),
-        (lambda: T.ema(0.5, of="grads"), "of='grads'"),  # type: ignore[arg-type]
         (lambda: T.adamw(0.1, betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\)"),
-        (lambda: T.lion(0.1, weight_decay=-1.0), "weight_decay=-1.0"),
+        (lambda: T.adamw(0.1, weight_decay=-1.0), "weight_decay=-1.0"),
         (lambda: T.sgd(0.1, nesterov=True), "momentum > 0"),
         (lambda: T.sgd(0.1, -0.5), "momentum=-0.5"),
-        (lambda: T.muon(0.1, steps=0), "steps=0"),
-        (lambda: T.muon(0.1, adjust="x"), "adjust='x'"),  # type: ignore[arg-type]
-        (lambda: T.muon(0.1).init([{"b": torch.ones(3)}]), r"0.b \(3,\)"),
+        (lambda: stepped(T.from_torch(torch.optim.Muon)), r"Muon, \): .*2D parameters"),
         (lambda: T.add_noise(-1.0), "eta=-1.0"),
         (lambda: T.dynamic_loss_scale(0.0), "init_scale=0.0"),
-        (lambda: T.sum_tied(), "needs groups of names"),
-        (lambda: T.sum_tied([("0.x", "1.w")]).init([{"w": torch.ones(1)}] * 2), "'0.x': 0"),
         (lambda: T.from_torch(torch.optim.LBFGS), "without a closure"),
         (lambda: T.from_torch("adamw"), "not a class"),  # type: ignore[arg-type]
         (lambda: T.from_torch(torch.optim.SGD, lrr=1), r"SGD, lrr=1\): .* argument 'lrr'"),
         (
-            lambda: stepped(T.from_torch(torch.optim.AdamW, lr=-1.0)),
-            "refuses the options of AdamW: Invalid learning",
+            lambda: T.from_torch(torch.optim.AdamW, lr=-1.0),
+            r"AdamW, lr=-1.0\): Invalid learning",
         ),
         (
             lambda: T.partition({"a": T.identity()}, {"*": "b"}).init([torch.ones(1)]),
@@ -218,9 +206,8 @@ def test_mistakes_are_reported(make: Callable[[], Any], words: str):
     [
         lambda: T.masked(T.sgd(0.1), ["*.ww"]),
         lambda: T.partition({"a": T.sgd(0.1), "b": T.identity()}, {"*.ww": "a", "*": "b"}),
-        lambda: T.weight_decay(0.1, ["0.w", "*.ww"]),
+        lambda: T.masked(T.sgd(0.1), ["0.w", "*.ww"]),
         lambda: T.adamw(0.1, mask=["*.ww"]),
-        lambda: T.muon(0.1, weight_decay=0.1, mask=["*.ww"]),
     ],
 )
 def test_a_pattern_that_fits_nothing_is_refused(make: Callable[[], T.Transform]):

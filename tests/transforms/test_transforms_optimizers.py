@@ -15,8 +15,8 @@ from torch import Tensor
 from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
-from fpipe.transforms import newton_schulz
 from transform_table import STAGES, follow, gradients, model
+from written_transforms import accumulate, average_params
 
 
 # ---- optimizers ----
@@ -66,11 +66,6 @@ def test_fused_kernel_sees_strides():
         lambda donate: T.adamw(0.1, donate=donate),
         lambda donate: T.adamw(0.1, fused=False, donate=donate),
         lambda donate: T.sgd(0.1, 0.9, donate=donate),
-        lambda donate: T.lion(0.1, donate=donate),
-        lambda donate: T.masked(
-            T.muon(0.1, donate=donate), lambda tree: optree.tree_map(lambda p: p.ndim == 2, tree)
-        ),
-        lambda donate: T.ema(0.9, donate=donate),
     ],
 )
 def test_donated_state_has_the_same_bits_in_the_old_memory(make: Any):
@@ -127,8 +122,6 @@ def test_integer_leaves_have_no_state():
         T.adamw(0.1),
         T.sgd(0.1, 0.9),
         T.from_torch(torch.optim.AdamW),
-        T.accumulate(2),
-        T.ema(0.9, of="params"),
     ):
         state = tx.init(params)
         updates, state = tx.update([{"table": None, "w": torch.ones(3)}], state, params)
@@ -155,58 +148,14 @@ def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
     assert Counter(calls) == wanted
 
 
-def test_muon_stacks_no_matrices_of_different_stages(monkeypatch: pytest.MonkeyPatch):
-    """The size of a batch changes the rounding of its products, so it must not depend on
-    neighbouring stages.
-    """
-    batches = []
-    real = newton_schulz._newton_schulz
-    spy = lambda stack, *how: batches.append(len(stack)) or real(stack, *how)
-    monkeypatch.setattr(newton_schulz, "_newton_schulz", spy)
-    tx = T.muon(0.1)
-    params = [[torch.randn(6, 4) for _ in range(stage)] for stage in range(1, STAGES)]
-    tx.update(params, tx.init(params), params)
-    assert batches == list(range(1, STAGES))
-
-
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_muon_adjusts_as_torch(adjust: Any):
-    p, g = torch.randn(12, 5), torch.randn(12, 5)
-    own = torch.nn.Parameter(p.clone())
-    own.grad = g
-    torch.optim.Muon([own], 0.1, nesterov=False, adjust_lr_fn=adjust).step()
-    after, _ = follow(T.muon(0.1, nesterov=False, adjust=adjust), [p], [[g]])
-    torch.testing.assert_close(after[0], own.detach())
-
-
 def test_rates_may_depend_on_the_step():
     grads = [[torch.ones(2)]] * 3
-    for make in (
-        T.sgd,
-        lambda lr: T.adamw(lr, weight_decay=0.0),
-        lambda lr: T.lion(lr, weight_decay=0.0),
-    ):
+    for make in (T.sgd, lambda lr: T.adamw(lr, weight_decay=0.0)):
         tx = make(lambda step: 0.1 * (step + 1))
         state, params = tx.init([torch.zeros(2)]), [torch.zeros(2)]
         for step, gradient in enumerate(grads):
             updates, state = tx.update(gradient, state, params)
             torch.testing.assert_close(updates[0], torch.full((2,), -0.1 * (step + 1)))
-
-
-def test_ema_of_params_follows_the_parameters():
-    params, grads = model(), gradients()
-    _, (_, state) = follow(
-        T.chain(T.sgd(0.1), T.ema(0.75, of="params", dtype=torch.float64)), params, grads
-    )
-    average = optree.tree_map(torch.Tensor.double, params)
-    p = params
-    for gradient in grads:
-        p = optree.tree_map(lambda x, g: x - 0.1 * g, p, gradient)
-        average = optree.tree_map(lambda a, x: 0.75 * a + 0.25 * x.double(), average, p)
-    for got, wanted in zip(
-        optree.tree_leaves(state.average), optree.tree_leaves(average), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
 
 
 def test_noise_has_its_variance_and_changes():
@@ -220,7 +169,7 @@ def test_noise_has_its_variance_and_changes():
     assert not torch.equal(T.add_noise(0.04, seed=2).update(zero, tx.init(zero))[0][0], first[0])
 
 
-def test_weight_decay_masks():
+def test_masks_of_weight_decay():
     params = [{"b": torch.ones(2), "w": torch.ones(2)}, torch.ones(2)]
     zero = optree.tree_map(torch.zeros_like, params)
     wanted = [{"b": 0.0, "w": 1.0}, 1.0]
@@ -229,8 +178,6 @@ def test_weight_decay_masks():
         [{"b": False, "w": True}, True],
         lambda tree: [{"b": False, "w": True}, True],
     ):
-        after = T.weight_decay(1.0, mask).update(zero, (), params)[0]
-        assert optree.tree_map(lambda x: x[0].item(), after) == wanted
         tx = T.adamw(0.5, weight_decay=1.0, mask=mask)
         after = tx.update(zero, tx.init(params), params)[0]
         assert optree.tree_map(lambda x: -2 * x[0].item(), after) == wanted
@@ -247,7 +194,7 @@ def test_masked_and_partition_hold_no_state_for_the_others():
 
 def test_a_part_may_skip_alone():
     tx = T.partition(
-        {"often": T.sgd(1.0), "seldom": T.chain(T.accumulate(2), T.sgd(1.0))}, ["often", "seldom"]
+        {"often": T.sgd(1.0), "seldom": T.chain(accumulate(2), T.sgd(1.0))}, ["often", "seldom"]
     )
     params = [torch.zeros(1), torch.zeros(1)]
     updates, state = tx.update([torch.ones(1)] * 2, tx.init(params), params)
@@ -262,13 +209,9 @@ ONE_STEP: dict[str, Any] = {
     "sgd": lambda: T.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
     "adamw": lambda: T.adamw(0.1, eps=1e-3),
     "adamw donate": lambda: T.adamw(0.1, eps=1e-3, donate=True),
-    "lion": lambda: T.lion(0.1),
     "clip": lambda: T.chain(T.clip_by_global_norm(0.5), T.sgd(0.1)),
     "clip exact": lambda: T.chain(T.clip_by_global_norm(0.5, exact=True), T.sgd(0.1)),
     "clip 3": lambda: T.chain(T.clip_by_global_norm(0.5, p=3.0), T.sgd(0.1)),
-    "clip_by_value": lambda: T.chain(T.clip_by_value(0.7), T.sgd(0.1)),
-    "ema": lambda: T.chain(T.ema(0.9), T.scale(-0.1)),
-    "accumulate": lambda: T.chain(T.accumulate(1), T.sgd(0.1)),
     "partition": lambda: T.partition(
         {"a": T.adamw(0.1, eps=1e-3), "b": T.sgd(0.1)}, ["a", "b", "a"]
     ),
@@ -319,7 +262,7 @@ def test_derivatives_through_a_step(name: str):
 def test_parameters_that_require_a_gradient_keep_no_graph():
     params = optree.tree_map(lambda leaf: torch.nn.Parameter(leaf), model())
     after, state = follow(
-        T.chain(T.clip_by_global_norm(1.0), T.adamw(0.1), T.ema(0.9, of="params")),
+        T.chain(T.clip_by_global_norm(1.0), T.adamw(0.1), average_params(0.9)),
         params,
         gradients(2),
     )
@@ -380,7 +323,7 @@ def test_parameters_are_their_masters_rounded(half: torch.dtype, donate: bool):
 
 def test_master_passes_on_a_step_that_is_skipped():
     params = [torch.ones(2, dtype=torch.bfloat16)]
-    tx = T.master(T.chain(T.accumulate(2), T.sgd(1.0)))
+    tx = T.master(T.chain(accumulate(2), T.sgd(1.0)))
     updates, state = tx.update([torch.ones(2, dtype=torch.bfloat16)], tx.init(params), params)
     assert updates is None
     assert torch.equal(state.master[0], torch.ones(2))

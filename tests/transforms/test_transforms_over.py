@@ -18,6 +18,7 @@ from fpipe.errors import GroupError, TransformError
 from fpipe.testing import run
 from fpipe.transforms import finite
 from transform_table import STAGES, TIED, follow, gradients, model
+from written_transforms import accumulate
 
 
 # ---- norms ----
@@ -164,8 +165,8 @@ def test_loss_scale_does_as_torch_does():
     assert state[0].skipped.item() == 2
 
 
-def test_accumulate_steps_at_every_kth_call_only():
-    tx = T.chain(T.accumulate(3), T.sgd(1.0, 0.9))
+def test_a_chain_waits_for_a_transform_that_makes_no_step():
+    tx = T.chain(accumulate(3), T.sgd(1.0, 0.9))
     params = [torch.zeros(2)]
     state = tx.init(params)
     made = []
@@ -201,37 +202,6 @@ def test_mean_over_replicas():
         assert all(same(tree, wanted) for tree in found)
     with pytest.raises(GroupError, match="mean_over=3 is no group"):
         T.mean_over(3)  # type: ignore[arg-type]
-
-
-def test_three_copies_are_summed_in_one_order():
-    tied = [("0.w", "2.w", "5.deep.0"), ("1", "4")]
-    leaf = lambda seed: torch.randn(33, generator=torch.Generator().manual_seed(seed))
-    params = [
-        {"w": leaf(0)},
-        leaf(1),
-        {"w": leaf(2)},
-        None,
-        leaf(4),
-        {"deep": [leaf(5)]},
-        None,
-        None,
-    ]
-    first, second = (leaf(0) + leaf(2)) + leaf(5), leaf(1) + leaf(4)
-    assert not torch.equal(first, leaf(0) + (leaf(2) + leaf(5)))  # else the order would not show
-    wanted = [{"w": first}, second, {"w": first}, None, second, {"deep": [first]}, None, None]
-
-    def process(over: fake_processes.FakePipeline) -> Any:
-        mine = over.place(params)
-        tx = T.sum_tied(over=over)
-        return tx.update(mine, tx.init(mine))[0]
-
-    for processes in (1, 2, 3, 4):
-        parts = fake_processes.run(
-            fake_processes.owners(STAGES, processes), STAGES, process, tied=tied
-        )
-        assert same(fake_processes.merge(parts), wanted)
-    tx = T.sum_tied(tied)
-    assert same(tx.update(params, tx.init(params))[0], wanted)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ def of_gradients(pipe: Pipeline[Tensor, Tensor], params: list[Leaves], x: Tensor
     assert_type(grads, list[Leaves])
     assert_type(dx, Tensor | None)
     assert_type(fpipe.grad(pipe)(params, x, x), list[Leaves])
-    assert_type(fpipe.hvp(pipe, params, params, x, x), list[Leaves])
     (loss, _), grads = fpipe.value_and_grad(pipe)(params, x, x, state=[x, x])
     assert_type(grads, list[Leaves])
     norms = fpipe.per_example(pipe, 1.0)(params, x, x)

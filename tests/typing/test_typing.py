@@ -16,8 +16,8 @@ from typing import Any, get_args
 import pytest
 
 import fpipe
-from fpipe.engine.signatures import Options
-from fpipe.generators import catalogue
+from fpipe.engine.options import PASSES, Options
+from fpipe.generators import catalogue, sources
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -78,9 +78,10 @@ def test_mistakes_are_reported(reports: list[dict[str, Any]]):
 
 def test_options_for_type_checkers_are_those_of_the_function():
     parameters = set(inspect.signature(fpipe.pipeline).parameters)
-    assert Options.__annotations__.keys() == parameters - {"stages", "schedule", "loss", "outputs"}
+    apart = {"stages", "schedule", "loss", "outputs", "more"}
+    assert Options.__annotations__.keys() == (parameters - apart) | PASSES.keys()
 
 
 def test_names_of_schedules_for_type_checkers_are_those_of_the_catalogue():
-    names = {entry.name for entry in catalogue.TABLE} | set(catalogue._ALSO)
-    assert set(get_args(catalogue.Name)) == names | {"auto"}
+    names = {entry.name for entry in catalogue.TABLE} | set(catalogue.ALSO)
+    assert set(get_args(sources.Name)) == names | {"auto"}

@@ -17,7 +17,7 @@ import doc_pages
 import fpipe
 from doc_pages import ROOT, continues, run, run_as_script, run_strictly
 from fpipe import generators
-from fpipe.generators import catalogue
+from fpipe.generators import catalogue, orders_slices
 from sample import also
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -197,9 +197,7 @@ def test_what_readme_says_of_time_was_measured():
 def test_formulas_agree_with_the_simulator(hooks: ModuleType, p: int, m: int):
     for name, facts in hooks.FACTS.items():
         if facts.formula:
-            made = fpipe.make_schedule(
-                name, p, m, slices=hooks.K if catalogue.orders_slices(name) else 1
-            )
+            made = fpipe.make_schedule(name, p, m, slices=hooks.K if orders_slices(name) else 1)
             assert made.simulate(hooks.per_share(fpipe.Costs(), made)).total == pytest.approx(
                 facts.formula(p, m)
             ), name

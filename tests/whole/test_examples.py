@@ -120,7 +120,7 @@ def test_notebook_runs():
                 shown += [] if value is None else [(type(value).__name__, value._repr_html_())]
             else:
                 exec(compile(ast.Module([*lines, last], []), "cell", "exec"), names)
-    assert [kind for kind, _ in shown] == ["Schedule", "Pipeline", "Plans", "Timeline"]
+    assert [kind for kind, _ in shown] == ["Schedule", "Pipeline", "Profile", "Plans", "Timeline"]
     for _, html in shown:
         ElementTree.fromstring(f"<div>{html}</div>")
 

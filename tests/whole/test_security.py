@@ -16,7 +16,6 @@ import torch
 import attacker
 import fpipe
 from fpipe.products.command.cli import main as command
-from fpipe.products.pictures import output as pictures
 
 
 @pytest.fixture
@@ -76,21 +75,12 @@ def test_another_user_runs_nothing_in_a_job(canary: Path):
 # ---- files ----
 def forged(canary: Path) -> dict[str, bytes]:
     run = f'__import__("os").system("touch {canary}")'
-    event = f'{{"pid":0,"ph":"X","tid":0,"args":{{}},"name":"{run!r}","cat":"F",'
-    event = (event + '"ts":0,"dur":1}').replace("'", "")
-    name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-    facts = '{"name":"%s","unit":"s","span":1,"bubble":0,"ranks":%s}'
-    trace = f'{{"otherData":{{"fpipe":1,"timelines":[{facts}]}},"traceEvents":[%s]}}'
-    good = '{"pid":0,"ph":"X","tid":0,"args":{},"name":"0F0","cat":"F","ts":0,"dur":1}'
     return {
         "a pickle": pickle.dumps(attacker.Attack(str(canary))),
         "python": run.encode(),
         "a formula": f"=cmd|'/bin/sh -c touch {canary}'!A0,0F0".encode(),
         "a template": f"${{{{{run}}}}},0F0".encode(),
-        "a name": (trace % (name, 1, good)).encode(),
-        "an action": (trace % ("x", 1, event)).encode(),
-        "many ranks": (trace % ("x", 10**12, good)).encode(),
-        "deep": b'{"otherData":{"fpipe":1,"timelines":' + b"[" * 100_000,
+        "deep": b'{"saved":' + b"[" * 100_000,
     }
 
 
@@ -102,7 +92,6 @@ def test_forged_files_run_nothing(tmp_path: Path, what: str, suffix: str):
     page = tmp_path / "page.html"
     for read in (
         lambda: fpipe.Schedule.from_csv(file).check().simulate(),
-        lambda: pictures.save(pictures.load(file), page),
         lambda: fpipe.Costs.from_json(file.read_text(encoding="utf-8", errors="replace")),
     ):
         try:
@@ -110,7 +99,7 @@ def test_forged_files_run_nothing(tmp_path: Path, what: str, suffix: str):
         except fpipe.FpipeError:
             continue
     assert command(["check", str(file)]) in (1, 2)
-    command(["view", str(file), "--no-open", "--out", str(page)])
+    command(["draw", str(file), "--out", str(page)])
     assert not canary.exists()
     if page.exists():
         text = page.read_text(encoding="utf-8")
@@ -133,8 +122,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         fpipe.errors.ScheduleError, match="'/dev/zero': it has more than 67108864 bytes"
     ):
         fpipe.Schedule.from_csv("/dev/zero")
-    with pytest.raises(fpipe.FpipeError, match="more than 268435456 bytes"):
-        pictures.load("/dev/zero")
     (tmp_path / "costs.json").symlink_to("/dev/zero")
     assert command(["draw", "ZBV", "--costs", str(tmp_path / "costs.json")]) == 2
 

@@ -16,12 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 import fpipe
 from common import squared
-from fpipe.interop.fsdp import from_fsdp
 
 WIDTH, HIDDEN, LENGTH, ROWS, MICROBATCHES, STAGES = 6, 8, 4, 4, 4, 4
 SCHEDULE = "ZBV"
@@ -162,73 +160,13 @@ def expert_parallel(group: Any) -> Any:
     )
 
 
-# ---- modules under fully_shard ----
-class Matrix(nn.Module):
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Layer(nn.Module):
-    """``feed_forward`` as a module, one part of which is sharded by itself."""
-
-    def __init__(self, p: dict[str, Tensor]):
-        super().__init__()
-        self.norm, self.bias = nn.Parameter(p["norm"]), nn.Parameter(p["bias"])
-        self.up, self.down = Matrix(p["up"]), Matrix(p["down"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(F.layer_norm(x, (WIDTH,), self.norm)))) + self.bias
-
-
-def trained(pipe: Any, params: Any, x: Tensor, y: Tensor) -> Any:
-    """Loss and gradients, and the losses after a step by new tensors and after one in place,
-    forward alone.
-    """
-    value, first = fpipe.value_and_grad(pipe)(params, x, y)
-    params = [p and {k: p[k] - 0.1 * g[k] for k in p} for p, g in zip(params, first, strict=True)]
-    losses = [value, pipe(params, x, y)]
-    for p, g in zip(params, fpipe.grad(pipe)(params, x, y), strict=True):
-        for k in p or ():
-            p[k].sub_(0.1 * g[k])
-    return torch.stack([*losses, pipe(params, x, y)]), first
-
-
-def under_fsdp(group: Any) -> Any:
-    mesh = group.mesh["dp"]
-    layers = [Layer(p) for p in network(**FEED)]
-    for layer in layers:
-        fully_shard(layer.up, mesh=mesh)
-    stages, params = zip(
-        *(from_fsdp(fully_shard(layer, mesh=mesh)) for layer in layers), strict=True
-    )
-    x, y = (t.chunk(2)[group.dp.rank] for t in draw(9, *[(2 * MICROBATCHES * ROWS, WIDTH)] * 2))
-    pipe = fpipe.pipeline(
-        stages,
-        SCHEDULE,
-        loss=squared,
-        microbatches=MICROBATCHES,
-        group=group,
-        dp=fpipe.copies(group.dp, own=["*"]),
-    )
-    losses, grads = trained(pipe, pipe.place(params), x, y)
-    grads = [
-        g and {k.split(".")[0]: torch.cat(group.dp.gather_objects(v)) for k, v in g.items()}
-        for g in grads
-    ]
-    return losses, grads
-
-
 # ---- all of them, once ----
 def job() -> dict[str, Any]:
     group = fpipe.init(pp=2, tp=2, timeout=60)
     results = {"tensor": tensor_parallel(group), "dtensor": by_dtensor(group)}
     group = fpipe.init(pp=2, dp=2, timeout=60)
     results |= {f"context{zero}": context_parallel(group, zero) for zero in (0, 3)}
-    return results | {"expert": expert_parallel(group), "fsdp": under_fsdp(group)}
+    return results | {"expert": expert_parallel(group)}
 
 
 @pytest.fixture(scope="module")
@@ -244,16 +182,6 @@ def whole(kind: str) -> Any:
         return run(
             attention, network(**HEAD), *draw(8, *[(MICROBATCHES * ROWS, LENGTH, WIDTH)] * 2), group
         )
-    if kind == "fsdp":
-        x, y = draw(9, *[(2 * MICROBATCHES * ROWS, WIDTH)] * 2)
-        pipe = fpipe.pipeline(
-            [feed_forward] * STAGES,
-            SCHEDULE,
-            loss=squared,
-            microbatches=2 * MICROBATCHES,
-            group=group,
-        )
-        return trained(pipe, network(**FEED), x, y)
     if kind == "expert":
         x, y = draw(7, *[(2 * MICROBATCHES * 4, WIDTH)] * 2)
         return run(mixture, network(**EXPERTS), x, y, group, microbatches=2 * MICROBATCHES)
@@ -271,7 +199,7 @@ def close(mine: Any, wanted: Any) -> bool:
 
 @pytest.mark.xdist_group("axes")
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert", "fsdp"])
+@pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert"])
 def test_gradients_are_those_of_the_unsplit_model(
     results: list[dict[str, Any]], kind: str, rank: int
 ):
@@ -283,10 +211,3 @@ def test_gradients_are_those_of_the_unsplit_model(
         wanted = [g | {"experts": g["experts"].chunk(2)[rank % 2]} for g in wanted]
     assert torch.allclose(value, wanted_value)
     assert close(grads, wanted)
-
-
-def test_a_module_that_is_not_sharded():
-    with pytest.raises(
-        fpipe.errors.StageError, match="Matrix is not under fully_shard; shard it first"
-    ):
-        from_fsdp(Matrix(torch.eye(2)))

@@ -19,47 +19,61 @@ _PAUSE = 1e-4  #: seconds between two looks
 
 
 class Board(NamedTuple):
-    """An exchange of digests. ``others`` are those of the other ranks, ``reason`` says why a rank
-    will not write.
-
-    >>> first, second = (memoryview(bytearray(8 * NUMBERS)).cast("Q") for _ in range(2))
-    >>> board = Board(first, {1: second}, lambda rank: "")
-    >>> board.start(0, 7); board.equal(0, 7), board.missing(0)
-    (None, 1)
-    >>> Board(second, {0: first}, lambda rank: "").start(0, 8)
-    >>> board.equal(0, 7), board.missing(0)
-    (False, None)
+    """The digests of a call on the boards of the ``others``; ``reason`` says why a rank will not
+    write.
     """
 
-    digests: memoryview
+    number: int
+    digest: int
     others: Mapping[int, memoryview]
     reason: Callable[[int], str]
-    poll: float = 0.0  # seconds to look again and again before the first pause
+    poll: float  # seconds to look again and again before the first pause
 
-    def start(self, number: int, digest: int) -> None:
-        """Write the digest, and then the number of digests."""
-        self.digests[number & 1] = digest
-        self.digests[_COUNT] = number + 1
-
-    def equal(self, number: int, digest: int) -> bool | None:
-        """Whether every rank has written this digest; None while one has not written."""
-        place, others = number & 1, self.others.values()
-        if all(view[place] == digest for view in others):
+    def equal(self) -> bool | None:
+        """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
+        place, others = self.number & 1, self.others.values()
+        if all(view[place] == self.digest for view in others):
             return True
         # a digest is written before its count, so it is read after it
-        if any(view[_COUNT] > number and view[place] != digest for view in others):
+        if any(view[_COUNT] > self.number and view[place] != self.digest for view in others):
             return False
         return None
 
-    def missing(self, number: int) -> int | None:
+    def missing(self) -> int | None:
         """The first rank that has not written."""
-        return next((rank for rank, view in self.others.items() if view[_COUNT] <= number), None)
+        late = (rank for rank, view in self.others.items() if view[_COUNT] <= self.number)
+        return next(late, None)
 
     def pause(self) -> None:
         """Sleep between two looks."""
         time.sleep(_PAUSE)
 
-    def gone(self, number: int) -> str:
+    def gone(self) -> str:
         """Why a rank that has not written will not."""
-        missing = self.missing(number)
+        missing = self.missing()
         return "" if missing is None else self.reason(missing)
+
+
+def board(
+    digests: memoryview,
+    others: Mapping[int, memoryview],
+    reason: Callable[[int], str],
+    poll: float = 0.0,
+) -> Callable[[int, int], Board]:
+    """The exchange through memory: this rank writes its ``digests``.
+
+    >>> first, second = (memoryview(bytearray(8 * NUMBERS)).cast("Q") for _ in range(2))
+    >>> compared = board(first, {1: second}, lambda rank: "")(0, 7)
+    >>> compared.equal(), compared.missing()
+    (None, 1)
+    >>> _ = board(second, {0: first}, lambda rank: "")(0, 8)
+    >>> compared.equal(), compared.missing()
+    (False, None)
+    """
+
+    def write(number: int, digest: int) -> Board:
+        digests[number & 1] = digest
+        digests[_COUNT] = number + 1
+        return Board(number, digest, others, reason, poll)
+
+    return write

@@ -28,11 +28,11 @@ from ...devices import cores
 from ...errors import GroupError, MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor, too_many_files
-from ..group import Pending, Sender, Work
+from ..group import Pending, Sender, Tensors, Work, in_order
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
-from .board import NUMBERS, Board
+from .board import NUMBERS, board
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
 
 #: The two lanes from one rank to another: messages of plans, and broadcasts.
@@ -125,7 +125,7 @@ class SharedMemory:
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
         digests = {rank: peer.outbox.digests for rank, peer in peers.items()}
-        self.exchange = Board(outbox.digests, digests, lambda rank: peers[rank].gone(), self._poll)
+        self.exchange = board(outbox.digests, digests, lambda rank: peers[rank].gone(), self._poll)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
@@ -139,7 +139,7 @@ class SharedMemory:
         pack, src = form.pack, monitor.rank
         direct = writer.sender(form.specs[0], form.sizes[0]) if _direct(form) else None
 
-        def send(tensors: tuple[Tensor, ...]) -> None:
+        def send(tensors: Tensors) -> None:
             if monitor.broken is not None:
                 monitor.check()
             if direct is not None and not self._late and len(tensors) == 1 and direct(tensors[0]):
@@ -148,14 +148,10 @@ class SharedMemory:
 
         return send
 
-    def share(
-        self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int
-    ) -> tuple[Tensor, ...]:
+    def share(self, form: WireFormat, tensors: Tensors | None, src: int) -> Tensors:
         """Broadcast from one rank to the others of its host."""
         if tensors is None:
-            inbox = self._inboxes[src, SHARED]
-            arrived = self._fetcher(inbox, form)()
-            return inbox.request(form).wait() if arrived is None else arrived
+            return self._inboxes[src, SHARED].request(form).wait()
         buffers = form.pack(tensors, src, src)
         for dst in self._peers:
             self._write(self._writers[dst, SHARED], buffers, pieces(form.sizes))
@@ -200,52 +196,46 @@ class SharedMemory:
     # ---- receiving ----
     def recv(self, form: WireFormat, src: int) -> Work:
         """Request the next message of a rank."""
+        self._monitor.check()
         return self._inboxes[src, PLANS].request(form)
 
-    def fetcher(self, form: WireFormat, src: int) -> Callable[[], tuple[Tensor, ...] | None]:
-        """A function that returns the next message if it arrives within the time of polling.
+    def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensors | None]:
+        """A function that returns the next message if it is one tensor, and arrives within the time
+        of polling.
 
         It returns None also where an earlier message was requested and not read.
         """
-        return self._fetcher(self._inboxes[src, PLANS], form)
+        if not _direct(form):
+            return lambda: None
+        inbox, monitor, poll = self._inboxes[src, PLANS], self._monitor, self._poll
+        requested, clock = inbox.requested, time.perf_counter
+        read = inbox.reader.fetcher(form.specs[0], form.sizes[0])
 
-    def _fetcher(self, inbox: _Inbox, form: WireFormat) -> Callable[[], tuple[Tensor, ...] | None]:
-        reader, (piece, *more), monitor = inbox.reader, pieces(form.sizes), self._monitor
-        requested, clock, poll = inbox.requested, time.perf_counter, self._poll
-
-        def read() -> tuple[Tensor, ...] | None:
-            if not reader.has(reader.count):
+        def fetch() -> Tensors | None:
+            if requested or monitor.broken is not None:
                 return None
-            buffers = form.empty(_CPU)
-            return form.unpack(buffers, _CPU) if reader.read(buffers, piece) else None
-
-        def read_one() -> tuple[Tensor, ...] | None:
-            tensor = direct()
-            return None if tensor is None else (tensor,)
-
-        take = read
-        if _direct(form):
-            direct, take = reader.fetcher(form.specs[0], form.sizes[0]), read_one
-
-        def fetch() -> tuple[Tensor, ...] | None:
-            if requested or more or monitor.broken is not None:
-                return None
-            message = take()
-            if message is None and poll:
+            tensor = read()
+            if tensor is None and poll:
                 end = clock() + poll
-                while message is None and clock() < end:
-                    message = take()
-            return message
+                while tensor is None and clock() < end:
+                    tensor = read()
+            return None if tensor is None else (tensor,)
 
         return fetch
 
     def wait(self, src: int, reader: LaneReader) -> None:
-        """Sleep until the next piece has arrived."""
+        """Poll, then sleep, until the next piece has arrived."""
+
+        def arrived() -> bool:
+            return reader.has(reader.count)
 
         def sleep() -> None:
             reader.sleep(reader.count, _SLICE if self._retry() else _RETRY)
 
-        self._until(lambda: reader.has(reader.count), src, "for a message from", sleep)
+        end = time.perf_counter() + self._poll
+        while not arrived():
+            if time.perf_counter() >= end:
+                self._until(arrived, src, "for a message from", sleep)
 
     def refuse(self, src: int, nbytes: int) -> None:
         """Raise for a message that is not the one that this rank expects."""
@@ -279,21 +269,15 @@ class _Inbox:
         self.number = len(message) + (self.number if self.requested else self.reader.count)
         last = self.number - 1
 
-        def finish() -> tuple[Tensor, ...]:
-            while self.requested[0] is not work:  # earlier messages lie before this one
-                self.requested[0].wait()
+        def receive() -> Tensors:
             buffers = form.empty(_CPU)
             for piece in message:
-                if not self.reader.has(self.reader.count):
-                    self.memory.wait(self.src, self.reader)
+                self.memory.wait(self.src, self.reader)
                 if not self.reader.read(buffers, piece):
                     self.memory.refuse(self.src, piece.size)
-            self.requested.popleft()
             return form.unpack(buffers, _CPU)
 
-        work = Pending(finish, lambda: self.reader.has(last))
-        self.requested.append(work)
-        return work
+        return in_order(self.requested, receive, lambda _: self.reader.has(last))
 
 
 def connect(

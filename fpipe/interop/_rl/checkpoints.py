@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of an engine: a folder of ``fpipe.save``, and the model in the layout of Hugging Face
-beside it.
+"""Checkpoints of an engine: ``fpipe.save`` and ``fpipe.load`` for parameters that a torch optimizer
+changes.
 
 This module must not know trainers.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,40 @@ import torch
 
 from ... import load as load_trees
 from ... import save as save_trees
-from ...saving import export_model
+from ...tree import Tree
 from .weights import Weights
-
-FOLDER = "fpipe"
 
 
 def save(
-    folder: str | Path,
+    path: Path,
     weights: Weights,
     optimizer: torch.optim.Optimizer | None,
-    more: Mapping[str, Any],
+    more: Mapping[str, object],
 ) -> None:
     """Write parameters, and the state of an optimizer if there is one; every process calls it.
 
     Args:
-        folder: of the checkpoint; a complete one must not be there.
+        path: of the checkpoint; a complete one must not be there.
         weights: the parameters.
         optimizer: of the parameters.
         more: numbers and text, alike on all processes.
     """
-    path, pipe = Path(folder, FOLDER), weights.pipe
-    trees: dict[str, Any] = {} if optimizer is None else {"optimizer": weights.state_of(optimizer)}
-    save_trees(path, pipe, params=weights.values(), **trees, more=dict(more))
+    trees: dict[str, Any] = {"params": weights.values(), "more": dict(more)}
+    if optimizer is not None:
+        trees["optimizer"] = weights.state_of(optimizer)
+    save_trees(path, weights.pipe, **trees)
 
 
 def load(
-    folder: str | Path,
+    path: Path,
     weights: Weights,
     optimizer: torch.optim.Optimizer | None,
     contents: Sequence[str],
-) -> dict[str, Any]:
+) -> dict[str, Tree]:
     """Read what ``save`` wrote into parameters and optimizer; every process calls it.
 
     Args:
-        folder: of the checkpoint.
+        path: of the checkpoint.
         weights: the parameters.
         optimizer: of the parameters; None leaves its state out.
         contents: "model", "optimizer", ...: what to read.
@@ -58,29 +56,8 @@ def load(
     Returns:
         The numbers and text.
     """
-    names = ["more", *(["params"] if "model" in contents else [])]
+    if "model" in contents:
+        weights.load(load_trees(path, weights.pipe, "params"))
     if optimizer is not None and "optimizer" in contents:
-        names.append("optimizer")
-    values = load_trees(Path(folder, FOLDER), weights.pipe, *names)
-    trees = dict(zip(names, values if len(names) > 1 else [values], strict=True))
-    if "params" in trees:
-        weights.load(trees["params"])
-    if optimizer is not None and "optimizer" in trees:
-        weights.load_state(optimizer, trees["optimizer"])
-    return trees["more"]
-
-
-def remove(folder: str | Path) -> None:
-    """Remove the checkpoint in a folder, if there is one; one process calls it."""
-    shutil.rmtree(Path(folder, FOLDER), ignore_errors=True)
-
-
-def write_model(folder: str | Path, into: str | Path) -> None:
-    """Write the parameters of a checkpoint as the files of a model; one process calls it.
-
-    Args:
-        folder: of the checkpoint.
-        into: where the files go, a folder that is replaced.
-    """
-    shutil.rmtree(into, ignore_errors=True)
-    export_model(Path(folder, FOLDER), into)
+        weights.load_state(optimizer, load_trees(path, weights.pipe, "optimizer"))
+    return load_trees(path, weights.pipe, "more")

@@ -8,20 +8,20 @@ This module must not know models or trainers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+#: Logits, labels, and temperatures if there are any.
+Rows: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
 
 class Scores(NamedTuple):
-    """Of each row of logits: the log-probability of its label, the entropy, and the sum of squared
-    probabilities.
-    """
+    """Of each row of logits: the log-probability of its label, and the entropy."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
-    squares: Tensor | None = None
 
 
 def scores(
@@ -31,9 +31,8 @@ def scores(
     *,
     chunk: int = 1024,
     entropy: bool = False,
-    squares: bool = False,
 ) -> Scores:
-    """Return scores of rows of logits, in float32 at least; differentiable but for the squares.
+    """Return scores of rows of logits, differentiable, in float32 at least.
 
     Forward saves the logits. Backward allocates their gradient, and computes a chunk again at a
     time.
@@ -44,7 +43,6 @@ def scores(
         temperature: divides the logits of each row.
         chunk: how many rows are converted at a time.
         entropy: whether to compute entropies.
-        squares: whether to compute sums of squared probabilities.
 
     >>> found = scores(torch.zeros(2, 4), torch.tensor([0, 3]), entropy=True)
     >>> found.log_probs, found.entropy
@@ -52,10 +50,9 @@ def scores(
     """
     divisor = None if temperature is None else temperature.reshape(-1)
     columns = _ScoresInChunks.apply(
-        logits.flatten(0, -2), labels.reshape(-1), divisor, max(chunk, 1), entropy, squares
+        logits.flatten(0, -2), labels.reshape(-1), divisor, max(chunk, 1), entropy
     )
-    rows = iter([column.view(labels.shape) for column in columns])
-    return Scores(next(rows), next(rows) if entropy else None, next(rows) if squares else None)
+    return Scores(*(column.view(labels.shape) for column in columns))
 
 
 class _ScoresInChunks(torch.autograd.Function):
@@ -67,42 +64,35 @@ class _ScoresInChunks(torch.autograd.Function):
         temperature: Tensor | None,
         chunk: int,
         entropy: bool,
-        squares: bool,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(logits, labels, temperature)
         ctx.chunk, ctx.entropy = chunk, entropy
-        parts = [
-            _of_chunk(*part, entropy, squares)
-            for _, part in _chunks(logits, labels, temperature, chunk)
-        ]
-        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        if squares:
-            ctx.mark_non_differentiable(columns[-1])
-        return columns
+        rows = (logits, labels, temperature)
+        parts = [_of_chunk(*part, entropy) for _, part in _chunks(rows, chunk)]
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, temperature = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows, (part, target, scale) in _chunks(logits.detach(), labels, temperature, ctx.chunk):
+        gradient, rows = torch.empty_like(logits), (logits.detach(), labels, temperature)
+        for place, (part, label, scale) in _chunks(rows, ctx.chunk):
             with torch.enable_grad():
-                outputs = _of_chunk(part.requires_grad_(), target, scale, ctx.entropy, False)
-            here = [column[rows] for column in cotangents[: len(outputs)]]
-            (gradient[rows],) = torch.autograd.grad(outputs, part, here)
-        return gradient, None, None, None, None, None
+                outputs = _of_chunk(part.requires_grad_(), label, scale, ctx.entropy)
+            here = [column[place] for column in cotangents]
+            (gradient[place],) = torch.autograd.grad(outputs, part, here)
+        return gradient, None, None, None, None
 
 
-def _chunks(
-    logits: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int
-) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
+def _chunks(rows: Rows, chunk: int) -> Iterator[tuple[slice, Rows]]:
+    logits, labels, temperature = rows
     for first in range(0, max(len(logits), 1), chunk):
-        rows = slice(first, first + chunk)
-        scale = None if temperature is None else temperature[rows]
-        yield rows, (logits[rows], labels[rows], scale)
+        place = slice(first, first + chunk)
+        scale = None if temperature is None else temperature[place]
+        yield place, (logits[place], labels[place], scale)
 
 
 def _of_chunk(
-    logits: Tensor, labels: Tensor, temperature: Tensor | None, entropy: bool, squares: bool
+    logits: Tensor, labels: Tensor, temperature: Tensor | None, entropy: bool
 ) -> list[Tensor]:
     """Return the scores of some rows."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -112,6 +102,4 @@ def _of_chunk(
     columns = [logs.gather(-1, labels[:, None]).squeeze(-1)]
     if entropy:
         columns.append(-(logs.exp() * logs).sum(-1))
-    if squares:
-        columns.append(logs.exp().square().sum(-1))
     return columns

@@ -29,17 +29,15 @@ Options = Mapping[str, Any]
 class Cut:
     """A model as stages, with what exports need to know of it.
 
-    ``aliases`` are other names of a tied parameter by its first name. ``peft`` is the model with
-    adapters around the one that was cut, if there is one, and ``plain`` are stages without these
-    that take the same parameters.
+    ``aliases`` are other names of a tied parameter by its first name. ``scaling`` is the factor of
+    the LoRA adapters of each layer that has some, by the layer's name.
     """
 
     model: nn.Module
     stages: list[Stage]
     params: list[dict[str, torch.Tensor]]
     aliases: Mapping[str, Sequence[str]]
-    peft: Any = None
-    plain: Sequence[Stage] = ()
+    scaling: Mapping[str, float]
 
     @property
     def moded(self) -> bool:
@@ -112,20 +110,20 @@ def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
         return huggingface.load(path, pipe, dtype=dtype)
 
 
-def with_adapters(model: nn.Module, options: Options, path: str | None = None) -> Any:
-    """Return the model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in
-    a folder.
+def add_adapters(model: nn.Module, options: Options, path: str | None = None) -> None:
+    """Add LoRA adapters to a model: new ones with the options of ``LoraConfig``, or those in a
+    folder.
     """
     peft = import_module("peft")
     if path is not None:
-        return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+        peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+        return
     config = peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options)
     adapted = peft.get_peft_model(model, config)
     dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
     for p in adapted.parameters():
         if p.requires_grad:
             p.data = p.data.to(dtype)
-    return adapted
 
 
 def cut(
@@ -134,7 +132,6 @@ def cut(
     *,
     cuts: Sequence[int] | None = None,
     engine: Engine | None = None,
-    peft: Any = None,
     checkpointing: bool = False,
 ) -> Cut:
     """Return a model as ``n`` stages.
@@ -144,7 +141,6 @@ def cut(
         n: how many stages.
         cuts: the layers that begin stages 1, 2, ..., instead of stages of like sizes.
         engine: of the stages, where they name none themselves.
-        peft: the wrapper of adapters around the model.
         checkpointing: whether layers are computed again in the backward.
 
     Raises:
@@ -152,40 +148,17 @@ def cut(
     """
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    stages, params = _cut(model, n, cuts)
+    if cuts is not None and len(cuts) != n - 1:
+        raise StageError(
+            f"cuts={list(cuts)} make {len(cuts) + 1} stages, and the schedule has {n}; give "
+            f"{n - 1} cuts"
+        )
+    stages, params = huggingface.stages(model, n if cuts is None else None, cuts=cuts)
     stages = [replace(stage, engine=stage.engine or engine) for stage in stages]
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     aliases = {first: others for first, *others in names.values() if others}
-    plain: list[Stage] = []
-    if peft is not None:
-        with peft.disable_adapter():
-            others, _ = _cut(model, n, cuts)
-        plain = [
-            replace(other, frozen=stage.frozen, engine=stage.engine)
-            for other, stage in zip(others, stages, strict=True)
-        ]
-    return Cut(model, stages, params, aliases, peft, plain)
-
-
-def _cut(
-    model: nn.Module, n: int, cuts: Sequence[int] | None
-) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    if cuts is None:
-        return huggingface.stages(model, n)
-    if len(cuts) != n - 1:
-        raise StageError(
-            f"cuts={list(cuts)} make {len(cuts) + 1} stages, and the schedule has {n}; give "
-            f"{n - 1} cuts"
-        )
-    return huggingface.stages(model, cuts=cuts)
-
-
-def scaling(model: Any) -> dict[str, float]:
-    """Return the factor of the adapters of each layer that has some, by the layer's name."""
-    return {
-        name: module.scaling["default"]
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A")
-    }
+    adapted = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    scaling = {name: layer.scaling["default"] for name, layer in adapted.items()}
+    return Cut(model, stages, params, aliases, scaling)

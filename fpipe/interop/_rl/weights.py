@@ -86,11 +86,20 @@ class Weights:
         """Return the parameters (with ``zero=``, the parts here), in the memory of the leaves."""
         return self._mapped(lambda leaf: leaf.detach())
 
-    def for_call(self) -> ByStage:
-        """Return the parameters for a call of the pipeline."""
-        return self._mapped(
-            lambda leaf: leaf.detach().to(dtype=self.compute if leaf.is_floating_point() else None)
-        )
+    def for_call(self, adapted: bool = True) -> ByStage:
+        """Return the parameters for a call of the pipeline; without its LoRA adapters, the factors
+        of these that are 0 at the start are 0.
+        """
+
+        def value(name: str, leaf: Tensor) -> Tensor:
+            if ".lora_B." in name and not adapted:
+                leaf = torch.zeros_like(leaf)
+            return leaf.to(self.compute) if leaf.is_floating_point() else leaf
+
+        return [
+            row and {name: value(name, leaf.detach()) for name, leaf in row.items()}
+            for row in self.leaves
+        ]
 
     def _mapped(self, fn: Callable[[nn.Parameter], Tree]) -> ByStage:
         return [row and {name: fn(leaf) for name, leaf in row.items()} for row in self.leaves]
@@ -148,23 +157,22 @@ class Weights:
         Raises:
             CheckpointError: if it holds tensors of other shapes than the parameters.
         """
-        rows = [dict[str, Tree]() for _ in self.leaves]
         for stage, name, leaf in self:
-            state = dict[str, Tree]()
             for key, value in optimizer.state.get(leaf, {}).items():
-                is_number = isinstance(value, Tensor) and not value.dim()
-                state[key] = float(value) if is_number else value
                 if isinstance(value, Tensor) and value.dim() and value.shape != leaf.shape:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} "
                         f"for {name!r} of stage {stage}, which has {list(leaf.shape)}; only states "
                         "of the parameters' shapes can be saved"
                     )
-            rows[stage][name] = state
-        return [
-            row if leaves is not None else None
-            for row, leaves in zip(rows, self.leaves, strict=True)
-        ]
+
+        def saved(value: Tree) -> Tree:
+            is_number = isinstance(value, Tensor) and not value.dim()
+            return float(value) if is_number else value
+
+        return self._mapped(
+            lambda leaf: {k: saved(v) for k, v in optimizer.state.get(leaf, {}).items()}
+        )
 
     def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
         """Undo ``state_of``; numbers become tensors, as torch's optimizers have them."""

@@ -9,6 +9,6 @@ family of models by name.
 """
 
 from .splitting import stages
-from .training import causal_loss, causal_loss_sum, load, side_inputs, trainer
+from .training import causal_loss, causal_loss_sum, load, trainer
 
-__all__ = ["causal_loss", "causal_loss_sum", "load", "side_inputs", "stages", "trainer"]
+__all__ = ["causal_loss", "causal_loss_sum", "load", "stages", "trainer"]

@@ -7,8 +7,7 @@ other one may be a blank of the same shape. This module must not know how a stag
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,10 +16,8 @@ from torch import nn
 from ...errors import StageError
 from .recording import INPUT, NONE, RANDOM, Labels, Recording, Value, Visit
 
-#: A value, or a side input by name.
-Source: TypeAlias = Value | str
-#: The size of an axis: a number, or an axis of something else.
-Size: TypeAlias = int | tuple[Source, int]
+#: The size of an axis in two forwards with inputs of different sizes.
+Sizes: TypeAlias = tuple[int, int]
 
 
 class Flow(NamedTuple):
@@ -28,36 +25,25 @@ class Flow(NamedTuple):
 
     visits: list[Visit]
     uses: Labels  #: of the result
-    sizes: dict[Source, tuple[tuple[int, int], ...]]  #: of each axis in two forwards
+    sizes: dict[Value | str, tuple[Sizes, ...]]  #: of the axes of values and side inputs
     dtypes: dict[Value, torch.dtype]
     parameters: frozenset[str]  #: those that the code between units reads
-    draws: list[set[int]]  #: for each draw between units in training, the calls that depend on it
+    inputs: tuple[str, ...]  #: names of the arguments that the first stage gets
+    sides: tuple[str, ...]  #: names of side inputs
+    keywords: Mapping[str, bool]  #: further arguments
 
     def used(self, first: int, stop: int) -> Labels:
         """Return what calls depend on; if the last is among them, the result too."""
         final = self.uses if stop == len(self.visits) else NONE
         return final.union(*(visit.uses for visit in self.visits[first:stop]))
 
-    def blank_sizes(self, value: Value, known: Collection[Source]) -> list[Size] | None:
-        """Return the size of each axis of a value; None if known values and side inputs do not
-        tell.
-        """
-        result = list[Size]()
-        for pair in self.sizes.get(value, ((0, 1),)):
-            sources = (
-                (source, axis)
-                for source in known
-                for axis, other in enumerate(self.sizes.get(source, ()))
-                if other == pair
-            )
-            size = pair[0] if pair[0] == pair[1] else next(sources, None)
-            if size is None:
-                return None
-            result.append(size)
-        return result
 
-
-def flow_of(model: nn.Module, runs: Sequence[Recording]) -> Flow:
+def flow_of(
+    model: nn.Module,
+    runs: Sequence[Recording],
+    sides: Sequence[str],
+    keywords: Mapping[str, bool],
+) -> Flow:
     """Return the flow of values of a model, from two forwards, and perhaps one in training.
 
     Raises:
@@ -70,7 +56,7 @@ def flow_of(model: nn.Module, runs: Sequence[Recording]) -> Flow:
             "return, depends on its inputs or on whether it trains; write its stages as functions"
         )
     visits = [
-        calls[0]._replace(uses=_without_draws(call.uses for call in calls))
+        calls[0]._replace(uses=NONE.union(*(call.uses for call in calls)))
         for calls in zip(*(run.visits for run in runs), strict=True)
     ]
     one, other = ({**run.tensors, **run.side} for run in runs[:2])
@@ -78,25 +64,16 @@ def flow_of(model: nn.Module, runs: Sequence[Recording]) -> Flow:
         source: tuple(zip(one[source].shape, other[source].shape, strict=False))
         for source in one.keys() & other.keys()
     }
-    draws = dict[Value, set[int]]()
-    for run in runs[2:]:
-        for number, uses in enumerate([*(visit.uses for visit in run.visits), run.uses]):
-            for label in uses:
-                if isinstance(label, Value) and label.call == RANDOM:
-                    draws.setdefault(label, set()).add(min(number, len(visits) - 1))
     return Flow(
         visits,
-        _without_draws(run.uses for run in runs),
+        NONE.union(*(run.uses for run in runs)),
         sizes,
         {value: tensor.dtype for value, tensor in runs[0].tensors.items()},
         frozenset[str]().union(*(run.parameters for run in runs)),
-        list(draws.values()),
+        tuple(runs[0].inputs),
+        tuple(sides),
+        keywords,
     )
-
-
-def _without_draws(labels: Iterable[Labels]) -> Labels:
-    every = NONE.union(*labels)
-    return frozenset(label for label in every if isinstance(label, str) or label.call != RANDOM)
 
 
 class Part(NamedTuple):
@@ -112,42 +89,46 @@ class Part(NamedTuple):
     parameters: frozenset[str]  #: of the code between units
 
 
-def parts_of(
-    model: nn.Module, flow: Flow, inputs: int, bounds: Sequence[int], sides: Sequence[str]
-) -> list[Part]:
-    """Return the parts between the calls in ``bounds``, for a model with so many inputs.
+def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
+    """Return the parts between the calls in ``bounds``.
 
     Raises:
         StageError: if several parts depend on the same random numbers.
     """
-    if any(len({bisect(bounds, number) for number in calls}) > 1 for calls in flow.draws):
-        raise StageError(
-            f"fpipe cannot split {type(model).__name__}: the code between its layers draws random "
-            "numbers, and several stages need the same random numbers; cut it in eval mode, or "
-            "write its stages as functions"
-        )
     parts = list[Part]()
+    drawn = set[Value]()
     sends, stop = tuple[Value, ...](), len(flow.visits)
     for first in [*reversed(bounds), 0]:
-        receives = tuple(sorted(_crossing(flow, inputs, first, sends, sides))) if first else ()
-        parameters = frozenset(use for use in flow.used(first, stop) if isinstance(use, str))
+        used = flow.used(first, stop)
+        values = {use for use in used if isinstance(use, Value)}
+        draws = {value for value in values if value.call == RANDOM}
+        if not drawn.isdisjoint(draws):
+            raise StageError(
+                f"fpipe cannot split {type(model).__name__}: the code between its layers draws "
+                "random numbers, and several stages need the same random numbers; cut it in eval "
+                "mode, or write its stages as functions"
+            )
+        drawn |= draws
+        receives = _crossing(flow, first, values.union(sends) - draws) if first else ()
+        parameters = frozenset(use for use in used if isinstance(use, str))
         parts.append(Part(first, stop, receives, sends, parameters))
         sends, stop = receives, first
     return parts[::-1]
 
 
-def _crossing(
-    flow: Flow, inputs: int, first: int, later: Sequence[Value], sides: Sequence[str]
-) -> set[Value]:
+def _crossing(flow: Flow, first: int, needed: set[Value]) -> tuple[Value, ...]:
     """Return the values from before a call that it and those after it need.
 
-    They depend on them, or no blank can be built in their place.
+    They depend on them, or no blank can be built in their place: it has the axes of other values.
     """
-    uses = (use for use in flow.used(first, len(flow.visits)) if isinstance(use, Value))
-    crossing = {value for value in (*later, *uses) if value.call < first}
-    before = [Value(INPUT, leaf) for leaf in range(inputs)]
+    crossing = {value for value in needed if value.call < first}
+    sources = [*crossing, *(source for source in flow.sizes if isinstance(source, str))]
+    known = {sizes for source in sources for sizes in flow.sizes.get(source, ())}
+    before = [Value(INPUT, leaf) for leaf in range(len(flow.inputs))]
     before += [value for visit in flow.visits[:first] for value in visit.values]
     for value in before:
-        if value not in crossing and flow.blank_sizes(value, [*sorted(crossing), *sides]) is None:
+        axes = flow.sizes.get(value)
+        if axes is None or not known.issuperset(axis for axis in axes if axis[0] != axis[1]):
             crossing.add(value)
-    return crossing
+            known.update(axes or ())
+    return tuple(sorted(crossing))

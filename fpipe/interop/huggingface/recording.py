@@ -7,11 +7,10 @@ share; a unit's result gets labels of its own. This module must not know stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain, count
-from typing import Any, NamedTuple, TypeAlias
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import tree
 from ...tree import Tree
-from ..module_function import as_node
+from .calls import Forward, flat_call, is_between_units, observed_by, output_of, result_of
 
 #: Operations whose results depend on the sizes of their inputs alone.
 _SIZES = {
@@ -72,7 +71,7 @@ class Recording(NamedTuple):
     visits: list[Visit]
     uses: Labels
     tensors: dict[Value, Tensor]
-    result: tuple[Tensor, ...]
+    result: Tensor
     inputs: Mapping[str, Tensor]
     side: Mapping[str, Tensor]
     parameters: frozenset[str]  #: those that the code between units reads
@@ -84,7 +83,7 @@ class _Notes(NamedTuple):
     visits: list[Visit]
     tensors: dict[Value, Tensor]
     labels: dict[torch.UntypedStorage, Labels]
-    read: set[Value | str]
+    read: set[str]
 
     def among(self, values: Tree) -> Labels:
         """Return the labels of all tensors in a tree."""
@@ -92,70 +91,65 @@ class _Notes(NamedTuple):
         return NONE.union(*(self.labels.get(leaf.untyped_storage(), NONE) for leaf in leaves))
 
 
-#: Whether a unit runs.
-_INSIDE: ContextVar[bool] = ContextVar("_INSIDE", default=False)
-
-
 def record(
     whole: nn.Module,
     tensors: Mapping[str, Tensor],
-    units: Mapping[nn.Module, str],
     inputs: Mapping[str, Tensor],
     side: Mapping[str, Tensor],
     keywords: Mapping[str, object],
-    finish: Callable[[Any], tuple[Tensor, ...]],
 ) -> Recording:
     """Run a model's forward.
 
     Args:
-        whole: a clone of the model, which is changed.
+        whole: a clone of the model, whose units are observed.
         tensors: its parameters and buffers.
-        units: its units, with their names.
         inputs: arguments that the first stage alone gets.
         side: arguments that all stages get.
         keywords: further arguments.
-        finish: returns, from the model's output, first the tensor that the last stage returns.
     """
     notes = _Notes([], {}, {}, set())
-    for child, name in units.items():
-        child.forward = partial(_visit, notes, name, child.forward)
-    parameters = dict(whole.named_parameters(remove_duplicate=False))
-    for name in parameters:
+    for name, _ in whole.named_parameters(remove_duplicate=False):
         _add(notes, tensors[name], frozenset([name]))
     for leaf, tensor in enumerate(inputs.values()):
         _keep(notes, tensor, Value(INPUT, leaf))
-    with torch.no_grad(), _Labels(notes):
-        arguments = {**inputs, **side, **keywords}
-        result = finish(functional_call(whole, dict(tensors), (), arguments, tie_weights=False))
-    read = frozenset(label for label in notes.read if isinstance(label, str))
-    uses = notes.among(result[0])
+    arguments = {**inputs, **side, **keywords}
+    with torch.no_grad(), _Labels(notes), observed_by(partial(_visit, notes)):
+        out = functional_call(whole, dict(tensors), (), arguments, tie_weights=False)
+        result = result_of(out)
+    uses, read = notes.among(result), frozenset(notes.read)
     return Recording(notes.visits, uses, notes.tensors, result, inputs, side, read)
 
 
 class _Labels(TorchDispatchMode):
-    """Labels the results of operations outside units with the labels of their inputs."""
+    """Labels the results of operations between units with the labels of their inputs."""
 
     def __init__(self, notes: _Notes):
         super().__init__()
         self.notes, self.draws = notes, count()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tree:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         name, notes = func.overloadpacket.__name__, self.notes
         in_place = name[-1] == "_" != name[-2]
         if in_place and any(isinstance(label, str) for label in notes.among(args[0])):
             raise RuntimeError(f"it writes into a parameter ({func})")
         out = func(*args, **(kwargs or {}))
-        if not _INSIDE.get() and func.overloadpacket not in _SIZES:
+        if is_between_units() and func.overloadpacket not in _SIZES:
             labels = notes.among((args, kwargs))
+            notes.read.update(label for label in labels if isinstance(label, str))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 labels |= {Value(RANDOM, next(self.draws))}
-            notes.read.update(labels)
             for leaf in filter(_is_dense, tree.leaves(out)):
                 _add(notes, leaf, labels)
         return out
 
 
-def _is_dense(leaf: Tree) -> bool:
+def _is_dense(leaf: Tree) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided
 
 
@@ -173,66 +167,19 @@ def _keep(notes: _Notes, tensor: Tensor, value: Value) -> None:
 
 
 def _visit(
-    notes: _Notes, name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree
+    notes: _Notes, unit: str, forward: Forward, args: Sequence[Tree], kwargs: Mapping[str, Tree]
 ) -> Tree:
-    """Run a call of a unit, and give the tensors that it returns memory of their own."""
-    if _INSIDE.get():
-        return forward(*args, **kwargs)
-    uses, dicts = notes.among((args, kwargs)), dicts_in(args, kwargs)
-    token, number = _INSIDE.set(True), len(notes.visits)
-    try:
-        _, leaves, structure = called(forward, args, kwargs)
-        noted = list[Tree]()
-        for index, leaf in enumerate(leaves):
-            if _is_dense(leaf):
-                if leaf.untyped_storage() in notes.labels:
-                    leaves[index] = leaf = leaf.clone()
-                noted.append(Value(number, index))
-                _keep(notes, leaf, noted[-1])
-            else:
-                noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
-    finally:
-        _INSIDE.reset(token)
-    notes.visits.append(Visit(name, uses, structure, tuple(noted)))
-    return restored(structure, leaves, dicts)
-
-
-# ---- what a call returns: its output, and what it writes into dicts that it was passed ----
-def dicts_in(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, dict]:
-    """Return the dicts among the arguments of a call.
-
-    >>> dicts_in([1, {}], {"more": {2: 3}})
-    {'1': {}, 'more': {2: 3}}
-    """
-    named = chain(((str(index), value) for index, value in enumerate(args)), kwargs.items())
-    return {name: value for name, value in named if type(value) is dict}
-
-
-def called(
-    forward: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree]
-) -> tuple[Tree, list[Tree], tree.Structure]:
-    """Run a call.
-
-    Returns:
-        Its output; the leaves and the structure of the output and of the new entries of dicts.
-    """
-    dicts = dicts_in(args, kwargs)
-    before = {name: dict(entries) for name, entries in dicts.items()}
-    out = forward(*args, **kwargs)
-    for item in out if isinstance(out, (tuple, list)) else [out]:
-        if isinstance(item, dict) and type(item) is not dict:
-            as_node(type(item))
-    written = dict[str, dict]()
-    for name, entries in dicts.items():
-        new = {k: v for k, v in entries.items() if before[name].get(k, entries) is not v}
-        if new:
-            written[name] = new
-    return out, *tree.flatten((out, written))
-
-
-def restored(structure: tree.Structure, leaves: Sequence[Tree], dicts: Mapping[str, dict]) -> Tree:
-    """Return the output of a call from its leaves; the entries that it writes are written."""
-    out, written = tree.unflatten(structure, leaves)
-    for name, entries in written.items():
-        dicts[name].update(entries)
-    return out
+    """Note a call of a unit, and give the tensors that it returns memory of their own."""
+    uses, number = notes.among((args, kwargs)), len(notes.visits)
+    leaves, structure = flat_call(forward, args, kwargs)
+    noted = list[Tree]()
+    for index, leaf in enumerate(leaves):
+        if _is_dense(leaf):
+            if leaf.untyped_storage() in notes.labels:
+                leaf = leaves[index] = leaf.clone()
+            noted.append(Value(number, index))
+            _keep(notes, leaf, noted[-1])
+        else:
+            noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
+    notes.visits.append(Visit(unit, uses, structure, tuple(noted)))
+    return output_of(structure, leaves, args, kwargs)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ...errors import StageError
 from ...stage import Stage
-from ..experts import configs_of, is_experts
-from ..module_function import Claim, claims
+from ..experts import is_experts, use_traceable_experts
+from ..module_function import Claim, claims_of_parts, clone, tensors_of
 from .crossing import Flow, parts_of
 from .model_part import ModelPart, part_module
-from .router import router_of
 from .trial import compare, try_forward
 from .units import units_of
 
@@ -25,18 +24,18 @@ def stages(
     n: int | None = None,
     *,
     cuts: Sequence[int] | None = None,
-    experts: str | None = None,
-    aux_loss: bool | None = None,
     example: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Stage], list[dict[str, Tensor]]]:
     """Cut a model of the transformers package into ``n`` stages; returns ``(stages, params)``.
 
-    The first stage takes token ids, the last returns logits. ``attention_mask``, ``position_ids``
-    and ``position_embeddings`` are side inputs of all stages, optional and as the model's forward
-    takes them; behind an encoder also ``decoder_input_ids``. Parameters keep the model's names; the
-    stages know which are frozen (also those that the model does not use) or tied. Layers that the
-    model checkpoints are recomputed in the backward. A model whose stages compute something else on
-    a few tokens is refused; on "meta" a warning says that they are not compared.
+    The first stage takes token ids, the last returns logits. ``attention_mask`` and
+    ``position_ids`` are side inputs of all stages, optional and as the model's forward takes them;
+    behind an encoder also ``decoder_input_ids``. Parameters keep the model's names; the stages know
+    which are frozen (also those that the model does not use) or tied. Layers that the model
+    checkpoints are recomputed in the backward. Of the implementations of a mixture of experts one
+    is used that can be traced; without one, stages with experts run on ``engine="eager"``. A model
+    whose stages compute something else on a few tokens is refused; on "meta" a warning says that
+    they are not compared.
 
     Args:
         model: of the transformers package.
@@ -44,10 +43,6 @@ def stages(
             too.
         cuts: instead of ``n``, the indices of the layers that begin stages 1, 2, ..., in the order
             in which they run.
-        experts: the package's implementation of a mixture of experts; by default one that can be
-            traced, if there is one, else the stages with experts run on ``engine="eager"``.
-        aux_loss: whether the router's auxiliary loss joins the loss, with its coefficient and over
-            all layers of all stages; by default the config's ``output_router_logits``.
         example: arguments of forward, two rows of each, for inputs other than token ids; if there
             are several beside the side inputs, the first stage takes a dict of them.
 
@@ -60,46 +55,63 @@ def stages(
     ```
     """
     units = units_of(model)
-    _check_layer_drop(model)
-    configs, traced = configs_of(model, experts)
-    if aux_loss is None:
-        aux_loss = bool(getattr(model.config, "output_router_logits", False))
-    router = router_of(model) if aux_loss else None
-    split, recordings, runs_without_values = try_forward(model, units, configs, example, router)
-    flow = split.flow
+    whole, traced = _traceable(model)
+    flow, recordings, runs_without_values = try_forward(model, whole, units, example)
     layers = [number for number, visit in enumerate(flow.visits) if visit.unit in units.layers]
     edges = [0, *_first_layers(model, flow, layers, n, cuts), len(layers)]
-    bounds = [layers[first - 1] + 1 for first in edges[1:-1]]
-    parts = parts_of(model, flow, len(split.inputs), bounds, split.always)
-    modules = [part_module(model, units, split, part, configs) for part in parts]
+    parts = parts_of(model, flow, [layers[first - 1] + 1 for first in edges[1:-1]])
+    modules = [part_module(model, whole, units, flow, part) for part in parts]
     owned = _claims(model, [names for _, names in modules])
-    functions, cut = list[ModelPart](), list[Stage]()
-    for (low, high), (module, _), claim, part in zip(
-        pairwise(edges), modules, owned, parts, strict=True
-    ):
-        fn = ModelPart(module, claim, split, part, f"{type(model).__name__}[{low}:{high}]")
-        run = {visit.unit for visit in flow.visits[part.first : part.stop]}
-        mixture = any(is_experts(m) for unit in run for m in model.get_submodule(unit).modules())
-        functions.append(fn)
-        cut.append(
-            fn.stage(
-                claim.frozen,
-                claim.ties,
-                claim.weights,
-                engine="eager" if mixture and not (traced and runs_without_values) else None,
-                aux_loss=router is not None and fn.last,
-            )
+    functions = [
+        ModelPart(module, claim, flow, part, f"{type(model).__name__}[{low}:{high}]")
+        for (low, high), (module, _), claim, part in zip(
+            pairwise(edges), modules, owned, parts, strict=True
         )
+    ]
     params = [claim.params for claim in owned]
     compare(model, functions, params, recordings)
+    cut = list[Stage]()
+    for fn, claim in zip(functions, owned, strict=True):
+        run = {visit.unit for visit in flow.visits[fn.part.first : fn.part.stop]}
+        mixture = any(is_experts(m) for unit in run for m in model.get_submodule(unit).modules())
+        engine = "eager" if mixture and not (traced and runs_without_values) else None
+        cut.append(fn.stage(claim, engine=engine))
     return cut, params
+
+
+class _NoLayerDrop:
+    """In place of a probability of 0 to drop a layer: no random number is smaller."""
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+
+def _traceable(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Clone a model; return whether experts of the clone, if there are any, can be traced."""
+    if getattr(model.config, "output_router_logits", False):
+        raise StageError(
+            f"the config of {type(model).__name__} adds the loss of its routers, which is no sum "
+            "over stages; set output_router_logits=False, or write its stages as functions"
+        )
+    whole = clone(model)
+    for module in whole.modules():
+        drop = getattr(module, "layerdrop", None)
+        if module.training and isinstance(drop, float) and drop > 0:
+            raise StageError(
+                f"fpipe cannot split {type(model).__name__}: it drops layers at random in training "
+                f"(layerdrop={drop}); build it with layerdrop=0.0, or write its stages as functions"
+            )
+        if drop == 0:
+            vars(module)["layerdrop"] = _NoLayerDrop()
+    return whole, use_traceable_experts(whole)
 
 
 def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
     """Return the parameters of each stage; those that none uses are frozen ones of the first."""
-    used = {weight.key for claim in claims(model, names) for weight in claim.weights.values()}
-    unused = [name for name, _ in model.named_parameters() if name not in used]
-    first, *others = claims(model, [[*names[0], *unused], *names[1:]])
+    tensors = tensors_of(model)
+    used = {id(tensors[name]) for row in names for name in row}
+    unused = [name for name, p in model.named_parameters() if id(p) not in used]
+    first, *others = claims_of_parts(model, [[*names[0], *unused], *names[1:]])
     return [first._replace(frozen=tuple(dict.fromkeys([*first.frozen, *unused]))), *others]
 
 
@@ -150,13 +162,3 @@ def _even_starts(sizes: Sequence[int], n: int) -> list[int]:
         return min(options)
 
     return list(best(0, n)[1])
-
-
-def _check_layer_drop(model: nn.Module) -> None:
-    for module in model.modules():
-        drop = getattr(module, "layerdrop", 0)
-        if module.training and isinstance(drop, float) and drop > 0:
-            raise StageError(
-                f"fpipe cannot split {type(model).__name__}: it drops layers at random in training "
-                f"(layerdrop={drop}); build it with layerdrop=0.0, or write its stages as functions"
-            )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training a causal model of transformers needs: losses, side inputs, a Trainer, weights."""
+"""What training a causal model of transformers needs: losses, a step of a Trainer, and weights
+from its files.
+"""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import Pipeline, pipeline, receive, tree, value_and_grad
+from ... import Pipeline, Schedule, pipeline, receive, tree, value_and_grad
 from ...collectives import Group
 from ...errors import StageError
 from ...saving import model_files
-from ...schedule import Schedule
 from ...tree import Tree
 from ..binding import Bound
-from .model_part import is_rotary
 from .splitting import stages
 
 
@@ -46,38 +45,6 @@ def causal_loss_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) ->
     flat = logits[:, :-1].float().flatten(0, 1)
     targets = labels[:, 1:].flatten()
     return nn.functional.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="sum")
-
-
-def side_inputs(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> dict[str, Tree]:
-    """Return position ids and rotary embeddings of a batch, computed once; pass them as side
-    inputs.
-
-    Stages compute theirs if none are passed. Embeddings have one row for each row of ``tokens``, so
-    that they are split like the batch.
-    """
-    rows, length = tokens.shape
-    if position_ids is None:
-        position_ids = torch.arange(length, device=tokens.device).expand(rows, length)
-    sides: dict[str, Tree] = {"position_ids": position_ids}
-    if attention_mask is not None:
-        sides["attention_mask"] = attention_mask
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    parents = (m for m in model.modules() if any(child is embedding for child in m.children()))
-    for rotary in filter(is_rotary, next(parents, model).children()):
-        like = next(model.parameters()).detach()
-        if "layer_type" in inspect.signature(rotary.forward).parameters:
-            kinds = sorted(set(getattr(model.config, "layer_types", ())))
-            embeddings = {kind: rotary(like, position_ids, kind) for kind in kinds}
-        else:
-            embeddings = rotary(like, position_ids)
-        sides["position_embeddings"] = embeddings
-    return sides
 
 
 def trainer(
@@ -176,8 +143,9 @@ def load(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     stages, _ = fpipe.interop.huggingface.stages(model, 4)
-    pipe = fpipe.pipeline(stages, "1F1B", loss=fpipe.interop.huggingface.causal_loss,
-    microbatches=8) params = fpipe.interop.huggingface.load("path/to/model", pipe)
+    loss = fpipe.interop.huggingface.causal_loss
+    pipe = fpipe.pipeline(stages, "1F1B", loss=loss, microbatches=8)
+    params = fpipe.interop.huggingface.load("path/to/model", pipe)
     ```
     """
     return receive(pipe, lambda: model_files(path), dtype=dtype, strict=False)

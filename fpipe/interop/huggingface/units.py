@@ -23,9 +23,9 @@ _SHARE = 0.1
 
 
 class Units(NamedTuple):
-    """The units of a model with their dotted names, and the names of those that are layers."""
+    """The dotted names of the units of a model, and of those that are layers."""
 
-    names: dict[nn.Module, str]
+    names: tuple[str, ...]
     layers: frozenset[str]
 
 
@@ -53,8 +53,8 @@ def units_of(model: nn.Module) -> Units:
             "stages as functions"
         )
     trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)}
-    names = dict(_units(model, "", {*trunk, *lists}))
-    return Units(names, frozenset(n for n in names.values() if n.rpartition(".")[0] in lists))
+    names = tuple(dict(_units(model, "", {*trunk, *lists})).values())
+    return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in lists))
 
 
 def _units(
@@ -65,9 +65,9 @@ def _units(
     Those without parameters count where they are random, since only one stage may draw.
     """
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
+        path = f"{prefix}{name}"
         if path in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _units(child, path, opened)
+            yield from _units(child, f"{path}.", opened)
         elif any(True for _ in child.parameters()) or "dropout" in type(child).__name__.lower():
             yield child, path
 
@@ -81,8 +81,8 @@ def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
     only.
     """
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        inside = [] if _is_layer(child) else list(_module_lists(child, path))
+        path = f"{prefix}{name}"
+        inside = [] if _is_layer(child) else list(_module_lists(child, f"{path}."))
         has_layers = isinstance(child, nn.ModuleList) and any(map(_is_layer, child))
         if isinstance(child, nn.ModuleList) and len(child) and (has_layers or not inside):
             yield path, child

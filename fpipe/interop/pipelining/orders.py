@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _add_send_recv
-from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
 
 from ...errors import ScheduleError
 from ...schedule import Schedule
@@ -23,30 +22,6 @@ Format: TypeAlias = Literal["compute_only", "compute_comms"]
 #: By rank, its actions; None where a rank is idle.
 Order: TypeAlias = Mapping[int, Sequence[Action | None]]
 
-__all__ = [
-    "Action",
-    "ComputationType",
-    "Format",
-    "Order",
-    "action_of",
-    "dump",
-    "load",
-    "order_of",
-    "schedule_of",
-    "with_messages",
-]
-
-
-def action_of(text: str) -> Action:
-    """Return an action by its text in a schedule.
-
-    >>> action_of("0F0").microbatch_index
-    0
-    """
-    action = Action.from_str(text)
-    assert action is not None, "empty texts are idle steps"
-    return action
-
 
 def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     """Return the order that a schedule is, in torch's actions.
@@ -54,7 +29,11 @@ def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
     """
-    return {rank: [action_of(str(a)) for a in row] for rank, row in enumerate(schedule)}
+    order = dict[int, list[Action]]()
+    for rank, row in enumerate(schedule):
+        actions = [Action.from_str(str(action)) for action in row]
+        order[rank] = [action for action in actions if action is not None]
+    return order
 
 
 def schedule_of(order: Order, name: str = "") -> Schedule:
@@ -64,9 +43,8 @@ def schedule_of(order: Order, name: str = "") -> Schedule:
     Schedule(ranks=1, microbatches=1, stages=1)
     """
     rows = [[a for a in order[rank] if a is not None and a.is_compute_op] for rank in sorted(order)]
-    return Schedule.parse(
-        "\n".join(f"[{', '.join(map(str, row))}]" for row in rows), name=name
-    ).check()
+    text = "\n".join(f"[{', '.join(map(str, row))}]" for row in rows)
+    return Schedule.parse(text, name=name).check()
 
 
 def with_messages(schedule: Schedule) -> Order:
@@ -75,8 +53,7 @@ def with_messages(schedule: Schedule) -> Order:
         raise ScheduleError(
             "a schedule with replicas of stages has no form with messages; dump it as compute_only"
         )
-    found = _add_send_recv(order_of(schedule), schedule.placement.rank_of, schedule.stages)
-    return {rank: list(row) for rank, row in found.items()}
+    return _add_send_recv(order_of(schedule), schedule.placement.rank_of, schedule.stages)
 
 
 def dump(schedule: Schedule, path: str | PathLike[str], form: Format) -> None:

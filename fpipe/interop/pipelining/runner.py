@@ -6,7 +6,7 @@ Knows modules and pipelines; nothing of the classes whose arguments it serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -23,7 +23,7 @@ from ...stage import Stage
 from ...tree import Tree
 from ..binding import Bound, BoundFunction, bound_to
 from ..module_function import changing_buffers
-from ..replacements import has_compiled
+from ..replacements import has_compiled, replacements
 from .batches import Batch
 from .stage import PipelineStage, group_of
 
@@ -36,15 +36,18 @@ class _StepFunction(BoundFunction):
     Several outputs of the module before it are several arguments.
     """
 
-    def __init__(self, module: nn.Module, state: Sequence[str]):
-        super().__init__(module, state, ["kwargs"])
-
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the module."""
         x = x[0] if isinstance(x, tuple) and len(x) == 1 else x
         return super().call(
             tensors, tuple(x) if isinstance(x, list) else x, side.get("kwargs") or {}
         )
+
+
+def _step_function(
+    module: nn.Module, aliases: Mapping[str, str], state: Sequence[str]
+) -> _StepFunction:
+    return _StepFunction(module, aliases, ["kwargs"], state)
 
 
 @dataclass(frozen=True)
@@ -95,22 +98,15 @@ class StepRunner:
         stages: of this process.
         loss: of the schedule, if it has one.
         mean: whether the total is a mean over microbatches.
-        overlap: as for ``fpipe.pipeline``.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        loss: Loss | None,
-        mean: bool,
-        overlap: Tree,
-    ):
+    def __init__(self, stages: Sequence[PipelineStage], loss: Loss | None, mean: bool):
         if any(isinstance(part, FSDPModule) for stage in stages for part in stage.submod.modules()):
             raise UnsupportedError(
-                "modules under fully_shard are not supported here; use zero= of fpipe.pipeline, "
-                "or from_fsdp of fpipe.interop.fsdp, or DistributedDataParallel"
+                "modules under fully_shard are not supported; use DistributedDataParallel, or "
+                "fpipe.copies(zero=) of fpipe.pipeline"
             )
-        self.loss, self.mean, self.overlap = loss, mean, overlap
+        self.loss, self.mean = loss, mean
         self.count, self.device = stages[0].num_stages, stages[0].device
         self.group = group_of(stages[0].group, self.device)
         self.modules = dict[int, nn.Module]()
@@ -129,22 +125,24 @@ class StepRunner:
         modes = [part.training for module in self.modules.values() for part in module.modules()]
         key = (self.fallbacks, *modes)
         if key not in self.built or self.built[key][0].unfrozen():
-            functions = [self._function(self.modules.get(s)) for s in range(self.count)]
-            compiled = any(fn is not None and has_compiled(fn.replacements) for fn in functions)
+            modules = [self.modules.get(stage) for stage in range(self.count)]
+            states = [[] if module is None else self._state(module) for module in modules]
+            compiled = any(has_compiled(replacements(m)) for m in self.modules.values())
             eager = self.fallbacks.eager
             options = {
                 "engine": "eager" if eager else None,
                 "compile": "inductor" if compiled and not eager else None,
             }
-            self.built[key] = bound_to(functions, self.described, **options), {}
+            self.built[key] = (
+                bound_to(modules, states, _step_function, self.described, **options),
+                {},
+            )
         return self.built[key]
 
-    def _function(self, module: nn.Module | None) -> BoundFunction | None:
-        if module is None:
-            return None
-        every = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        state = every if self.fallbacks.state else changing_buffers(module, always=True)
-        return _StepFunction(module, state)
+    def _state(self, module: nn.Module) -> list[str]:
+        if self.fallbacks.state:
+            return [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        return changing_buffers(module, always=True)
 
     def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
         """Return the modules and the pipeline of a schedule over them.
@@ -165,7 +163,6 @@ class StepRunner:
                 outputs="last",
                 loss=loss,
                 reduction="mean" if self.mean else "sum",
-                overlap=self.overlap,
                 dp=self._copies(),
             )
             self.described = pipe.config.functions
@@ -187,7 +184,7 @@ class StepRunner:
             raise
 
     def run(
-        self, schedule: Schedule, batch: Batch, targets: Tree, training: bool
+        self, schedule: Schedule, batch: Batch, training: bool
     ) -> list[tuple[Tree, Tensor | None]]:
         """Run the microbatches, and with ``training`` add gradients to ``.grad``.
 
@@ -196,7 +193,7 @@ class StepRunner:
         """
         while True:
             try:
-                return self._run(schedule, batch, targets, training)
+                return self._run(schedule, batch, training)
             except (TraceError, MismatchError) as error:
                 # all processes get one of both, where one could not prepare the step
                 fallbacks = self.fallbacks.after(error)
@@ -210,7 +207,7 @@ class StepRunner:
                 self.built.clear()
 
     def _run(
-        self, schedule: Schedule, batch: Batch, targets: Tree, training: bool
+        self, schedule: Schedule, batch: Batch, training: bool
     ) -> list[tuple[Tree, Tensor | None]]:
         bound, pipe = self._pipe(schedule)
         results = dict[int, tuple[Tree, Tensor | None]]()
@@ -218,10 +215,10 @@ class StepRunner:
         def each(number: int, y: Tree, loss: Tensor | None = None) -> None:
             results[number] = y, loss
 
-        arguments = [bound.params, batch.x if 0 in self.modules else _away(batch.x)]
+        arguments: list[Tree] = [bound.params, _argument(batch.x, 0 in self.modules)]
         if self.loss is not None:
-            arguments.append(targets if self.count - 1 in self.modules else _away(targets))
-        keywords = {"kwargs": batch.kwargs} if batch.kwargs else {}
+            arguments.append(_argument(batch.target, self.count - 1 in self.modules))
+        keywords: dict[str, Tree] = {} if batch.kwargs is None else {"kwargs": batch.kwargs}
         if pipe.config.stateful:
             keywords["state"] = bound.state
         if training:
@@ -244,15 +241,18 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
     return tuple(values)
 
 
-def _away(value: Tree) -> Tree:
-    """Return what stands for an argument that other processes read.
+def _argument(rows: Microbatches | None, here: bool) -> Tree:
+    """Return an argument, or what stands for one that other processes read.
 
-    It has shapes where this process was passed the argument too.
+    That has shapes where this process was passed the argument too.
     """
-    if isinstance(value, Microbatches):
-        return Microbatches(map(_away, value))
-    if not any(map(tree.is_tensor, tree.leaves(value))):
-        return elsewhere()
-    return tree.tree_map(
-        lambda leaf: elsewhere(leaf.shape, leaf.dtype) if tree.is_tensor(leaf) else leaf, value
+    if rows is None:
+        return () if here else elsewhere()
+    if here:
+        return rows
+    return Microbatches(
+        tree.tree_map(
+            lambda leaf: elsewhere(leaf.shape, leaf.dtype) if tree.is_tensor(leaf) else leaf, row
+        )
+        for row in rows
     )

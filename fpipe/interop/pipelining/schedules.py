@@ -9,21 +9,21 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
 
 from ... import make_schedule, schedule_names
-from ...errors import ScheduleError, UnsupportedError
+from ...errors import ScheduleError
 from ...schedule import Schedule
 from ...tree import Tree
 from . import orders
-from .batches import batch_of, merged, microbatches
-from .custom_functions import Context, CustomFunction, hooked, overlap_of
-from .orders import Action, ComputationType, Format, Order
+from .batches import batch_of
+from .orders import Action, Format, Order
 from .runner import StepRunner
 from .stage import PipelineStage
 
@@ -31,6 +31,9 @@ from .stage import PipelineStage
 class _PipelineSchedule:
     """What all schedules have in common; ``name`` is that of the catalogue, "" where the order
     comes from elsewhere.
+
+    ``use_full_backward``, ``backward_requires_autograd`` and ``defer_pp_recv`` have no effect: the
+    schedule decides how a backward is split, and fpipe plans receives.
     """
 
     name = ""
@@ -44,6 +47,10 @@ class _PipelineSchedule:
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: Tree = None,
         scale_grads: bool = True,
+        *,
+        use_full_backward: object = None,
+        backward_requires_autograd: object = None,
+        defer_pp_recv: object = None,
     ):
         if not stages:
             raise ValueError("a schedule needs the stages of this process, one at least")
@@ -53,7 +60,6 @@ class _PipelineSchedule:
         self._output_merge_spec, self.scale_grads = output_merge_spec, scale_grads
         self._num_stages, self._has_backward = first.num_stages, loss_fn is not None
         self.pp_group_size, self.rank = first.group_size, first.group_rank
-        self._custom: dict[ComputationType, CustomFunction] = {}
         self._runner: StepRunner | None = None
         self._schedule: Schedule | None = None
         self.pipeline_order: Order = {}
@@ -144,60 +150,34 @@ class _PipelineSchedule:
                 "be used under "
                 "torch.no_grad() context. Please call eval() instead."
             )
-        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(whole, parts, losses, return_outputs, loss_kwargs, self._has_backward)
-
-    def eval(
-        self,
-        *args: Tree,
-        target: Tree = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Tree] | None = None,
-        arg_mbs: list[Tree] | None = None,
-        kwarg_mbs: list[Tree] | None = None,
-        target_mbs: list[Tree] | None = None,
-        **kwargs: Tree,
-    ) -> Tree:
-        """Run the forwards of a step alone; the arguments are those of :meth:`step`."""
-        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(whole, parts, losses, return_outputs, loss_kwargs, False)
-
-    def _run(
-        self,
-        whole: tuple[Tree, ...],
-        parts: tuple[object, ...],
-        losses: list[Tensor] | None,
-        keep: bool,
-        loss_kwargs: dict[str, Tree] | None,
-        training: bool,
-    ) -> Tree:
         schedule = self._checked()
         if self._runner is None:
-            overlap = overlap_of(self._custom, self._context)
-            self._runner = StepRunner(self._stages, self._loss_fn, self.scale_grads, overlap)
+            self._runner = StepRunner(self._stages, self._loss_fn, self.scale_grads)
         last = any(stage.is_last for stage in self._stages)
         with self._runner.reporting(schedule):
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
+            whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
             batch = batch_of(whole, parts, self._n_microbatches, self._chunk_specs)
-            wanted = self._loss_fn is not None and (last or batch.target is not None)
-            targets = batch.targets(loss_kwargs or {}) if wanted else None
+            if self._loss_fn is not None and (last or batch.target is not None):
+                batch = batch.with_loss_kwargs(loss_kwargs or {})
         for stage in self._stages:
-            stage.has_backward = training
-        self._batch = batch, losses
-        with hooked(self._custom, self._context):
-            results = self._runner.run(schedule, batch, targets, training)
+            stage.has_backward = self._has_backward
+        results = self._runner.run(schedule, batch, self._has_backward)
         if losses is not None and last and self._loss_fn is not None:
             losses[:] = [loss for _, loss in results if loss is not None]
-        return merged([y for y, _ in results], self._output_merge_spec) if last and keep else None
+        if not last or not return_outputs:
+            return None
+        return merge_chunks([y for y, _ in results], self._output_merge_spec)
 
-    def _context(self, run: Callable[[Action], None]) -> Context:
-        """Return what a custom function gets beside its action."""
-        batch, losses = self._batch
-        x, kwargs = (microbatches(value, batch.number) for value in (batch.x, batch.kwargs or {}))
-        target = None if batch.target is None else microbatches(batch.target, batch.number)
-        return Context(self, x, kwargs, target, losses, run)
+    @wraps(step, assigned=())
+    def eval(self, *args: Tree, **options: Tree) -> Tree:
+        """Run the forwards of a step alone; the arguments are those of :meth:`step`."""
+        training, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, **options)
+        finally:
+            self._has_backward = training
 
 
 class PipelineScheduleSingle(_PipelineSchedule):
@@ -213,28 +193,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
     subclass.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
-        output_merge_spec: Tree = None,
-        use_full_backward: bool | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-    ):
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
-
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Read the order from a CSV file; messages in it are planned anew."""
         self._take(orders.load(filename, format))
@@ -245,30 +203,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """A schedule whose order is loaded or set in memory; functions of the caller may run its
-    actions.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs.pop("defer_pp_recv", None)  # receives are planned by fpipe
-        super().__init__(*args, **kwargs)
-
-    def register_custom_function(
-        self, computation_type: ComputationType, custom_function: CustomFunction
-    ) -> None:
-        """Call ``custom_function(action, ctx)`` for each action of a type; it calls
-        ``ctx.run(action)`` to run it.
-
-        For OVERLAP_F_B it runs both ``action.sub_actions``, in any order.
-
-        Raises:
-            UnsupportedError: for actions that fpipe plans itself, such as UNSHARD.
-        """
-        if computation_type.value not in ("F", "B", "I", "W", "OVERLAP_F_B"):
-            raise UnsupportedError(
-                f"{computation_type} has no custom function here: fpipe plans it itself"
-            )
-        self._custom[computation_type], self._runner = custom_function, None
+    """A schedule whose order is loaded or set in memory."""
 
     def _prepare_schedule_with_comms(
         self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"

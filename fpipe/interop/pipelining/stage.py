@@ -24,7 +24,7 @@ def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = 
     source = dist.group.WORLD if pg is None else pg
     assert source is not None, "torch.distributed is initialized"
     if (source, purpose) not in _GROUPS:
-        _GROUPS[source, purpose] = adopt(source, device, purpose=purpose)
+        _GROUPS[source, purpose] = adopt(source, device)
     return _GROUPS[source, purpose]
 
 

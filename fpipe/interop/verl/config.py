@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -36,35 +35,23 @@ class FpipeEngineConfig(configs.EngineConfig):
     stages: int | None = None
     cuts: list[int] | None = None
     zero: int = 0
-    unsharded: int = 2
-    bucket_bytes: int = 1 << 25
     reduce_dtype: str | None = None
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
-    load_by_stage: bool = True
     trace: bool = True
     compile: str | None = None
-    overlap: str = "weave"
-    min_microbatches: int | None = None
-    pad_to_length: bool = False
-    pad_to_length_bucket: int = 1024
-    pad_uniform: bool = False
     logits_chunk_size: int = 1024
-    outputs: str = "last"
     export_bucket_bytes: int = 1 << 28
-    override: dict[str, Any] = field(default_factory=dict)
+    override: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check what verl would not."""
         super().__post_init__()
         for name in ("dtype", "model_dtype", "reduce_dtype"):
-            if getattr(self, name) not in (*DTYPES, *([None] if name == "reduce_dtype" else [])):
-                raise StageError(
-                    f"engine.{name}={getattr(self, name)!r}; give one of {', '.join(DTYPES)}"
-                )
-        if self.outputs not in ("last", "zeros"):
-            raise StageError(f"engine.outputs={self.outputs!r}; give 'last' or 'zeros'")
+            value = getattr(self, name)
+            if value not in DTYPES and not (value is None and name == "reduce_dtype"):
+                raise StageError(f"engine.{name}={value!r}; give one of {', '.join(DTYPES)}")
 
 
 @dataclass

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, tree, value_and_grad
+from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
+from ...saving import export_model
 from ...stage import Stage
 from .._rl import checkpoints, exports, models
-from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of
+from .._rl.sequences import Tokens, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
-from .learning_rates import numbers_of, scheduler_of
+from .learning_rates import scheduler_of
 from .losses import Batch, Loss, asked, like
 
 base = import_module("verl.workers.engine.base")
@@ -32,6 +33,8 @@ tensordicts = import_module("verl.utils.tensordict_utils")
 devices = import_module("verl.utils.device")
 optimizers = import_module("verl.workers.config.optimizer")
 
+#: The folder of a checkpoint of fpipe in one of verl.
+FOLDER = "fpipe"
 #: The types of devices for which the engine is registered.
 DEVICES = ["cpu", "cuda", "npu", "xpu"]
 
@@ -72,7 +75,7 @@ class FpipeEngine(base.BaseEngine):
         self.kind = devices.get_device_name()
         self.mesh = init_device_mesh(self.kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
         self.group = adopt(self.mesh["pp"], self.kind)
-        self.copies = adopt(self.mesh["dp"], self.kind, purpose="dp") if world > pp else None
+        self.copies = adopt(self.mesh["dp"], self.kind) if world > pp else None
         self.schedule = make_schedule(
             config.schedule, ranks=pp, microbatches=2 * pp, stages=config.stages
         )
@@ -100,13 +103,12 @@ class FpipeEngine(base.BaseEngine):
         self.loss = Loss(
             self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device
         )
-        self.pipe = self._pipeline(self.cut.stages)
+        self.pipe = self._pipeline()
         if from_files:
             parts = models.read(self.model_config.local_path, self.pipe, own)
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
         self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
-        self.shapes = tree.tree_map(lambda p: torch.empty_like(p, device="meta"), self.cut.params)
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps, self.adapted = 0, True
@@ -137,56 +139,40 @@ class FpipeEngine(base.BaseEngine):
             attention=config.attn_implementation,
             trust=model.trust_remote_code,
         )
-        module, from_files = None, False
-        if config.load_by_stage and model.lora_rank <= 0:
-            module = load(empty=True)
-            from_files = models.has_files(model.local_path, module)
+        module = load(empty=True) if model.lora_rank <= 0 else None
+        from_files = module is not None and models.has_files(model.local_path, module)
         if module is None or not from_files:
             # what the files do not have must be alike on all processes
             torch.manual_seed(config.seed)
             module = load()
-        wrapper = None
         if model.lora_rank > 0:
             names = ("target_modules", "target_parameters", "exclude_modules")
             to_python = import_module("verl.utils.py_functional").convert_to_regular_types
             options = {name: to_python(model.get(name)) for name in names}
             options |= {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
-            wrapper = models.with_adapters(module, options, model.get("lora_adapter_path"))
+            models.add_adapters(module, options, model.get("lora_adapter_path"))
         cut = models.cut(
             module,
             self.schedule.stages,
             cuts=config.cuts,
             engine=None if config.trace else "eager",
-            peft=wrapper,
             checkpointing=model.enable_gradient_checkpointing,
         )
         return cut, from_files
 
-    def _pipeline(self, stages: Sequence[Stage]) -> Pipeline:
+    def _pipeline(self) -> Pipeline:
         config = self.engine_config
-        options = {"overlap": config.overlap, "compile": config.compile}
+        options: dict[str, Any] = {"compile": config.compile}
         if config.dtype != config.model_dtype:
             options["accumulate"] = torch.float32
         if self.copies is not None:
             dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
             options["dp"] = copies(
-                self.copies,
-                zero=config.zero,
-                reduce_dtype=dtype,
-                bucket_bytes=config.bucket_bytes,
-                unsharded=config.unsharded,
-                reduction="mean",
+                self.copies, zero=config.zero, reduce_dtype=dtype, reduction="mean"
             )
         loss = Stage(self.loss, engine="eager", like=like, name="loss")
-        options |= {"loss": loss, "reduction": "sum", "group": self.group}
-        return pipeline(list(stages), config.schedule, **options, **config.override)
-
-    @cached_property
-    def _reference(self) -> Pipeline:
-        """The pipeline without adapters."""
-        pipe = self._pipeline(self.cut.plain)
-        pipe.shard(self.shapes)
-        return pipe
+        options |= {"loss": loss, "reduction": "sum", "group": self.group, **config.override}
+        return pipeline(self.cut.stages, config.schedule, **options)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -197,11 +183,11 @@ class FpipeEngine(base.BaseEngine):
         finally:
             self.adapted = True
 
-    def train_mode(self, **keywords: Any) -> Any:
+    def train_mode(self, **keywords: object) -> Any:
         """Return a context in which the engine trains."""
         return _Mode(self, "train", **keywords)
 
-    def eval_mode(self, **keywords: Any) -> Any:
+    def eval_mode(self, **keywords: object) -> Any:
         """Return a context in which the engine evaluates."""
         return _Mode(self, "eval", **keywords)
 
@@ -217,58 +203,48 @@ class FpipeEngine(base.BaseEngine):
                 "distillation from the top of a teacher's logits is not supported by engine=fpipe"
             )
         group, size = self.get_data_parallel_group(), self.get_data_parallel_size()
-        tokens = data["loss_mask"].sum().to(self.device)
-        dist.all_reduce(tokens, group=group)
-        tensordicts.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=size)
+        total = data["loss_mask"].sum().to(self.device)
+        dist.all_reduce(total, group=group)
+        tensordicts.assign_non_tensor(data, sp_size=1, batch_num_tokens=total.item(), dp_size=size)
         batches, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
         )
+        if not asked(batches[0], "use_remove_padding", True):
+            raise UnsupportedError(
+                "sequences with padding are not supported by engine=fpipe; set "
+                "model.use_remove_padding=True"
+            )
+        tokens = [
+            tokens_of(
+                batch["input_ids"].to(self.device),
+                batch["position_ids"].to(self.device),
+                batch["temperature"],
+            )
+            for batch in batches
+        ]
         keep_outputs = forward_only or asked(data, "return_model_output")
-        batch = Batch(batches, self._tokens(batches), loss_function, keep_outputs)
-        with batch.current():
-            rows = self._run(batch.tokens, forward_only)
-        if rows is None:
-            zeros = self.engine_config.outputs == "zeros" and keep_outputs
-            rows = self.loss.zeros(batch) if zeros else []
-        return engines.postprocess_batch_func(output_lst=rows, indices=indices, data=data)
+        with Batch(batches, tokens, loss_function, keep_outputs).current():
+            rows = self._run(tokens, forward_only)
+        return engines.postprocess_batch_func(output_lst=rows or [], indices=indices, data=data)
 
     @cached_property
     def _least(self) -> int | None:
         """The smallest number of microbatches that the schedule can run."""
-        for number in range(self.engine_config.min_microbatches or 1, 4 * self.group.size + 1):
+        for number in range(1, 4 * self.group.size + 1):
             try:
                 self.pipe.schedule(number)
             except ScheduleError:
                 continue
             return number
-        return self.engine_config.min_microbatches
+        return None
 
-    def _tokens(self, batches: Sequence[Any]) -> list[Tokens]:
-        config = self.engine_config
-        packed = asked(batches[0], "use_remove_padding", True)
-        lengths = [longest(batch["input_ids"], packed) for batch in batches]
-        multiple = config.pad_to_length_bucket if config.pad_to_length else 1
-        padded = padded_lengths(lengths, multiple, uniform=config.pad_uniform)
-        return [
-            tokens_of(
-                batch["input_ids"].to(self.device),
-                batch["position_ids"].to(self.device),
-                batch["temperature"],
-                packed=packed,
-                length=length,
-                pad_token=asked(batch, "pad_token_id", 0) or 0,
-            )
-            for batch, length in zip(batches, padded, strict=True)
-        ]
-
-    def _run(self, tokens: Sequence[Tokens], forward_only: bool) -> list[Any] | None:
-        pipe = self.pipe if self.adapted or self.cut.peft is None else self._reference
+    def _run(self, tokens: Sequence[Tokens], forward_only: bool) -> list[object] | None:
+        pipe = self.pipe
         if self.cut.moded:
             pipe = pipe.train(not forward_only and self.mode != "eval")
+        params = self.weights.for_call(self.adapted)
         x = Microbatches([one.input_ids for one in tokens])
-        side: dict[str, Any] = {"position_ids": Microbatches([one.position_ids for one in tokens])}
-        if tokens[0].attention_mask is not None:
-            side["attention_mask"] = Microbatches([one.attention_mask for one in tokens])
+        positions = Microbatches([one.position_ids for one in tokens])
         numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
 
         def each(number, logits, out):
@@ -276,12 +252,12 @@ class FpipeEngine(base.BaseEngine):
 
         if forward_only:
             with torch.no_grad():
-                _, rows = pipe(self.weights.for_call(), x, numbers, has_aux=True, each=each, **side)
+                _, rows = pipe(params, x, numbers, has_aux=True, each=each, position_ids=positions)
             return rows
         seed = self.engine_config.seed * 1_000_003 + self.steps if self.cut.moded else None
         self.steps += 1
         step = value_and_grad(pipe, has_aux=True, each=each)
-        (_, rows), grads = step(self.weights.for_call(), x, numbers, seed=seed, **side)
+        (_, rows), grads = step(params, x, numbers, seed=seed, position_ids=positions)
         self.weights.add_grads(grads)
         return rows
 
@@ -342,33 +318,27 @@ class FpipeEngine(base.BaseEngine):
 
     # ---- weights ----
     def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
-    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: object
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Return all parameters by their names in the model, whole and in one order on all ranks,
-        and the adapters' options.
-
-        With adapters that are not to be merged (``lora.merge``): first the model below them, and
-        after ``base_sync_done`` the adapters.
+        with the adapters added to them.
         """
+        model = self.model_config
         named = exports.exported(
             self.pipe,
             self.weights.values(),
             self.cut.aliases,
             self.engine_config.export_bucket_bytes,
         )
-        peft = self.cut.peft
-        if peft is None:
+        here = ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
+        if model.lora_rank <= 0:
             unfused = import_module("verl.workers.engine.fsdp.utils").unfuse_moe_params
-            return unfused(self._on_device(named), self.model_config.hf_config.model_type), None
-        if self.model_config.lora.get("merge", False):
-            return self._on_device(
-                exports.with_merged_adapters(named, models.scaling(self.cut.model))
-            ), None
-        named = exports.adapters(named) if base_sync_done else exports.without_adapters(named)
-        return self._on_device(named), peft.peft_config["default"].to_dict()
-
-    def _on_device(self, named: exports.Named) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
+            return unfused(here, model.hf_config.model_type), None
+        if not model.lora.get("merge", False):
+            raise UnsupportedError(
+                "engine=fpipe exports adapters added to the model; set model.lora.merge=True"
+            )
+        return exports.with_merged_adapters(here, self.cut.scaling), None
 
     def save_checkpoint(
         self,
@@ -376,53 +346,55 @@ class FpipeEngine(base.BaseEngine):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-        **keywords: Any,
+        **keywords: object,
     ) -> None:
         """Write a checkpoint that any other number of processes and any other schedule can load."""
         first, contents = dist.get_rank() == 0, self.checkpoint_config.save_contents
+        path = Path(local_path, FOLDER)
         if first:
-            Path(local_path).mkdir(parents=True, exist_ok=True)
-            checkpoints.remove(local_path)
+            shutil.rmtree(path, ignore_errors=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        more = {"steps": self.steps, "global_step": global_step, "lr": numbers_of(scheduler)}
-        checkpoints.save(
-            local_path, self.weights, self.optimizer if "optimizer" in contents else None, more
-        )
+        more: dict[str, object] = {"steps": self.steps, "global_step": global_step}
+        if self.scheduler is not None:
+            more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
+        optimizer = self.optimizer if "optimizer" in contents else None
+        checkpoints.save(path, self.weights, optimizer, more)
         if first:
-            folder = Path(local_path, "huggingface")
-            if "hf_model" in contents:
-                checkpoints.write_model(local_path, folder)
-            model = self.model_config
-            for part in (model.hf_config, model.get_processor(), model.generation_config):
-                if part is not None:
-                    part.save_pretrained(folder)
+            self._write_model(path, "hf_model" in contents)
             # this run removes checkpoints that it wrote before the last ones
             self.saved = [*(path for path in self.saved if path != local_path), local_path]
             while 0 < (max_ckpt_to_keep or 0) < len(self.saved):
                 shutil.rmtree(self.saved.pop(0), ignore_errors=True)
         dist.barrier()
 
+    def _write_model(self, path: Path, weights: bool) -> None:
+        """Write configurations, and the weights of a checkpoint, as a model of Hugging Face."""
+        folder, model = path.with_name("huggingface"), self.model_config
+        if weights:
+            shutil.rmtree(folder, ignore_errors=True)
+            export_model(path, folder)
+        for part in (model.hf_config, model.get_processor(), model.generation_config):
+            if part is not None:
+                part.save_pretrained(folder)
+
     def load_checkpoint(
         self,
         local_path: str,
         hdfs_path: str | None = None,
         del_local_after_load: bool = True,
-        **keywords: Any,
+        **keywords: object,
     ) -> None:
         """Read a checkpoint; it stays where it is, since it is no copy of a remote one."""
         if local_path is None:
             return
-        more = checkpoints.load(
-            local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents
-        )
-        if "extra" in self.checkpoint_config.load_contents:
+        contents = self.checkpoint_config.load_contents
+        more = checkpoints.load(Path(local_path, FOLDER), self.weights, self.optimizer, contents)
+        if "extra" in contents:
             self.steps = more["steps"]
-            if self.optimizer is not None and more["lr"]:
-                self.scheduler.load_state_dict({**self.scheduler.state_dict(), **more["lr"]})
-                for group, rate in zip(
-                    self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
-                ):
+            if self.optimizer is not None and "epoch" in more:
+                self.scheduler.last_epoch = more["epoch"]
+                for group, rate in zip(self.optimizer.param_groups, more["rates"], strict=True):
                     group["lr"] = rate
         dist.barrier()
         self._offload()

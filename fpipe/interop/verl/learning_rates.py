@@ -7,25 +7,14 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import UnsupportedError
 
 functional = import_module("verl.utils.torch_functional")
 
 
-def numbers_of(state: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what of a scheduler's state can be stored: not its functions."""
-    kept = (bool, int, float, str)
-
-    def plain(value):
-        return isinstance(value, kept) or (
-            isinstance(value, list) and all(isinstance(v, kept) for v in value)
-        )
-
-    return {key: value for key, value in (state or {}).items() if plain(value)}
-
-
-def scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> Any:
+def scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler:
     """verl's learning rate scheduler for an optimizer."""
     total, warmup = config.total_training_steps, config.lr_warmup_steps
     if warmup is None or warmup <= 0:

@@ -23,15 +23,11 @@ from .._rl.sequences import Tokens
 tensordicts = import_module("verl.utils.tensordict_utils")
 
 
-#: Further outputs by verl's names -> what a batch says that asks for them, in the order of Scores.
-_FLAGS = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
-
-
 @dataclass(frozen=True)
 class Row:
     """What verl wants to know of a microbatch; of no type that pytrees look into."""
 
-    content: dict[str, Any]
+    content: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Batch:
 
     parts: Sequence[Any]
     tokens: Sequence[Tokens]
-    function: Callable[..., Any] | None
+    function: Callable[..., tuple[Tensor, object]] | None
     keep_outputs: bool
 
     @contextmanager
@@ -92,26 +88,17 @@ class Loss:
         """Return nested tensors by verl's names."""
         if self.values:
             return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
-        row = scores(
+        found = scores(
             logits,
             tokens.labels,
             tokens.temperature,
             chunk=self.chunk,
-            entropy=asked(batch, _FLAGS["entropy"]),
-            squares=asked(batch, _FLAGS["sum_pi_squared"]),
+            entropy=asked(batch, "calculate_entropy"),
         )
-        named = zip(("log_probs", *_FLAGS), row, strict=True)
-        return {name: tokens.nested(value) for name, value in named if value is not None}
-
-    def zeros(self, call: Batch) -> list[dict[str, Any]]:
-        """Return outputs of zeros, for a rank that does not have the real ones."""
-        rows = list[dict[str, Any]]()
-        for tokens, batch in zip(call.tokens, call.parts, strict=True):
-            wanted = [name for name, flag in _FLAGS.items() if asked(batch, flag)]
-            names = ["values"] if self.values else ["log_probs", *wanted]
-            zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
-            rows.append({"model_output": {name: tokens.nested(zeros) for name in names}})
-        return rows
+        outputs = {"log_probs": tokens.nested(found.log_probs)}
+        if found.entropy is not None:
+            outputs["entropy"] = tokens.nested(found.entropy)
+        return outputs
 
 
 def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:

@@ -33,10 +33,11 @@ from ...programs.internals import (
     transforming,
 )
 from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
-from ...programs.simplify import storage, value_of
+from ...programs.split import storage, value_of
 from ...programs.tracing import InexactError, joint_graph
-from ...stage import Block, Stage
-from ...tree import AbstractTree, Aval, Structure
+from ...programs.wrappers import Block
+from ...stage import Stage
+from ...tree import AbstractTree, Aval, Structure, Tree
 from ..operators import viewed
 from .outside import outside
 
@@ -84,8 +85,8 @@ class Definition:
     stage: Stage
     signature: Signature
     outputs: Outputs
-    written: Callable[..., Any]
-    captured: tuple[Any, ...]
+    written: Callable[..., object]
+    captured: tuple[object, ...]
     cached: bool
     graphs: dict[Key, Graph] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -133,7 +134,9 @@ KEPT = 64
 _KNOWN: Definitions = WeakKeyDictionary()
 
 
-def called(within: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called(
+    within: Calls, block: Block, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Tree:
     """The result of a call of a block while a stage is traced."""
     leaves, spec = tree.flatten((args, kwargs))
     tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
@@ -149,7 +152,7 @@ def called(within: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str,
 def _definition(
     within: Calls,
     block: Block,
-    leaves: Sequence[Any],
+    leaves: Sequence[object],
     spec: Structure,
     tensors: Sequence[torch.Tensor],
 ) -> Definition | None:
@@ -174,7 +177,7 @@ def _definition(
     if key not in definitions:
         fn = block.fn
 
-        def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Any:
+        def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Tree:
             given = [*params, *x]
             values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
             args, kwargs = tree.unflatten(spec, values)
@@ -217,7 +220,7 @@ def _key(aval: Aval) -> tuple[Hashable, ...]:
     return (*sizes, aval.dtype, aval.device, aval.grad)
 
 
-def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
+def _captured(fn: Callable[..., object]) -> tuple[object, ...]:
     """What a function has closed over: another value makes another function."""
     return tuple(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
 
@@ -296,7 +299,7 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     uses = [0] * len(tensors)
 
     def handed(
-        ends: Sequence[torch.Tensor], inputs: Sequence[Any], dys: Sequence[torch.Tensor]
+        ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         uses[:] = _uses(ends, inputs)
         with torch.no_grad():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 from ...programs.internals import operator_of, returns_views, storage_id
-from ...programs.simplify import STORAGE, storage, value_of
+from ...programs.split import STORAGE, storage, value_of
 from ...programs.tracing import InexactError
 from .calls import BACKWARD, FORWARD, HERE, Call, Graph
 
@@ -153,7 +153,7 @@ def _constant(body: _Body, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _annotations(body: _Body, node: fx.Node) -> dict[str, Any]:
+def _annotations(body: _Body, node: fx.Node) -> dict[str, object]:
     """The annotations of a node, with regions of this call alone."""
 
     def region(key, value):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch.fx.traceback import current_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...stage import BLOCKS
+from ...programs.wrappers import BLOCKS
 
 
 @contextmanager

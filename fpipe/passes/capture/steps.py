@@ -10,7 +10,7 @@ second is recorded. Knows calls; no plan.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
@@ -20,13 +20,15 @@ import torch
 from ... import tree
 from ...collectives.group import Group
 from ...engine.arguments import Call
+from ...engine.calls import value_and_grad
 from ...engine.plan_cache import Cache
 from ...errors import StageError
 from ...stage import Stage
+from ...tree import Tree
 from . import graphs
 
 #: A step without a graph, as a function of the tensors among its arguments.
-TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
+TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Tree]
 
 #: The classes of tensors whose memory is one piece.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -64,14 +66,14 @@ class Graph:
     device: torch.device
     places: tuple[int, ...] = ()
     fixed: tuple[torch.Tensor | None, ...] = ()
-    recorded: graphs.Recorded[Any] | None = None
+    recorded: graphs.Recorded[Tree] | None = None
     times: int = 0
 
     def seen(self, tensors: Sequence[torch.Tensor]) -> Graph:
         """The state after a first step, which runs without a graph."""
         return replace(self, places=_places(tensors), fixed=(None,) * len(tensors))
 
-    def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Any]:
+    def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Tree]:
         """The next state, and the result of the step on these tensors by the graph, which is
         recorded if need be.
         """
@@ -119,7 +121,7 @@ class Graph:
 
 
 #: The graphs of a pipeline by signature, or the reason why a signature has none.
-Graphs: TypeAlias = dict[Any, Graph | str]
+Graphs: TypeAlias = dict[Hashable, Graph | str]
 
 
 class Step(NamedTuple):
@@ -130,17 +132,19 @@ class Step(NamedTuple):
     nothing.
     """
 
-    plain: Callable[[], Any]
-    on: Callable[..., Any]
+    plain: Callable[[], Tree]
+    on: Callable[..., Tree]
     why_not: Callable[[], str]
 
-    def run(self, known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...]) -> Any:
+    def run(
+        self, known: Graphs, key: Hashable, device: torch.device, args: tuple[Tree, ...]
+    ) -> Tree:
         """The step by the graph of its signature."""
         with _LOCK:
             graph = _find(known, key, device)
             return self.plain() if graph is None else self._run(known, key, graph, args)
 
-    def _run(self, known: Graphs, key: Any, graph: Graph, args: tuple[Any, ...]) -> Any:
+    def _run(self, known: Graphs, key: Hashable, graph: Graph, args: tuple[Tree, ...]) -> Tree:
         leaves, structure = tree.flatten(args)
         at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
         tensors = [leaves[index] for index in at]
@@ -153,7 +157,7 @@ class Step(NamedTuple):
                 known[key] = graph.seen(tensors)
             return result
 
-        def on(tensors: Sequence[torch.Tensor]) -> Any:
+        def on(tensors: Sequence[torch.Tensor]) -> Tree:
             given = dict(zip(at, tensors, strict=True))
             return self.on(
                 *tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
@@ -167,7 +171,7 @@ class Step(NamedTuple):
         return self.plain()
 
 
-def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
+def _find(known: Graphs, key: Hashable, device: torch.device) -> Graph | None:
     graph = known.get(key)
     if graph is None and len(known) < KEPT:
         record = graphs.recorder(device)
@@ -176,7 +180,7 @@ def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
     return None if isinstance(graph, str) else graph
 
 
-def _give_up(known: Graphs, key: Any, reason: str) -> None:
+def _give_up(known: Graphs, key: Hashable, reason: str) -> None:
     """Run steps of this signature without a graph from now on, and warn."""
     known[key] = reason
     warnings.warn(f"captured: steps run without a graph, since {reason}", stacklevel=6)
@@ -196,11 +200,11 @@ def _odd(tensors: Sequence[torch.Tensor]) -> str:
     )
 
 
-def _copied(results: Any) -> Any:
+def _copied(results: Tree) -> Tree:
     """Results apart from the memory of the graph. One tensor that is returned twice stays one."""
     copies: dict[int, torch.Tensor] = {}
 
-    def copy(leaf: Any) -> Any:
+    def copy(leaf: object) -> Tree:
         return copies.setdefault(id(leaf), leaf.clone()) if tree.is_tensor(leaf) else leaf
 
     leaves, structure = tree.flatten(results)
@@ -221,3 +225,19 @@ def unrecordable(call: Call, cache: Cache) -> str:
     programs = (ins.program for plan in plans for ins in plan.instructions)
     random = next((program for program in programs if program is not None and program.random), None)
     return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"
+
+
+def captured(
+    call: Call, cache: Cache, prepare: Callable[..., Call], arguments: tuple[Any, ...], value: bool
+) -> Any:
+    """``calls.value_and_grad`` by the graph of its signature; ``prepare`` makes a call of the
+    arguments.
+    """
+    scale = arguments[-1]
+    step = Step(
+        plain=lambda: value_and_grad(call, cache, value),
+        on=lambda *moved: value_and_grad(prepare(*moved), cache, value),
+        why_not=lambda: unrecordable(call, cache),
+    )
+    key = call.signature(), value, None if tree.is_tensor(scale) else scale
+    return step.run(cache.graphs, key, call.config.device, arguments)

@@ -19,9 +19,11 @@ import torch
 from ...actions.action import Action
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
-from ...lowering.instructions import Instruction
-from ...lowering.keys import Grad, Key, grad, inputs, param, reduced_grad, whole_param
-from ...lowering.plan import Feature, LoweringInput
+from ...lowering.instruction import Instruction
+from ...lowering.job import LoweringInput
+from ...lowering.keys import Grad, Key
+from ...lowering.plan import Feature
+from ...lowering.value_graph import grad, param, reduced_grad, whole_param
 from .instructions import Landed, Reduce, Reshard, Unshard
 from .sharding import Layout, Share
 
@@ -187,7 +189,7 @@ def _reads_shards(feature: OfCopies, job: LoweringInput, action: Action) -> bool
         feature.leaves(action.stage),
     )
     program = {"F": programs.f, "B": programs.b, "I": programs.i, "W": programs.w}[action.op]
-    named = inputs(programs)
+    named = programs.roles
     return any(
         name in named and named[name].role == "param" and named[name].leaf in leaves
         for name in program.inputs

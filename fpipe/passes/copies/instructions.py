@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...collectives.group import part_of
-from ...lowering.instructions import Instruction, Machine, Op, Registers, StepFn
+from ...collectives.wire import part_of
+from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ...lowering.memory import MemoryAccount
 from .sharding import Bucket, Share
 

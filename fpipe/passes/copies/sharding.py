@@ -9,7 +9,7 @@ on parts. Knows tensors and layouts; no plan, schedule or stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...collectives.group import part_of
+from ...collectives.wire import part_of
 from ...engine.copies import Copies
 from ...errors import StageError
 
@@ -60,7 +60,7 @@ class Layout:
     @classmethod
     def of(
         cls,
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         trained: Sequence[bool | None],
         part: int,
         parts: int,
@@ -69,27 +69,24 @@ class Layout:
         """Floating leaves into buckets of one dtype, in their order; those that are trained apart
         from the others.
         """
-        open_: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
-        shared = [
-            tree.is_floating(leaf) and flag is not None
-            for leaf, flag in zip(leaves, trained, strict=True)
-        ]
-        for index, leaf in enumerate(leaves):
-            if shared[index]:
-                rows = open_.setdefault((leaf.dtype, bool(trained[index])), [[]])
-                held = sum(leaves[i].numel() for i in rows[-1]) * leaf.dtype.itemsize
-                if rows[-1] and held + leaf.numel() * leaf.dtype.itemsize > limit:
-                    rows.append([])
-                rows[-1].append(index)
-        made = [
-            _bucket(dtype, flag, row, leaves, parts)
-            for (dtype, flag), rows in open_.items()
-            for row in rows
-        ]
-        shapes = tuple(
-            tuple(leaf.shape) if known else None for leaf, known in zip(leaves, shared, strict=True)
+        shared: dict[int, Tensor] = {}
+        rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        for index, (leaf, flag) in enumerate(zip(leaves, trained, strict=True)):
+            if flag is None or not tree.is_tensor(leaf) or not tree.is_floating(leaf):
+                continue
+            shared[index] = leaf
+            of_kind = rows.setdefault((leaf.dtype, flag), [[]])
+            held = sum(shared[i].nbytes for i in of_kind[-1])
+            if of_kind[-1] and held + leaf.nbytes > limit:
+                of_kind.append([])
+            of_kind[-1].append(index)
+        buckets = tuple(
+            _bucket(dtype, flag, {index: shared[index].numel() for index in row}, parts)
+            for (dtype, flag), of_kind in rows.items()
+            for row in of_kind
         )
-        return cls(shapes, tuple(made), part, parts)
+        shapes = [tuple(shared[i].shape) if i in shared else None for i in range(len(leaves))]
+        return cls(tuple(shapes), buckets, part, parts)
 
     # ---- this process's part ----
     def pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
@@ -109,15 +106,16 @@ class Layout:
         assert shape is not None
         return torch.Size(shape).numel()
 
-    def cut(self, leaves: Sequence[Any]) -> list[Any]:
+    def cut(self, leaves: Sequence[object]) -> list[object]:
         """This process's pieces of whole leaves, as copies; leaves that are not shared as they
         are.
         """
         out = list(leaves)
         for bucket in self.buckets:
-            for leaf, first, last, _ in self.pieces(bucket):
-                if out[leaf] is not None:
-                    out[leaf] = out[leaf].detach().reshape(-1)[first:last].clone()
+            for index, first, last, _ in self.pieces(bucket):
+                leaf = out[index]
+                if tree.is_tensor(leaf):
+                    out[index] = leaf.detach().reshape(-1)[first:last].clone()
         return out
 
     def fill(self, bucket: Bucket, pieces: Sequence[Tensor]) -> Tensor:
@@ -125,9 +123,8 @@ class Layout:
         bucket.
         """
         memory = torch.empty(bucket.size, dtype=pieces[0].dtype, device=pieces[0].device)
-        places = (at for *_, at in self.pieces(bucket))
-        mine = [(at, piece) for at, piece in zip(places, pieces, strict=True) if len(piece)]
-        _lay(part_of(memory, self.part, self.parts), mine)
+        places = [at for *_, at in self.pieces(bucket)]
+        _lay(part_of(memory, self.part, self.parts), places, pieces)
         return memory
 
     def split(self, bucket: Bucket, mine: Tensor) -> list[Tensor]:
@@ -139,14 +136,7 @@ class Layout:
         """Whole leaves of a bucket in one memory; what is missing is zero."""
         device = next(leaf.device for leaf in leaves if leaf is not None)
         memory = torch.empty(bucket.size, dtype=dtype, device=device)
-        _lay(
-            memory,
-            [
-                (start, leaf)
-                for start, leaf in zip(bucket.starts, leaves, strict=True)
-                if leaf is not None
-            ],
-        )
+        _lay(memory, bucket.starts, leaves)
         return memory
 
     def whole(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
@@ -157,30 +147,34 @@ class Layout:
         ]
 
 
-def _bucket(
-    dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Sequence[Any], parts: int
-) -> Bucket:
+def _bucket(dtype: torch.dtype, trained: bool, sizes: Mapping[int, int], parts: int) -> Bucket:
+    """A bucket of leaves with so many elements each."""
     grain = max(_ALIGNED // dtype.itemsize, 1)
-    *starts, end = accumulate(
-        (-(-leaves[index].numel() // grain) * grain for index in row), initial=0
-    )
-    return Bucket(
-        dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts
-    )
+    *starts, end = accumulate((_padded(size, grain) for size in sizes.values()), initial=0)
+    return Bucket(dtype, trained, tuple(sizes), tuple(starts), _padded(end, grain * parts))
 
 
-def _lay(memory: Tensor, placed: Sequence[tuple[int, Tensor]]) -> None:
-    """Copy tensors to their places in flat memory, in ascending order, and zeros between them."""
-    into, end = [], 0
-    for start, tensor in placed:
+def _padded(size: int, grain: int) -> int:
+    return -(-size // grain) * grain
+
+
+def _lay(memory: Tensor, starts: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+    """Copy tensors to their places in flat memory, in ascending order, and zeros elsewhere."""
+    present: list[Tensor] = []
+    into: list[Tensor] = []
+    end = 0
+    for start, tensor in zip(starts, tensors, strict=True):
+        if tensor is None or not tensor.numel():
+            continue
         if start > end:
             memory[end:start].zero_()
         end = start + tensor.numel()
+        present.append(tensor)
         into.append(memory[start:end].view(tensor.shape))
     if end < len(memory):
         memory[end:].zero_()
-    if placed:
-        torch._foreach_copy_(into, [tensor for _, tensor in placed])  # pyright: ignore[reportPrivateImportUsage]
+    if present:
+        torch._foreach_copy_(into, present)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
@@ -223,15 +217,12 @@ class Share:
         """Bytes of each leaf's value afterwards; None: it is a view of what was under way."""
         found: dict[int, int | None] = {}
         for bucket in self.buckets():
-            itemsize = self.dtype(bucket).itemsize
-            views = not self.gradients or (
-                not self.copies.cut and self.carried(bucket) == self.dtype(bucket)
-            )
+            dtype = self.dtype(bucket)
+            same = not self.copies.cut and self.carried(bucket) == dtype
             for leaf, first, last, _ in self.layout.pieces(bucket):
-                count = (
-                    last - first if self.gradients and self.copies.cut else self.layout.numel(leaf)
-                )
-                found[leaf] = None if views else count * itemsize
+                count = last - first if self.copies.cut else self.layout.numel(leaf)
+                views = same or not self.gradients
+                found[leaf] = None if views else count * dtype.itemsize
         return [found[leaf] for leaf in self.leaves]
 
 
@@ -244,27 +235,25 @@ class Shares:
         self.copies = copies
         self.layouts: dict[int, tuple[tree.Structure, Layout]] = {}
 
-    def flags(self, stage: int, value: Any, frozen: Sequence[str]) -> list[bool | None]:
-        """Whether each leaf is trained; ``None``: it is not shared."""
-        if not frozen and not self.copies.own:
-            return [True] * len(tree.leaves(value))
-        names = [f"{stage}.{name}" for name in tree.names(value)]
-        return [
-            None if tree.matches(n, self.copies.own) else not tree.matches(n, frozen) for n in names
-        ]
-
-    def cut(self, stage: int, value: Any, frozen: Sequence[str]) -> Any:
+    def cut(self, stage: int, value: tree.Tree, frozen: Sequence[str]) -> tree.Tree:
         """This process's part of one stage's whole tree, whose layout is known from then on."""
         leaves, spec = tree.flatten(value)
-        layout = self._layout(leaves, self.flags(stage, value, frozen))
+        layout = self._layout(stage, value, frozen)
         self.layouts[stage] = spec, layout
         return tree.unflatten(spec, layout.cut(leaves))
 
-    def _layout(self, leaves: Sequence[Any], trained: Sequence[bool | None]) -> Layout:
-        copies = self.copies
+    def _layout(self, stage: int, value: tree.Tree, frozen: Sequence[str]) -> Layout:
+        copies, leaves = self.copies, tree.leaves(value)
+        trained: list[bool | None] = [True] * len(leaves)
+        if frozen or copies.own:
+            for index, name in enumerate(tree.names(value)):
+                full = f"{stage}.{name}"
+                # the copies do not share what each has of its own
+                own = tree.matches(full, copies.own)
+                trained[index] = None if own else not tree.matches(full, frozen)
         return Layout.of(leaves, trained, copies.part, copies.group.size, copies.bucket)
 
-    def join(self, stage: int, value: Any) -> Any:
+    def join(self, stage: int, value: tree.Tree) -> tree.Tree:
         """One stage's whole tree from everybody's parts; every copy must call this in one order."""
         spec, layout = self._known(stage)
         leaves: list[Any] = list(spec.flatten_up_to(value))
@@ -282,41 +271,36 @@ class Shares:
         if stage not in self.layouts:
             raise StageError(
                 f"nothing is known of the whole of stage {stage}; call pipe.shard(params) with "
-                "whole parameters first "
-                "(tensors on the device 'meta' will do)"
+                "whole parameters first (tensors on the device 'meta' will do)"
             )
         return self.layouts[stage]
 
-    def check(self, stage: int, leaves: Sequence[Any]) -> Layout:
+    def check(self, stage: int, leaves: Sequence[object]) -> Layout:
         """The layout of a stage; raises where leaves are not the parts that it says."""
         layout = self._known(stage)[1]
-        wanted = {
-            leaf: last - first for b in layout.buckets for leaf, first, last, _ in layout.pieces(b)
-        }
-        for leaf, count in wanted.items():
-            if leaf >= len(leaves) or (
-                leaves[leaf] is not None and tuple(leaves[leaf].shape) != (count,)
-            ):
-                got = "nothing" if leaf >= len(leaves) else tree.describe([leaves[leaf]])
+        for bucket in layout.buckets:
+            for index, first, last, _ in layout.pieces(bucket):
+                leaf = leaves[index] if index < len(leaves) else "nothing"
+                wanted = (last - first,)
+                if leaf is None or (tree.is_tensor(leaf) and tuple(leaf.shape) == wanted):
+                    continue
                 raise StageError(
-                    f"with zero={self.copies.zero} a pipeline takes parts: leaf {leaf} of stage "
-                    f"{stage} must have "
-                    f"{count} elements along one axis and is {got}; pass what pipe.shard(params) "
-                    "gives"
+                    f"with zero={self.copies.zero} a pipeline takes parts: leaf {index} of stage "
+                    f"{stage} must have {last - first} elements along one axis and is "
+                    f"{tree.describe([leaf])}; pass what pipe.shard(params) gives"
                 )
         return layout
 
     def seen(
-        self, stage: int, value: Any, leaves: Sequence[Any], frozen: Sequence[str]
-    ) -> tuple[list[Any], Layout]:
+        self, stage: int, value: tree.Tree, leaves: Sequence[object], frozen: Sequence[str]
+    ) -> tuple[list[object], Layout]:
         """The leaves of a call as the stage will see them, those that come in parts without data;
         and their layout.
         """
         if not self.copies.cut:
-            return list(leaves), self._layout(leaves, self.flags(stage, value, frozen))
-        layout = self.check(stage, leaves)
-        pairs = zip(leaves, layout.shapes, strict=True)
-        return [
-            leaf if s is None else torch.empty(s, dtype=leaf.dtype, device="meta")
-            for leaf, s in pairs
-        ], layout
+            return list(leaves), self._layout(stage, value, frozen)
+        layout, whole = self.check(stage, leaves), list(leaves)
+        for index, (leaf, shape) in enumerate(zip(leaves, layout.shapes, strict=True)):
+            if shape is not None and tree.is_tensor(leaf):
+                whole[index] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        return whole, layout

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transforms beside the gradient: forward mode, per-example gradients, and use inside
-torch.func.
-"""
+"""Transforms beside the gradient: per-example gradients, and use inside torch.func."""

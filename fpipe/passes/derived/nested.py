@@ -11,36 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import Any
 
 import torch
 
 from ... import tree
-from ...actions.action import unit
 from ...actions.product import feature
 from ...devices import drawn
 from ...engine.arguments import Call
-from ...engine.config import Config, Loss
-from ...engine.microbatches import Microbatches, Parts, joined
+from ...engine.config import Loss
+from ...engine.microbatches import Microbatches, joined
+from ...engine.parts import Parts
 from ...errors import ActionError, FpipeError, StageError
-from ...lowering.instructions import numbered, seed_of
 from ...programs.internals import versions
 from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
 from ...stage import as_stage
 from ...tree import Tree
-from ..ties import tied_leaves
-from .variants import Chosen
+from ..drawing import numbered, seed_of
+from .chosen import Chosen
 
 
 def forward(call: Call) -> Tree:
     """The value of a call."""
-    if call.config.tied:
-        raise StageError(
-            "tied= is not defined where a pipeline is differentiated as a function, by a "
-            "torch.func transform or by a stage around it: pass one tensor in all places and leave "
-            "tied= out, or use fpipe.value_and_grad there"
-        )
     return _value(call, _wide(call), call.x)
 
 
@@ -67,8 +58,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         nonlocal aux
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
-        slices = call.config.slices
-        out = _value(call, params, Parts(batch, call.number // slices, "x", slices=slices))
+        out = _value(call, params, Parts(batch, call.number, "x"))
         loss, aux = out if more else (out, None)
         return loss, Chosen(aux, tree.is_tensor).leaves  # torch.func takes tensors alone
 
@@ -78,7 +68,6 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
-    dp = _tied(call.config, wide, dp) if call.config.tied and 0 in call.wanted else dp
     return out, tuple((dp, dx)[n] for n in call.wanted)
 
 
@@ -90,17 +79,12 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     outputs: list[Tree] = []
     losses: list[torch.Tensor] = []
     auxes: list[Tree] = []
-    carried: dict[int, Tree] = {}
     for m in range(call.number):
-        y, extra, first, last = x.tree(m), None, not m % config.slices, not (m + 1) % config.slices
+        y = x.tree(m)
+        extra: torch.Tensor | None = None
         for s, stage in enumerate(config.functions):
-            called = stage
-            if stage.carry:
-                called = feature("slices").of_slice(stage, first=first, last=last)
-            y = (y, carried[s]) if stage.carry and not first else y
-            y, more, *_ = result_of(called, run(called, s, m, [_like(wide[s], call.params[s])], y))
-            if stage.carry and not last:
-                y, carried[s] = y
+            returned = run(stage, s, m, [_like(wide[s], call.params[s])], y)
+            y, more, *_ = result_of(stage, returned)
             check_aux(stage, more)
             if more is not None:
                 extra = more if extra is None else extra + more
@@ -145,10 +129,17 @@ def _runner(call: Call) -> Callable[..., Tree]:
     )
     if not config.local:
         raise StageError(f"{where} need a local group; use fpipe.grad across processes")
-    if config.copies is not None:
-        raise StageError(f"{where} with dp= are not defined; use fpipe.grad")
-    if config.stateful:
-        raise StageError(f"{where} with state are not defined; use fpipe.value_and_grad")
+    refused = {
+        "dp=": config.copies is not None,
+        "state": config.stateful,
+        "tied=": bool(config.tied),
+        "slices or carries": config.slices > 1 or config.carries,
+    }
+    for what, present in refused.items():
+        if present:
+            raise StageError(
+                f"{where} with {what} are not defined; use fpipe.value_and_grad outside of them"
+            )
     if stage is not None and call.seed is not None:
         raise StageError(
             f"seed= is not defined for {where}, whose draws are those of that stage; leave it out "
@@ -160,11 +151,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
         fn: Callable[..., Tree], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
     ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        start = (
-            None
-            if call.seed is None
-            else seed_of(call.seed, index, numbered(unit(mb, config.slices)), "F")
-        )
+        start = None if call.seed is None else seed_of(call.seed, index, numbered(mb), "F")
         side = call.side_inputs(index, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
@@ -222,20 +209,3 @@ def _like(wide: Tree, params: Tree) -> Tree:
     return tree.tree_map(
         lambda w, leaf: w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w, wide, params
     )
-
-
-def _tied(config: Config, params: Sequence[Tree], grads: Sequence[Tree]) -> Sequence[Tree]:
-    """The gradients of the parameters, those of tied leaves added up."""
-    flat = [
-        (spec.flatten_up_to(grad), spec)
-        for (_, spec), grad in zip(map(tree.flatten, params), grads, strict=True)
-    ]
-    for names in config.tied:
-        places = list(tied_leaves(names, [tree.names(p) for p in params]))
-        known: list[Any] = [
-            flat[stage][0][leaf] for stage, leaf in places if flat[stage][0][leaf] is not None
-        ]
-        for stage, leaf in places if known else ():
-            flat[stage][0][leaf] = reduce(torch.add, known)
-    summed = [tree.unflatten(spec, leaves) for leaves, spec in flat]
-    return tuple(summed) if isinstance(grads, tuple) else summed

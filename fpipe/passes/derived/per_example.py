@@ -10,6 +10,7 @@ scaled before any weight gradient is computed. Knows pipelines and stages; no pl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -20,27 +21,24 @@ from torch import Tensor
 from ... import tree
 from ...engine.config import Config
 from ...engine.gradients import check_pipeline, value_and_grad
-from ...engine.microbatches import Microbatches, count, split
+from ...engine.microbatches import Microbatches
+from ...engine.parts import count, split
 from ...engine.pipeline import Pipeline
 from ...engine.signatures import P
 from ...errors import StageError
-from ...stage import Stage, as_stage
+from ...stage import Stage, as_stage, keyword_only
 from ...tree import Tree
-from .variants import Chosen, Function, first, refuse, wrapped
+from .chosen import Chosen
 
 Factors: TypeAlias = Callable[[Tensor], Tensor]
+Function: TypeAlias = Callable[..., Tree]
 
 
 class PerExample:
     """The result of :func:`per_example`: call it with (params, x, *targets)."""
 
     def __init__(self, pipe: Pipeline, scale: float | Factors | None):
-        kinds = "tied parameters", "state", "dp=", "slices", "carries", "a weighted reduction"
-        refuse(pipe.config, "a norm per example", *kinds)
-        if pipe.config.loss is None:
-            raise StageError(
-                "norms per example need a loss, one for each example; say pipeline(..., loss=)"
-            )
+        _check(pipe.config)
         self.factors = _factors(scale)
         self._mean = pipe.config.reduction == "mean"
         self._probing, self._weighted = (_variant(pipe.config, flag) for flag in (True, False))
@@ -119,6 +117,27 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
     return PerExample(pipe, scale)
 
 
+def _check(config: Config) -> None:
+    """Raise StageError for a pipeline whose examples have no norms of their own."""
+    refused = {
+        "tied parameters": config.tied,
+        "state": config.stateful,
+        "dp=": config.copies is not None,
+        "slices": config.slices > 1,
+        "carries": config.carries,
+        "a weighted reduction": config.reduction not in ("mean", "sum"),
+    }
+    for kind, present in refused.items():
+        if present:
+            raise StageError(
+                f"a norm per example of a pipeline with {kind} is not defined; build one without"
+            )
+    if config.loss is None:
+        raise StageError(
+            "norms per example need a loss, one for each example; say pipeline(..., loss=)"
+        )
+
+
 def _factors(scale: float | Factors | None) -> Factors:
     if scale is None:
         return torch.ones_like
@@ -156,6 +175,18 @@ def _with_numbers(
     return Microbatches((part, row, None) for part, row in rows), sizes
 
 
+def _wrapped(stage: Stage, wrap: Callable[[Function], Function]) -> Stage:
+    """The stage with another function, made from its own, whose signature has its side inputs."""
+    call: Any = wrap(stage.fn)
+    parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    for name in keyword_only(stage.fn):
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+    call.__signature__ = inspect.Signature(parameters)
+    # torch.func.vmap reads sizes as numbers
+    options = {"like": None, "aux_loss": False, "ties": (), "dynamic": False}
+    return replace(stage, fn=call, name=stage.label, **options)
+
+
 class _Probe(torch.autograd.Function):
     """Leaves once for each row; the squared norms of their gradients become the gradient of the
     rows' numbers.
@@ -166,7 +197,7 @@ class _Probe(torch.autograd.Function):
         return numbers.clone(), *(leaf.expand(len(numbers), *leaf.shape) for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         squares = grads[0]
         for grad in grads[1:]:
             squares = squares + grad.abs().square().reshape(len(grad), -1).sum(1).to(squares.dtype)
@@ -200,9 +231,7 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
 
         return call
 
-    return replace(
-        wrapped(stage, by_row, like=False), dynamic=False
-    )  # torch.func.vmap reads sizes as numbers
+    return _wrapped(stage, by_row)
 
 
 def _row_loss(loss: Stage, probing: bool) -> Stage:
@@ -212,7 +241,8 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
     def by_row(fn: Function) -> Function:
         def one(_: Sequence[Tensor], row: Tree) -> Tensor:
-            return first(fn(row[0], *row[1], **row[2]))
+            result = fn(row[0], *row[1], **row[2])
+            return result[0] if isinstance(result, tuple) else result
 
         def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
             y, numbers, more = triple
@@ -223,7 +253,7 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
         return call
 
-    return replace(wrapped(loss, by_row, like=False), dynamic=False)
+    return _wrapped(loss, by_row)
 
 
 def _over_rows(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -30,6 +30,10 @@ from ...programs.internals import RETAINED
 from .meter import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]
+#: The next nodes of a node, with the number of their outputs.
+Nexts: TypeAlias = tuple[tuple[Node | None, int], ...]
+#: A tensor that a node saved, or a weak reference to it; empty once it is freed.
+Cell: TypeAlias = list["torch.Tensor | weakref.ref[torch.Tensor]"]
 
 _FUNCTION = torch.autograd.function.BackwardCFunction
 #: C++ nodes that compute all their gradients at once, or whose weight gradients cost next to
@@ -120,11 +124,11 @@ def survey(
 
 def _walk(
     ends: Sequence[GradientEdge], marks: Mapping[Node, int]
-) -> tuple[dict[Node, Any], dict[Node, int], list[torch.Tensor]]:
+) -> tuple[dict[Node, Nexts], dict[Node, int], list[torch.Tensor]]:
     """The next nodes of every node; what each leads to (bit 0: inputs, one bit per parameter);
     foreign leaves.
     """
-    nexts: dict[Node, Any] = dict.fromkeys(marks, ())
+    nexts: dict[Node, Nexts] = dict.fromkeys(marks, ())
     reach = dict(marks)
     foreign = []
     stack = [end.node for end in ends]
@@ -153,7 +157,7 @@ def _walk(
 
 
 def _edges(
-    ends: Sequence[GradientEdge], nexts: Mapping[Node, Any], reach: Mapping[Node, int]
+    ends: Sequence[GradientEdge], nexts: Mapping[Node, Nexts], reach: Mapping[Node, int]
 ) -> tuple[
     dict[Node, dict[tuple[Node, int], None]],
     dict[Node, dict[int, None]],
@@ -181,13 +185,13 @@ def _edges(
                 continue
             sources.setdefault(m, set()).add(node)
             if reach[node] & 1:
-                crossing.setdefault(node, {})[edge] = None
+                crossing.setdefault(node, {})[m, edge[1]] = None
     return crossing, ports, sources
 
 
 def _early(
     reach: Mapping[Node, int],
-    crossing: Mapping[Node, Any],
+    crossing: Mapping[Node, Iterable[tuple[Node, int]]],
     sources: Mapping[Node, set[Node | None]],
 ) -> int:
     """The parameters that must be computed in I, as bits."""
@@ -237,7 +241,7 @@ def all_nodes(ends: Sequence[GradientEdge]) -> tuple[Node, ...]:
     return tuple(_walk(ends, {})[0])
 
 
-def _movable(nodes: Iterable[Node]) -> list[list[Any]]:
+def _movable(nodes: Iterable[Node]) -> list[Cell]:
     """Move what nodes saved into cells, so that it can be freed while the nodes live on.
 
     A C++ node takes a tensor at its first use and the cell forgets it; a custom Function may ask
@@ -248,7 +252,7 @@ def _movable(nodes: Iterable[Node]) -> list[list[Any]]:
     for node in nodes:
         custom = isinstance(node, _FUNCTION)
         for saved in saved_handles(node):
-            cell: list[Any] = []
+            cell: Cell = []
             unpack = partial(_read if custom else _take, cell)
             try:
                 saved.register_hooks(cell.append, unpack)
@@ -261,12 +265,12 @@ def _movable(nodes: Iterable[Node]) -> list[list[Any]]:
     return lasting
 
 
-def _read(cell: list[Any], _: None) -> torch.Tensor:
-    assert cell, "freed after I"
+def _read(cell: Cell, _: None) -> torch.Tensor:
+    assert cell and isinstance(cell[0], torch.Tensor), "freed after I"
     return cell[0]
 
 
-def _take(cell: list[Any], _: None) -> torch.Tensor:
+def _take(cell: Cell, _: None) -> torch.Tensor:
     """The tensor, which the node that uses it holds from now on and may ask for again meanwhile."""
     tensor = cell.pop()
     if isinstance(tensor, weakref.ref):

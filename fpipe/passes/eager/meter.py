@@ -61,7 +61,7 @@ def meter() -> Meter:
     return Meter(Around(run), now, peak)
 
 
-def _parts(leaf: Any) -> list[torch.Tensor]:
+def _parts(leaf: object) -> list[torch.Tensor]:
     return list(tree.parts(leaf)) if tree.is_tensor(leaf) else []
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ... import tree
@@ -33,11 +33,13 @@ from ...errors import StageError
 from ...programs.internals import Ambient, ambient, resolved, versions, without_autocast
 from ...programs.program import Held, Program, Programs
 from ...programs.signature import LossCall, Result, Signature, entering
-from ...stage import Remat, Stage
+from ...programs.wrappers import Remat
+from ...stage import Stage
 from ...tree import AbstractLeaf, Aval, arriving
 from ..explain import sparse_gradient_error
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
 from .shape_probe import (
+    Groups,
     devices_of,
     facts_of,
     refuse_captured,
@@ -69,6 +71,10 @@ def programs_of(
     return _Engine(stage, signature, unused).programs()
 
 
+#: The inputs of a program, which empties it.
+Box: TypeAlias = list[Any]
+
+
 class Tape(NamedTuple):
     """A recorded graph: its ends by cotangent, its leaves by index, and whether the function set
     hooks on tensors.
@@ -85,7 +91,7 @@ class Replay(NamedTuple):
     random streams.
     """
 
-    groups: list[list[Any]]
+    groups: Groups
     random: Streams
     versions: list[list[int]]
 
@@ -121,7 +127,7 @@ class _Engine:
         )
 
     # ---- F ----
-    def forward(self, box: list[Any]) -> tuple[Any, ...]:
+    def forward(self, box: Box) -> tuple[object, ...]:
         """F: outputs, auxiliary scalar, new state, and the tape."""
         groups = [argument.map(lambda aval: None) for argument in self.signature]
         for (g, i), value in zip(self.slots, box, strict=True):
@@ -129,7 +135,9 @@ class _Engine:
         box.clear()
         if isinstance(self.stage.fn, Remat) and self.trained:
             replay = Replay(groups, save_streams(self.devices), list(map(versions, groups)))
-            return (*self.record(groups, grad=False)[0], replay)
+            # Recorded, since torch chooses products by what requires a gradient; nothing is saved.
+            with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                return (*self.record(groups, grad=True)[0], replay)
         outs, tape = self.record(groups, grad=self.trained)
         return (*outs, tape) if self.trained else outs
 
@@ -149,7 +157,9 @@ class _Engine:
             return self.record(held.groups, grad=True)[1]
 
     @torch.inference_mode(False)
-    def record(self, groups: Sequence[Sequence[Any]], grad: bool) -> tuple[tuple[Any, ...], Tape]:
+    def record(
+        self, groups: Sequence[Sequence[object]], grad: bool
+    ) -> tuple[tuple[object, ...], Tape]:
         """Outputs that are not inputs, auxiliary scalar and new state, and the graph; ``grad``:
         whether to record.
         """
@@ -196,7 +206,7 @@ class _Engine:
         extra = [result.extra] if self.extra else []
         return (*fresh, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
 
-    def _check(self, result: Result, xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _check(self, result: Result, xs: Sequence[object]) -> tuple[list[Any], list[Any]]:
         """The leaves of output and state, which must be as the plan expects them."""
         expected = self.facts.outputs
         ys, spec = tree.flatten(result.y)
@@ -243,7 +253,7 @@ class _Engine:
 
     # ---- B, I and W ----
     def _open(
-        self, box: list[Any]
+        self, box: Box
     ) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]], Sequence[torch.Tensor]]:
         """The tape, its ends with their cotangents, and sums to add gradients into: the box has
         what F returned last, the cotangents, and the sums.
@@ -258,7 +268,7 @@ class _Engine:
             rest[len(self.cotangents) :],
         )
 
-    def backward(self, box: list[Any]) -> tuple[Any, ...]:
+    def backward(self, box: Box) -> tuple[object, ...]:
         """B: input gradients, then parameter gradients, or the former alone where the latter are
         added into others.
         """
@@ -267,7 +277,7 @@ class _Engine:
         del tape, ends
         return (*self._input_grads(dxs), *self._weight_grads(dps, into))
 
-    def backward_input(self, box: list[Any]) -> tuple[Any, ...]:
+    def backward_input(self, box: Box) -> tuple[object, ...]:
         """I: input gradients, and what W needs."""
         tape, ends, _ = self._open(box)
         seen = survey([edge for edge, _ in ends], tape.xs.values(), tape.ps, whole=tape.hooked)
@@ -275,7 +285,7 @@ class _Engine:
         dxs, kept = of_inputs(ends, tape.xs, tape.ps, seen)
         return (*self._input_grads(dxs), kept) if self.dps else self._input_grads(dxs)
 
-    def backward_weight(self, box: list[Any]) -> tuple[Any, ...]:
+    def backward_weight(self, box: Box) -> tuple[object, ...]:
         """W: parameter gradients, or nothing where they are added into others."""
         kept: Kept
         kept, *into = box
@@ -377,7 +387,7 @@ class _Engine:
     def _program(
         self,
         letter: str,
-        run: Callable[[list[Any]], tuple[Any, ...]],
+        run: Callable[[Box], tuple[object, ...]],
         inputs: Iterable[str],
         outputs: Iterable[str],
     ) -> Program:
@@ -414,7 +424,7 @@ def _until_passed(check: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _leaf(value: Any, leaf: AbstractLeaf, grad: bool) -> Any:
+def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     tensor = (
@@ -423,12 +433,15 @@ def _leaf(value: Any, leaf: AbstractLeaf, grad: bool) -> Any:
     return tensor.requires_grad_() if grad and isinstance(leaf, Aval) and leaf.grad else tensor
 
 
-def _storages(groups: Sequence[Sequence[Any]]) -> set[int]:
+def _storages(groups: Sequence[Sequence[object]]) -> set[int]:
     """Addresses of the caller's memory: parameters, side inputs, state."""
-    tensors = (
-        t for g in (0, 2, 3) for t in groups[g] if type(t) in (torch.Tensor, torch.nn.Parameter)
-    )
-    return {t.untyped_storage().data_ptr() for t in tensors}
+    plain = (torch.Tensor, torch.nn.Parameter)
+    leaves = (leaf for place in (0, 2, 3) for leaf in groups[place])
+    return {
+        leaf.untyped_storage().data_ptr()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and type(leaf) in plain
+    }
 
 
 def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = ()) -> torch.Tensor:
@@ -469,6 +482,6 @@ def _expanded_zeros(aval: Aval) -> torch.Tensor:
     return aval.build(lambda a: torch.zeros((), dtype=a.dtype, device=a.device).expand(a.shape))
 
 
-def _nothing(box: list[Any]) -> tuple[Any, ...]:
+def _nothing(box: Box) -> tuple[object, ...]:
     box.clear()
     return ()

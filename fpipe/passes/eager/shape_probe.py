@@ -49,7 +49,8 @@ from ...programs.signature import (
     outputs_from,
     writes_into_leaf,
 )
-from ...stage import RECORDING, Remat, Stage
+from ...programs.wrappers import RECORDING, Remat
+from ...stage import Stage
 from ...tree import Aval, contiguous, parts
 from ..explain import (
     captured_gradient_error,
@@ -152,7 +153,7 @@ def devices_of(signature: Signature) -> list[torch.device]:
 
 # ---- one run ----
 def run_recording(
-    stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool
+    stage: Stage, signature: Signature, groups: Sequence[Sequence[object]], copies: bool
 ) -> Result:
     """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a
     whole without.
@@ -279,11 +280,11 @@ def stored_in_full(aval: Aval) -> Aval:
     return aval._replace(stride=contiguous(aval.shape)) if 0 in aval.stride else aval
 
 
-def _bytes(leaves: Iterable[Any], without: Container[int] = ()) -> int:
+def _bytes(leaves: Iterable[object], without: Container[int] = ()) -> int:
     return sum(nbytes for address, nbytes in _storages(leaves).items() if address not in without)
 
 
-def _storages(leaves: Iterable[Any]) -> dict[int, int]:
+def _storages(leaves: Iterable[object]) -> dict[int, int]:
     """The sizes of the storages of the tensors among ``leaves``, by address."""
     tensors = (part for leaf in leaves if tree.is_tensor(leaf) for part in parts(leaf))
     return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ...engine.arguments import Call, Offers
 from ...engine.config import Config
-from ...engine.microbatches import Absent, Parts
+from ...engine.microbatches import Absent
+from ...engine.parts import Parts
 from ...errors import BatchError
 from ...tree import AbstractTree
 
@@ -62,7 +62,7 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
     return Absent(sizes, torch.get_default_dtype() if dtype is None else dtype)
 
 
-def stand_ins(leaves: Sequence[Any], name: str) -> tuple[list[Any], bool]:
+def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:
     """Leaves with stand-ins for those that are elsewhere, and whether the argument is; all of its
     tensors are, or none.
 

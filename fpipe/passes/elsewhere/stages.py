@@ -19,6 +19,7 @@ from ...engine.config import Config
 from ...engine.facts import named
 from ...engine.handshake import TOGETHER
 from ...errors import MismatchError, StageError
+from ...programs.wrappers import in_mode
 from ...stage import Elsewhere, Layers, Stage, Weight
 
 #: Fields of a Stage that other processes need, as they are.
@@ -41,7 +42,7 @@ def described(config: Config) -> tuple[Stage, ...]:
             "processes"
         )
     fault = next((s for s in config.here if _is_elsewhere(functions[s])), None)
-    report: Any = (
+    report: object = (
         {s: _as_data(stage) for s, stage in enumerate(functions) if not _is_elsewhere(stage)}
         if fault is None
         else f"stage {fault} is on this rank and cannot be elsewhere; give its function"
@@ -66,8 +67,8 @@ def _is_elsewhere(stage: Stage) -> bool:
     return isinstance(stage.fn, Elsewhere) and not stage.fn.text
 
 
-def _as_data(stage: Stage) -> dict[str, Any]:
-    moded = stage.in_mode(True)
+def _as_data(stage: Stage) -> dict[str, object]:
+    moded = in_mode(stage, True)
     texts = {"text": named(stage.fn), "moded": "" if moded is stage else named(moded.fn)}
     weights = (
         None
@@ -100,7 +101,7 @@ def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]])
     )
 
 
-def _numbers(layers: Layers) -> Any:
+def _numbers(layers: Layers) -> object:
     """The numbers of blocks as data."""
     if not isinstance(layers, Mapping):
         return layers if layers is None else tuple(layers)

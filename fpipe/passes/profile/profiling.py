@@ -8,20 +8,16 @@ simulated. Knows pipelines and recorded events; no backend.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row
 from ...actions.costs import Costs
 from ...actions.product import product
 from ...actions.simulation import simulate_rows
-from ...actions.text_files import write_bytes
 from ...actions.timeline import Timeline
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
@@ -41,11 +37,8 @@ class Profile:
     all calls so far.
     """
 
-    def __init__(
-        self, step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
-    ):
-        self.step, self.name, self.live = step, name, live
-        self._shown: Any = None  # where a notebook displays it
+    def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
+        self.step, self.name = step, name
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = (
@@ -82,22 +75,8 @@ class Profile:
             self.runs += gathered(group, local)
             self.in_turn = len(group.here) == group.size > 1
             self.__dict__.pop("costs", None)
-            if self.live and 0 in local:
-                self._display()
 
     # ---- shown ----
-    def _display(self) -> None:
-        """Show the last step: in a notebook in the place of the one before, elsewhere as a line on
-        standard error.
-        """
-        ipython: Any = sys.modules.get("IPython")
-        if ipython is None or ipython.get_ipython() is None:
-            print(f"step {len(self.runs)}: {self._headline}", file=sys.stderr)
-        elif self._shown is None:
-            self._shown = ipython.display.display(self, display_id=True)
-        else:
-            self._shown.update(self)
-
     def _repr_html_(self) -> str:
         """What a notebook shows: the last step over its simulation, and the figures, folded."""
         if not self.runs:
@@ -161,12 +140,8 @@ class Profile:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of both timelines; ``.json`` contains each instruction too, for
-        Perfetto.
-        """
+        """Write a picture of both timelines: see ``Timeline.save``."""
         product("pictures").save([self.simulated, self.timeline], path)
-        if Path(fspath(path)).suffix.lower() == ".json":
-            _add_instructions(Path(path), self._last)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
         """Both timelines one over the other in a figure of matplotlib: see ``Timeline.plot``."""
@@ -218,9 +193,7 @@ class Profile:
         return "\n".join(lines)
 
 
-def profile(
-    step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False
-) -> Profile:
+def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
     """Time every instruction of a step of a pipeline, on all ranks. Without it there is no
     overhead.
 
@@ -230,8 +203,6 @@ def profile(
         step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it
             out for ``with profile() as found:``.
         name: of the step, in pictures.
-        live: show the last step after every call: in a notebook as a picture in one place,
-            elsewhere as a line.
 
     Returns:
         A function with the arguments and the result of ``step``, or a context manager; every
@@ -252,40 +223,11 @@ def profile(
     >>> step.costs.unit
     's'
     """
-    return Profile(step, name=name, live=live)
+    return Profile(step, name=name)
 
 
 def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]:
     return [tuple((did.kind, did.action) for did in run.did) for run in runs]
-
-
-def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
-    """To a trace of timelines, every instruction of the measured one, as one more process."""
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    pid = len(trace["otherData"]["timelines"])
-    zero = min(did.start for run in runs for did in run.did)
-    events = [
-        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}
-    ]
-    directions = {"SEND": "to", "WAIT": "for", "RECV": "from"}
-    for run in runs:
-        who = {"pid": pid, "tid": run.rank}
-        events.append(
-            {"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}}
-        )
-        for did in run.did:
-            name = (
-                f"{did.kind} {directions[did.kind]} {did.peer}"
-                if did.kind in directions
-                else did.action or did.kind
-            )
-            args = {"kind": did.kind, "action": str(did.action or ""), "bytes": did.nbytes}
-            time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
-            events.append(
-                {"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args}
-            )
-    trace["traceEvents"] += events
-    write_bytes(path, json.dumps(trace, separators=(",", ":")).encode())
 
 
 # ---- costs ----

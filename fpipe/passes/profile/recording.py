@@ -24,7 +24,8 @@ from ...actions.action_kinds import OPS
 from ...collectives.group import Group, Pending
 from ...engine.execute import WATCH, Executable
 from ...errors import FpipeError
-from ...lowering.instructions import Instruction, Recv, Registers, Send, StepFn, Wait
+from ...lowering.instruction import Instruction, Registers, StepFn
+from ...lowering.instructions import Recv, Send, Wait
 from ...tree import Spec
 
 _BESIDE = re.compile(f"with ([0-9]+)([{OPS}])([0-9]+)")

@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from ...programs.internals import Fake, Sizes
-from ...programs.program import Operation, Program, Programs
+from ...programs.operations import Operation
+from ...programs.program import Program, Programs
 from ...tree import AbstractTree, Aval
 from .symbols import NAMES, Computed, SymbolicFake, Symbols, computed, is_symbolic, text_of
 

@@ -18,7 +18,7 @@ from ...collectives.codec import encode
 from ...engine import interfaces
 from ...engine.config import Config
 from ...engine.kinds import TracedKind, loss_programs, ranks_here, with_stage
-from ...engine.prepare import Prepared, shown_late
+from ...engine.prepare import Prepared
 from ...engine.request import Kind, Request
 from ...errors import FpipeError
 from ...lowering.value_graph import Interface, Leaf
@@ -175,8 +175,7 @@ def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready
     if len(seen) < 2 or request.chain > 1:
         return None
     try:
-        with shown_late("tracing") as note:
-            return Ready([_expected(config, request, kind, seen, note) for kind in request.kinds])
+        return Ready([_expected(config, request, kind, seen) for kind in request.kinds])
     except (FpipeError, _UnexpectedError):
         return None  # the exchange of interfaces, which follows, raises what is a mistake
 
@@ -185,9 +184,7 @@ class _UnexpectedError(Exception):
     """A stage has another interface than the one that was expected."""
 
 
-def _expected(
-    config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
-) -> TracedKind:
+def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]) -> TracedKind:
     """A kind of microbatch with the interfaces that are expected, and with the stages of this
     process.
     """
@@ -197,7 +194,6 @@ def _expected(
     traced = TracedKind(kind, found, each=request.each)
     for stage, interface in enumerate(found):
         if ranks_here(config, request, stage):
-            note(f"stage {stage + 1} of {len(found)}")
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
             traced = with_stage(config, request, traced, None, stage, unused)
     traced = replace(

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...actions.action import Action
-from ...lowering.instructions import Instruction
+from ...lowering.instruction import Instruction
+from ...lowering.job import LoweringInput, ProgramSet
 from ...lowering.keys import Key, Source
-from ...lowering.plan import LoweringInput, Plan, ProgramSet
+from ...lowering.plan import Plan
 from ...lowering.value_graph import Leaf, ValueGraph
 from ...programs.program import Program, Programs
 from ...tree import Spec

@@ -9,16 +9,15 @@ device types; no stages and no ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...programs.program import Operation, Value, fill
+from ...programs.internals import Op, mutates, returns_views
+from ...programs.operations import Operation, Value, fill
 from ...tree import Aval
 
 
@@ -43,38 +42,14 @@ RATES: dict[str, Rates] = {
 
 
 class Link(NamedTuple):
-    """What was measured of a communicator: its latency in nanoseconds, its bytes a nanosecond, and
-    how long its members compute where the table says 1.
-    """
+    """What was measured of a communicator: its latency in nanoseconds, its bytes a nanosecond."""
 
     latency: int
     speed: float
-    pace: float
 
 
 #: By name of the communicator. All its members have the same entry, or none: they must plan alike.
 LINKS: dict[str, Link] = {}
-#: Operations that read metadata alone, or nothing.
-_FREE = {
-    "view",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "getitem",
-    "split",
-    "detach",
-    "alias",
-    "as_strided",
-    "_unsafe_view",
-    "split_with_sizes",
-    "unbind",
-    "wait_tensor",
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +71,7 @@ class Collective:
     def nanoseconds(self) -> int:
         """How long it takes, by what was measured of its communicator or by the table."""
         rates = _rates(self.device)
-        latency, speed, _ = LINKS.get(self.members) or Link(rates.latency, rates.link, 1.0)
+        latency, speed = LINKS.get(self.members) or Link(rates.latency, rates.link)
         return latency + int(self.nbytes / speed)
 
 
@@ -116,24 +91,6 @@ def started(one: Operation) -> Collective | None:
     return Collective(one.name, _name(one), members, signature, nbytes, _device(results))
 
 
-def pace(device: str) -> float:
-    """How long a type of device computes where the table says 1, measured by one product of
-    matrices.
-
-    ``device`` is the type that a program runs on: an accelerator of the same machine may be idle,
-    or one that torch was built for may be missing.
-    """
-    side, dtype = (256, torch.float32) if device == "cpu" else (4096, torch.bfloat16)
-    x, best = torch.ones(side, side, dtype=dtype, device=device), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(x, x)
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e9 / (2 * side**3 / _rates(device).flops)
-
-
 def waited(one: Operation) -> bool:
     """Whether an operation waits for a collective."""
     return _namespace(one) == "_c10d_functional" and _name(one) == "wait_tensor"
@@ -141,12 +98,19 @@ def waited(one: Operation) -> bool:
 
 def nanoseconds(one: Operation) -> int:
     """How long an operation keeps its device busy; to start a collective takes no time here."""
-    if _name(one) in _FREE or _namespace(one) == "_c10d_functional":
+    if _free(one):
         return 0
     results = list(_tensors(one.value))
     rates = _rates(_device(results))
     moved = sum(map(_bytes, results)) + _bytes_read(one)
     return rates.launch + int(max(_flops(one, results) / rates.flops, moved / rates.memory))
+
+
+def _free(one: Operation) -> bool:
+    """Whether an operation computes nothing: a view, an item of a tuple, a collective."""
+    if isinstance(one.target, Op) and returns_views(one.target):
+        return not mutates(one.target)
+    return _name(one) == "getitem" or _namespace(one) == "_c10d_functional"
 
 
 def _flops(one: Operation, results: list[Aval]) -> int:

@@ -17,30 +17,25 @@ from typing import Any
 from ...actions.action import Action, AnyAction, Fused
 from ...errors import WeaveError
 from ...lowering.builder import Builder, Piece
-from ...lowering.instructions import Instruction, Run
-from ...lowering.keys import CALLERS, inputs
+from ...lowering.instruction import Instruction
+from ...lowering.instructions import Run
 from ...lowering.plan import Feature, Plan
+from ...programs.operations import CALLERS
 from ...programs.program import Held, Program, Programs
-from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
-from .weave import Overlap, Task, Transfer, Weave, by_hand
+from .weave import Overlap, Task, Transfer, Weave
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Part:
-    """One side of a fused action, for the user's function.
-
-    Call it to run it, or run ``program`` (or, one by one, ``segments``) on ``inputs`` by other
-    means.
-    """
+    """One side of a fused action, for the user's function, which calls it to run it."""
 
     action: Action
     program: Program
     inputs: list[Any]
-    segments: tuple[Segment, ...]
 
-    def __call__(self) -> tuple[Any, ...]:
+    def __call__(self) -> Sequence[object]:
         """Run the program; this empties ``inputs``."""
         return self.program(self.inputs)
 
@@ -68,7 +63,7 @@ class _OnRank(Feature):
             return False
         if alone and not starts_collectives(self, action):
             return False
-        pieces = woven_pieces(self, action, position)
+        pieces = woven_pieces(self, action)
         if pieces is None:
             return False
         if how == "function":
@@ -90,13 +85,13 @@ def starts_collectives(on: _OnRank, action: AnyAction) -> bool:
     )
 
 
-def woven_pieces(on: _OnRank, action: AnyAction, position: int) -> list[Piece] | None:
+def woven_pieces(on: _OnRank, action: AnyAction) -> list[Piece] | None:
     """The pieces of an action in the order of its weave; None: it is not woven.
 
     With a function of the user's, the list is empty: the function runs the action.
     """
     overlap, carries = on.overlap, starts_collectives(on, action)
-    reason = _reason(on, action, position, carries)
+    reason = _reason(on, action, carries)
     if reason:
         if len(action.parts) > 1:
             in_turn = Weave(("F", "B"), (), (), (), (), reason=reason)
@@ -105,7 +100,7 @@ def woven_pieces(on: _OnRank, action: AnyAction, position: int) -> list[Piece] |
     if overlap.how == "function":
         return []
     lines = tuple(map(str, action.parts))
-    segments = list(_segments(on, action, not carries and overlap.how == "weave"))
+    segments = list(_segments(on, action, coarse=not carries))
     weave = _weave(on, lines, segments)
     if len(lines) == 1 and weave.total >= weave.one_after_another:
         return None  # no transfer overlaps with compute
@@ -127,12 +122,11 @@ def _segments(on: _OnRank, action: AnyAction, coarse: bool) -> Iterator[tuple[Pi
                     yield (line, part, programs, stage, segment.program), segment
 
 
-def _reason(on: _OnRank, action: AnyAction, position: int, carries: bool) -> str:
+def _reason(on: _OnRank, action: AnyAction, carries: bool) -> str:
     """Why a fused action is not woven; "" where it is."""
     job, how = on.builder.job, on.overlap.how
-    refused = on.overlap.refused.get((on.builder.rank, position))
-    if refused:
-        return refused
+    if on.overlap.refused:
+        return on.overlap.refused
     if job.strict:
         return "this backend takes messages in one order only"
     for ops in ("F", "BW"):
@@ -153,16 +147,10 @@ def _reason(on: _OnRank, action: AnyAction, position: int, carries: bool) -> str
 def _weave(on: _OnRank, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]) -> Weave:
     """The weave of some segments; one for all actions that have the same."""
     key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
-    weaves, overlap = on.known, on.overlap
-    if key not in weaves:
+    if key not in on.known:
         tasks, sizes = _tasks(on, segments)
-        by_data = overlap.how == "data"
-        weaves[key] = (
-            by_hand(lines, tasks, overlap.entries, sizes)
-            if by_data
-            else weave(lines, tasks, sizes=sizes)
-        )
-    return weaves[key]
+        on.known[key] = weave(lines, tasks, sizes=sizes)
+    return on.known[key]
 
 
 def _tasks(
@@ -173,13 +161,9 @@ def _tasks(
     """
     tasks: list[Task] = []
     sizes: dict[Hashable, tuple[Hashable, int]] = {}
-    links = [
-        LINKS[c.members] for _, segment in segments for c in segment.starts if c.members in LINKS
-    ]
-    pace = max((link.pace for link in links), default=1.0)
     for piece, segment in segments:
         line, action, programs, stage, program = piece
-        roles, key = inputs(programs), partial(_key, on, piece)
+        roles, key = programs.roles, partial(_key, on, piece)
         for name in (*program.inputs, *program.outputs):
             held = programs.memory.get(name)
             if held is not None and not (
@@ -194,7 +178,7 @@ def _tasks(
             Task(
                 line,
                 "loss" if stage != action.stage else segment.name,
-                int(pace * segment.nanoseconds),
+                segment.nanoseconds,
                 tuple(map(key, program.inputs)),
                 tuple(map(key, program.outputs)),
                 tuple(
@@ -219,73 +203,72 @@ def _key(on: _OnRank, piece: Piece, name: str) -> Hashable:
 # ---- a function of the user's ----
 def act_jointly(on: _OnRank, action: AnyAction) -> None:
     """One step for the programs of both stages; the loss's programs run before and after it."""
-    runs = [(part, *run) for part in action.parts for run in on.builder.programs(part)]
-    mains = [run for run in runs if run[3] == run[0].stage]
-    function = on.overlap.function
+    builder, function = on.builder, on.overlap.function
     assert function is not None
-    for run in runs:
-        if run not in mains and run[0].op != "F":
-            on.builder.run(*run)
-    reads = tuple(key for run in mains for key in on.builder.reads(*run))
-    writes = tuple(
+    runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
+    mains = [run for run in runs if run[3] == run[0].stage]
+    losses = [run for run in runs if run[3] != run[0].stage]
+    for run in losses:
+        if run[0].op != "F":
+            builder.run(*run)
+    reads = [key for run in mains for key in builder.reads(*run)]
+    writes = [
         key
         for part, _, program, stage in mains
-        for key in on.builder.writes(program, stage, part.microbatch)
-    )
-    owner = replace(
-        mains[0][1],
-        memory=dict(_memory([programs for _, programs, _, _ in mains])),
-    )
-    on.builder.here.update(writes)
-    joined = _joined([run[:3] for run in mains], function)
-    first = action.parts[0]
-    on.builder.out.append(Instruction(Run(joined, first.stage, owner), first, reads, writes))
-    for run in runs:
-        if run not in mains and run[0].op == "F":
-            on.builder.run(*run)
-    on.builder.emit(action.parts, ())
+        for key in builder.writes(program, stage, part.microbatch)
+    ]
+    builder.here.update(writes)
+    first, owner, _, _ = mains[0]
+    joined = _joined([(part, program) for part, _, program, _ in mains], function)
+    step = Run(joined, first.stage, replace(owner, memory=_memory([run[1] for run in mains])))
+    builder.out.append(Instruction(step, first, tuple(reads), tuple(writes)))
+    for run in losses:
+        if run[0].op == "F":
+            builder.run(*run)
+    builder.emit(action.parts, ())
 
 
-def _joined(
-    mains: Sequence[tuple[Action, Programs, Program]], function: Callable[..., Any]
-) -> Program:
+def _joined(mains: Sequence[tuple[Action, Program]], function: Callable[..., Any]) -> Program:
     """The programs of both stages as one program, which calls the user's function."""
-    programs = [program for _, _, program in mains]
+    programs = [program for _, program in mains]
 
-    def run(box: list[Any]) -> tuple[Any, ...]:
+    def run(box: list[Any]) -> tuple[object, ...]:
         parts = []
-        for action, owner, program in mains:
-            inputs, box[: len(program.inputs)] = box[: len(program.inputs)], []
-            parts.append(Part(action, program, inputs, segments_of(owner, program)))
+        for action, program in mains:
+            count = len(program.inputs)
+            parts.append(Part(action, program, box[:count]))
+            del box[:count]
         outs = function(*parts)
-        got = (
-            [len(out) if isinstance(out, (tuple, list)) else None for out in outs]
-            if isinstance(outs, tuple)
-            else []
-        )
-        if got != [len(program.outputs) for program in programs]:
-            raise WeaveError(
-                f"the overlap function returned {got or type(outs).__name__}; return a tuple of "
-                "both parts' results, "
-                f"of {' and '.join(str(len(program.outputs)) for program in programs)} values, as "
-                "calling a part does"
-            )
+        _check_results(outs, [len(program.outputs) for program in programs])
         return tuple(value for out in outs for value in out)
 
-    inputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs)
-    outputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs)
     return Program(
         "F",
         "",
         run,
-        inputs,
-        outputs,
-        random=any(p.random for p in programs),
+        tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs),
+        tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs),
+        random=any(program.random for program in programs),
         label=f"with {mains[1][0]}",
     )
 
 
-def _memory(owners: Sequence[Programs]) -> Iterator[tuple[str, Held]]:
-    for k, programs in enumerate(owners):
-        for name, held in programs.memory.items():
-            yield f"{k}.{name}", Held(f"{k}.{held.root}", held.nbytes, held.given)
+def _check_results(outs: object, wanted: Sequence[int]) -> None:
+    """Raise WeaveError where a function did not return what both of its parts returned."""
+    got = []
+    if isinstance(outs, tuple):
+        got = [len(out) if isinstance(out, (tuple, list)) else None for out in outs]
+    if got != wanted:
+        raise WeaveError(
+            f"the overlap function returned {got or type(outs).__name__}; return a tuple of both "
+            f"parts' results, of {' and '.join(map(str, wanted))} values, as calling a part does"
+        )
+
+
+def _memory(owners: Sequence[Programs]) -> dict[str, Held]:
+    """The memory behind the values of both programs."""
+    return {
+        f"{k}.{name}": held._replace(root=f"{k}.{held.root}")
+        for k, programs in enumerate(owners)
+        for name, held in programs.memory.items()
+    }

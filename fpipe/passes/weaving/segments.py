@@ -1,55 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a straight-line program into segments that can be woven with another program's.
 
-A program is cut where a collective starts, where one is waited for, where the user's marks change,
-and where a piece would be long. Operations that only gradients of parameters or saved values depend
-on get separate segments, which nothing waits for ("loose"). All segments of a stage share its value
-names. Knows graphs; no schedules, ranks or orders.
+A program is cut where a collective starts, where one is waited for, and where a piece would be
+long. Operations that only gradients of parameters or saved values depend on get separate segments,
+which nothing waits for ("loose"). All segments of a stage share its value names. Knows graphs; no
+schedules, ranks or orders.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ...actions.product import feature
 from ...programs.internals import draws
-from ...programs.program import Operation, Program, Programs, Ref, users
+from ...programs.operations import Operation, Ref, users
+from ...programs.program import Program, Programs
 from .estimates import Collective, nanoseconds, started, waited
 
 _PIECES = 8  #: a program is cut in about so many pieces at least, if they are worth an instruction
 _GRAIN = 40_000  #: nanoseconds; shorter pieces are not worth it
-
-
-def segment(name: str) -> AbstractContextManager[None]:
-    """Name what a stage computes inside a ``with``.
-
-    The weave, the plan and the pictures use the names, and a weave as data refers to them. The
-    backward of what is inside has the same name.
-
-    Args:
-        name: of the segment.
-
-    Returns:
-        A context manager.
-
-    >>> import fpipe, torch
-    >>> def stage(p, x):
-    ...     with fpipe.segment("attention"):
-    ...         x = torch.tanh(x @ p)
-    ...     with fpipe.segment("mlp"):
-    ...         return torch.relu(x @ p)
-    >>> programs = fpipe.trace(stage, torch.eye(2), torch.ones(1, 2))
-    >>> [s.name for s in segments_of(programs, programs.f)]
-    ['attention', 'mlp']
-    """
-    return feature("marks").marked(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,23 +83,12 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     whole program.
     """
     if program not in _COLLECTIVES:
-        operations = program.operations if _starts(program.traced) else ()
+        operations = program.operations if program.collective else ()
         collectives = enumerate(c for c in map(started, operations) if c is not None)
         _COLLECTIVES[program] = tuple(
             replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives
         )
     return _COLLECTIVES[program]
-
-
-@lru_cache(maxsize=1024)
-def _starts(traced: tuple[Operation, ...]) -> bool:
-    """Whether operations start a collective, which they do at any size or at none."""
-    return any(map(started, traced))
-
-
-def collective(program: Program) -> bool:
-    """Whether a program, or a segment of one, starts a collective or waits for one."""
-    return bool(collectives_of(program)) or any(map(waited, program.traced))
 
 
 def microseconds(program: Program) -> float:
@@ -260,20 +221,19 @@ def _works(node: Operation) -> bool:
 
 
 def _split(run: Iterable[Operation], grain: int) -> Iterator[list[Operation]]:
-    """A run of nodes of one key, cut where the mark changes and where it gets long; items stay with
-    their tuple.
+    """A run of nodes of one key, cut before a wait and where it gets long; items stay with their
+    tuple.
     """
     piece: list[Operation] = []
-    length, mark = 0, None
+    length = 0
     for node in run:
-        new = node.mark if _works(node) else None  # a wait goes with what uses its value
-        turn = (mark and new and new != mark) or (waited(node) and length > 0)
-        if piece and not _item(node) and (turn or (length >= grain and not started(node))):
+        long = length >= grain and not started(node)
+        if piece and not _item(node) and (long or (waited(node) and length > 0)):
             yield piece
-            piece, length, mark = [], 0, None
+            piece = []
+            length = 0
         piece.append(node)
         length += nanoseconds(node)
-        mark = mark or new
     if piece:
         yield piece
 
@@ -299,7 +259,6 @@ def _merged(pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> list[
 def _programs(
     program: Program, pieces: list[list[Operation]], keys: dict[Operation, _Key]
 ) -> Iterator[Segment]:
-    names = list(_names(program.name, pieces, keys))
     later: list[set[str]] = [
         set(program.outputs)
     ]  # what is read after each piece, from the last on
@@ -317,10 +276,11 @@ def _programs(
         part = Program.of(program.name, piece, inputs, outputs, constants, adds)
         several = index in drawing and len(drawing) > 1
         stream = (index != drawing[0], index != drawing[-1]) if several else None
-        part = replace(part, label=names[index], numbers=numbers, stream=stream)
+        name = f"{program.name}{index}"
+        part = replace(part, label=name, numbers=numbers, stream=stream)
         waits = (n.inputs[0] for n in piece if waited(n))
         yield Segment(
-            names[index],
+            name,
             part,
             keys[piece[0]].loose,
             collectives_of(part),
@@ -337,21 +297,3 @@ def _reads(program: Program, piece: list[Operation]) -> dict[str, None]:
     used = [name for one in piece for name in one.inputs]
     used += [name for one in piece if waited(one) for name in sent.get(one.inputs[0], ())]
     return dict.fromkeys(used)
-
-
-def _names(
-    letter: str, pieces: list[list[Operation]], keys: dict[Operation, _Key]
-) -> Iterator[str]:
-    """The user's marks; a piece without one is called by its program and number. A repeated name
-    gets a number.
-    """
-    seen: Counter[str] = Counter()
-    for index, piece in enumerate(pieces):
-        marks = (n.mark for n in [n for n in piece if _works(n)] or piece)
-        name = next(filter(None, marks), None)
-        if name is None:
-            name = f"{letter}{index}"
-        elif keys[piece[0]].loose:
-            name = f"{name}/weights" if letter in "BW" else f"{name}/saved"
-        seen[name] += 1
-        yield name if seen[name] == 1 else f"{name}.{seen[name]}"

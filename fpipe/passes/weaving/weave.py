@@ -11,15 +11,11 @@ graphs or ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ...actions.costs import Beside
 from ...errors import WeaveError
-
-Entry: TypeAlias = tuple[
-    str | int, str | int
-]  # which line (by its number, its action or its letter), which segment
 
 
 class Transfer(NamedTuple):
@@ -75,7 +71,8 @@ class Weave:
     >>> a2a = Transfer("y", "all_to_all", "ep", 50)
     >>> first = Task(0, "dispatch", 10, writes=("y",), starts=(a2a,)), Task(0, "experts", 10,
     ...     ("y",), waits=("y",))
-    >>> w = by_hand(("1F3", "2B0"), (*first, Task(1, "mlp", 50)), [("F", 0), ("B", 0), ("F", 1)])
+    >>> tasks = (*first, Task(1, "mlp", 50))
+    >>> w = woven(("1F3", "2B0"), tasks, (0, 2, 1), Memory(tasks, {}))
     >>> w.total, w.compute, w.communication, w.one_after_another
     (70, 70, 50, 120)
     """
@@ -87,7 +84,6 @@ class Weave:
     carried: tuple[tuple[Transfer, Moment], ...]
     peak: int = 0
     alone: int = 0
-    by_hand: bool = False
     reason: str = ""
 
     @property
@@ -112,11 +108,6 @@ class Weave:
         """
         return self.compute + self.communication
 
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """The weave as data, such as ``fpipe.pipeline(..., overlap=...)`` takes."""
-        return tuple((self.lines[self.tasks[k].line], self.tasks[k].name) for k in self.order)
-
     def beside(self) -> Beside:
         """What the simulator needs of it, in microseconds."""
         carried = tuple(
@@ -129,103 +120,13 @@ class Weave:
 
 
 def woven(
-    lines: tuple[str, ...],
-    tasks: tuple[Task, ...],
-    order: tuple[int, ...],
-    memory: Memory,
-    by_hand: bool = False,
+    lines: tuple[str, ...], tasks: tuple[Task, ...], order: tuple[int, ...], memory: Memory
 ) -> Weave:
     """An order with what is expected of it."""
     _, moments, carried = play(tasks, order)
+    peak = memory.peak(order)
     alone = memory.peak(range(len(tasks)))
-    return Weave(
-        lines, tasks, order, tuple(moments), tuple(carried), memory.peak(order), alone, by_hand
-    )
-
-
-def by_hand(
-    lines: Sequence[str],
-    tasks: Sequence[Task],
-    entries: Sequence[Entry],
-    sizes: Mapping[Hashable, tuple[Hashable, int]] | None = None,
-) -> Weave:
-    """A weave that a person wrote, checked: every segment once, each line in its order, each value
-    computed before use.
-
-    >>> tasks = (Task(0, "a", 1, writes=("x",)), Task(0, "b", 1, reads=("x",)), Task(1, "c", 1))
-    >>> by_hand(("0F1", "0B0"), tasks, [("F", "a"), ("B", "c"), ("F", "b")]).order
-    (0, 2, 1)
-    """
-    tasks, lines = tuple(tasks), tuple(lines)
-    if isinstance(entries, str) or not all(
-        isinstance(e, (tuple, list)) and len(e) == 2 for e in entries
-    ):
-        raise WeaveError(f"a weave is a list of (which program, which segment), not {entries!r}")
-    order: list[int] = []
-    try:
-        for entry in entries:
-            order.append(_next(lines, tasks, order, entry))
-        for task in (task for k, task in enumerate(tasks) if k not in order):
-            raise WeaveError(
-                f"{lines[task.line]}'s segment {task.name!r} is missing; name every segment once"
-            )
-    except WeaveError as error:
-        raise WeaveError(_marked(lines, entries, len(order), str(error))) from None
-    return woven(lines, tasks, tuple(order), Memory(tasks, sizes or {}), by_hand=True)
-
-
-def _next(
-    lines: tuple[str, ...], tasks: tuple[Task, ...], order: Sequence[int], entry: Entry
-) -> int:
-    """The task that an entry names, if it can follow the order."""
-    which, segment = entry
-    letters = ["".join(filter(str.isalpha, name)) for name in lines]
-    matching = [k for k, name in enumerate(lines) if which in (k, name) or str(which) in letters[k]]
-    if len(matching) != 1:
-        raise WeaveError(
-            f"{which!r} is none of the lines {', '.join(lines)}; name one, by its letter or its "
-            "number"
-        )
-    name, numbers = (
-        lines[matching[0]],
-        [k for k, task in enumerate(tasks) if task.line == matching[0]],
-    )
-    named = [k for k in numbers if tasks[k].name == segment]
-    if isinstance(segment, int) and -len(numbers) <= segment < len(numbers):
-        named = [numbers[segment]]
-    if not named:
-        raise WeaveError(
-            f"{name} has no segment {segment!r}; it has {', '.join(tasks[k].name for k in numbers)}"
-        )
-    task = tasks[named[0]]
-    if named[0] in order:
-        raise WeaveError(f"{name}'s segment {task.name!r} comes twice; name every segment once")
-    skipped = [k for k in numbers if k < named[0] and k not in order and not tasks[k].loose]
-    if skipped and not task.loose:
-        raise WeaveError(
-            f"{name} runs {tasks[skipped[0]].name!r} before {task.name!r}; keep each program's "
-            "order"
-        )
-    for maker in (
-        t
-        for k, t in enumerate(tasks)
-        if k not in order and not set(task.reads).isdisjoint(t.writes)
-    ):
-        raise WeaveError(
-            f"{name}'s {task.name!r} reads what {maker.name!r} makes; let that come before"
-        )
-    return named[0]
-
-
-def _marked(lines: Sequence[str], entries: Sequence[Entry], place: int, fault: str) -> str:
-    """The fault, and the weave with the place marked."""
-    shown = [
-        f"  {'>>' if k == place else '  '} {k:3d}  {e[0]!s:8} {e[1]}" for k, e in enumerate(entries)
-    ]
-    if place == len(entries):
-        shown.append(f"  >> {place:3d}  (the end)")
-    window = shown[max(0, place - 4) : place + 4]
-    return "\n".join([f"entry {place} of the weave of {' and '.join(lines)}: {fault}", *window])
+    return Weave(lines, tasks, order, tuple(moments), tuple(carried), peak, alone)
 
 
 # ---- the clock ----
@@ -300,9 +201,8 @@ def _listing(weave: Weave) -> Iterator[str]:
     def us(ns):
         return f"{ns / 1000:,.1f}"
 
-    how = "by hand" if weave.by_hand else "woven"
     yield (
-        f"{' with '.join(weave.lines)}, {how}: {us(weave.total)} us expected; compute "
+        f"{' with '.join(weave.lines)}, woven: {us(weave.total)} us expected; compute "
         f"{us(weave.compute)}, "
         f"communication {us(weave.communication)}, one after another "
         f"{us(weave.one_after_another)}; crossing values "
@@ -332,10 +232,9 @@ def _listing(weave: Weave) -> Iterator[str]:
 # ---- the option of a pipeline ----
 @dataclass(frozen=True)
 class Overlap:
-    """How fused actions run: ``how`` is "weave", "sequential", "function" or "data" (``entries``).
+    """How fused actions run: ``how`` is "weave", "sequential" or "function".
 
-    ``refused`` maps (rank, position in its row) to the reason why that fused action must not be
-    woven.
+    ``refused`` is the reason why nothing must be woven.
 
     >>> Overlap.of("weave").how
     'weave'
@@ -343,24 +242,18 @@ class Overlap:
 
     how: str = "sequential"
     function: Callable[..., Any] | None = None
-    entries: tuple[Entry, ...] = ()
-    refused: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    refused: str = ""
 
     @classmethod
-    def of(cls, option: Any) -> Overlap:
-        """From the user's option: a name, a function, or a weave as data."""
+    def of(cls, option: object) -> Overlap:
+        """From the user's option: a name or a function."""
         if isinstance(option, Overlap):
             return option
-        if option in ("weave", "sequential"):
-            return cls(option)
-        if isinstance(option, Weave):
-            return cls("data", entries=option.entries)
-        if isinstance(option, Sequence) and not isinstance(option, str):
-            return cls("data", entries=tuple(option))
+        if option == "weave" or option == "sequential":
+            return cls(str(option))
         if callable(option):
             return cls("function", option)
         raise WeaveError(
             f"overlap={option!r}; give 'weave', 'sequential', a function of two parts that "
-            "returns both results, or a "
-            "weave as data: a list of (which program, which segment)"
+            "returns both results"
         )

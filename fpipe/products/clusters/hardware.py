@@ -11,6 +11,9 @@ from difflib import get_close_matches
 from ...errors import PlanError
 
 GIB = 1 << 30
+#: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
+#: what Adam keeps: a float32 copy and two moments.
+PARAMETER, GRADIENT, OPTIMIZER = 2, 4, 12
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,13 @@ LATENCY = 10e-6  #: seconds of a message or a collective, beside its bytes
 KERNEL = 4e-6  #: seconds of a kernel, beside its work
 
 
-def find_gpu(
-    name: str, memory: float | None = None, flops: float | None = None, link: float | None = None
-) -> Gpu:
+def find_gpu(name: str, memory: float | None = None, flops: float | None = None) -> Gpu:
     """A kind of GPU by name, in any case, with other figures where they are given.
 
     Args:
         name: a name of the table.
         memory: bytes, in place of the table's.
         flops: operations a second, in place of the table's.
-        link: bytes a second within a machine, in place of the table's.
 
     Returns:
         The kind.
@@ -84,13 +84,7 @@ def find_gpu(
     """
     if name.lower() not in TABLE:
         near = get_close_matches(name.lower(), TABLE, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else "give the nearest one, with --memory, --flops and --link"
-        )
+        hint = f"did you mean {near[0]}?" if near else "give the nearest one, with --flops"
         raise PlanError(f"gpu {name!r} is not in the table, which has {', '.join(TABLE)}; {hint}")
-    given = {"memory": memory, "flops": flops, "link": link}
-    return replace(
-        TABLE[name.lower()], **{key: value for key, value in given.items() if value is not None}
-    )
+    gpu = TABLE[name.lower()]
+    return replace(gpu, memory=memory or gpu.memory, flops=flops or gpu.flops)

@@ -5,7 +5,7 @@ predict nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -17,22 +17,7 @@ from .hardware import Gpu
 from .model import Model
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
-Attention: TypeAlias = Literal["flash", "scores"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of an element: of parameters and activations, of gradients, and of what the optimizer
-    keeps.
-
-    By default bfloat16 parameters, float32 sums of gradients, and for Adam a float32 copy and two
-    moments.
-    """
-
-    parameters: int = 2
-    gradients: int = 4
-    optimizer: int = 12
 
 
 @dataclass(frozen=True)
@@ -45,9 +30,6 @@ class Job:
         gpu: their kind.
         batch: sequences of a global batch.
         sequence: tokens of a sequence.
-        attention: ``"flash"`` for attention that keeps no scores and skips those of later tokens,
-            ``"scores"`` for attention as matrix products.
-        precision: bytes of elements.
     """
 
     model: Model
@@ -55,8 +37,6 @@ class Job:
     gpu: Gpu
     batch: int
     sequence: int
-    attention: Attention = "flash"
-    precision: Precision = field(default_factory=Precision)
 
     @property
     def tokens(self) -> int:
@@ -69,7 +49,8 @@ class Layout:
     """How a job is distributed.
 
     Args:
-        tp: tensor-parallel ranks, within a machine.
+        tp: tensor-parallel ranks, within a machine, which split the sequence between their matrix
+            products.
         pp: ranks of a pipeline.
         dp: copies of the pipeline.
         zero: what copies share, as ``fpipe.pipeline(zero=)``.
@@ -77,8 +58,6 @@ class Layout:
         per_rank: stages of a rank.
         microbatch: sequences of a microbatch.
         recompute: what a backward computes again: nothing, what is cheap, or whole layers.
-        sequence_parallel: whether tensor-parallel ranks split the sequence between their matrix
-            products.
         layers: of each stage; by default even by cost, with the head counted.
 
     >>> Layout(tp=8, pp=16, dp=8, schedule="Interleaved1F1B", per_rank=4)
@@ -93,7 +72,6 @@ class Layout:
     per_rank: int = 1
     microbatch: int = 1
     recompute: Recompute = "none"
-    sequence_parallel: bool = True
     layers: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -107,11 +85,6 @@ class Layout:
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.per_rank
-
-    @property
-    def split(self) -> int:
-        """Into how many parts the sequence is split between matrix products."""
-        return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, job: Job) -> int:
         """Microbatches of a copy of the pipeline in a step."""

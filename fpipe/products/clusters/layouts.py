@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from typing import Any
+from typing import NamedTuple
 
 from ...errors import PlanError, ScheduleError
 from .hardware import GIB, USABLE
-from .layout import RECOMPUTE, Job, Layout, Recompute, divides
+from .layout import RECOMPUTE, Job, Layout, divides
 from .prediction import Prediction, least, predict, usable
 
 #: The schedules that are tried, and the numbers of stages that a rank may have.
@@ -35,20 +35,14 @@ SCHEDULES: dict[str, tuple[int, ...]] = {
 }
 MOST_MICROBATCH = 16  #: sequences of a microbatch, at most
 NEAREST = 16  #: layouts that are predicted to say which comes nearest, where none fits
-MORE = 6  #: how often the number of GPUs is doubled, to say how many would do
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What the search may choose from: lists of values; empty: all of them."""
+class Bound(NamedTuple):
+    """Seconds and bytes that a layout has at least."""
 
-    schedules: Sequence[str] = ()
-    tp: Sequence[int] = ()
-    pp: Sequence[int] = ()
-    zero: Sequence[int] = ()
-    microbatch: Sequence[int] = ()
-    recompute: Sequence[Recompute] = ()
-    sequence_parallel: bool = True
+    seconds: float
+    nbytes: float
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -65,15 +59,15 @@ class Found:
 
 def search(
     job: Job,
-    choices: Choices | None = None,
+    accepts: Callable[[Layout], bool] | None = None,
     top: int = 5,
-    track: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    track: Callable[[Sequence[Layout]], Iterable[Layout]] = iter,
 ) -> Found:
     """The layouts in which a step is shortest, of those that fit.
 
     Args:
         job: what is trained, and on what.
-        choices: what to choose from; by default everything.
+        accepts: whether a layout is tried; by default all are.
         top: how many layouts to return.
         track: yields the items of a list, for a display of progress.
 
@@ -91,13 +85,12 @@ def search(
     >>> search(job).best[0].fits
     True
     """
-    choices = choices or Choices()
-    layouts = list(candidates(job, choices))
+    layouts = list(filter(accepts, candidates(job)))
     if not layouts:
-        raise _none(job, choices)
-    bounds = [(*least(job, layout), layout) for layout in track(layouts)]
+        raise _none(job, accepts is not None)
+    bounds = [Bound(*least(job, layout), layout) for layout in track(layouts)]
     room = usable(job)
-    possible = sorted((bound for bound in bounds if bound[1] <= room), key=_order)
+    possible = sorted((bound for bound in bounds if bound.nbytes <= room), key=_order)
     best: dict[tuple[int, int, str], Prediction] = {}
     predicted, worst = 0, inf
     for seconds, _, layout in possible:
@@ -113,53 +106,52 @@ def search(
             steps = sorted(each.step for each in best.values())
             worst = steps[top - 1] if len(steps) >= top else inf
     if not best:
-        raise _too_large(
-            job, choices, [bound[2] for bound in sorted(bounds, key=lambda bound: bound[1])]
-        )
+        smallest = sorted(bounds, key=lambda bound: bound.nbytes)
+        raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])
     chosen = sorted(best.values(), key=lambda each: each.step)[:top]
     return Found(tuple(chosen), len(layouts), len(possible), predicted)
 
 
-def candidates(job: Job, choices: Choices) -> Iterator[Layout]:
+def candidates(job: Job) -> Iterator[Layout]:
     """All layouts of a job."""
     model, gpus = job.model, job.gpus
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    for tp, pp in product(choices.tp or divisors, choices.pp or divisors):
+    for tp, pp in product(divisors, divisors):
         dp, rest = divmod(gpus, tp * pp)
         if rest or job.batch % dp or pp > model.layers:
             continue
-        if tp <= job.gpu.node and divides(model, tp):
-            layout = Layout(tp, pp, dp, sequence_parallel=choices.sequence_parallel)
-            for scheduled in _scheduled(job, choices, layout):
-                yield from _detailed(job, choices, scheduled)
+        if tp > job.gpu.node or not divides(model, tp):
+            continue
+        for name, per_rank in _schedules(model.layers, pp):
+            layout = Layout(tp, pp, dp, schedule=name, per_rank=per_rank)
+            yield from _detailed(job, layout)
 
 
-def _scheduled(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
-    """A layout with each schedule."""
-    if layout.pp == 1:
-        yield layout
+def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
+    """Names of schedules, each with the numbers of stages that a rank may have."""
+    if pp == 1:
+        yield "1F1B", 1
         return
-    for name in choices.schedules or SCHEDULES:
-        for per_rank in SCHEDULES[name]:
-            if layout.pp * per_rank <= job.model.layers:
-                yield replace(layout, schedule=name, per_rank=per_rank)
+    for name, counts in SCHEDULES.items():
+        for per_rank in counts:
+            if pp * per_rank <= layers:
+                yield name, per_rank
 
 
-def _detailed(job: Job, choices: Choices, layout: Layout) -> Iterator[Layout]:
+def _detailed(job: Job, layout: Layout) -> Iterator[Layout]:
     """A layout with each microbatch, ZeRO degree and choice of recompute."""
-    sizes = choices.microbatch or [1 << n for n in range(MOST_MICROBATCH.bit_length())]
-    degrees: Sequence[int] = [0]
+    sizes = [1 << n for n in range(MOST_MICROBATCH.bit_length())]
+    degrees = [0]
     if layout.dp > 1:
-        degrees = choices.zero or [0, 1, *([3] if layout.per_rank > 2 else [])]
-    for microbatch, zero, recompute in product(sizes, degrees, choices.recompute or RECOMPUTE):
+        degrees += [1, 3] if layout.per_rank > 2 else [1]
+    for microbatch, zero, recompute in product(sizes, degrees, RECOMPUTE):
         if job.batch // layout.dp % microbatch == 0:
             yield replace(layout, microbatch=microbatch, zero=zero, recompute=recompute)
 
 
-def _order(bound: tuple[float, float, Layout]) -> tuple[float, int, int]:
+def _order(bound: Bound) -> tuple[float, int, int]:
     """By time; of equal ones those that share and compute again less come first."""
-    seconds, _, layout = bound
-    return seconds, layout.zero, RECOMPUTE.index(layout.recompute)
+    return bound.seconds, bound.layout.zero, RECOMPUTE.index(bound.layout.recompute)
 
 
 def _tried(job: Job, layout: Layout) -> Prediction | None:
@@ -170,10 +162,10 @@ def _tried(job: Job, layout: Layout) -> Prediction | None:
         return None
 
 
-def _none(job: Job, choices: Choices) -> PlanError:
+def _none(job: Job, chosen: bool) -> PlanError:
     """The error where no layout exists."""
     what = f"no layout of {job.gpus} GPUs divides {job.model.name} and {job.batch} sequences"
-    if choices != Choices(sequence_parallel=choices.sequence_parallel):
+    if chosen:
         return PlanError(f"{what} with the given choices; leave out some of them")
     power = 1 << (job.gpus.bit_length() - 1)
     return PlanError(
@@ -181,35 +173,20 @@ def _none(job: Job, choices: Choices) -> PlanError:
     )
 
 
-def _too_large(job: Job, choices: Choices, layouts: Sequence[Layout]) -> PlanError:
-    """The error where no layout fits: which comes nearest, and what would make it fit."""
+def _too_large(job: Job, layouts: Sequence[Layout]) -> PlanError:
+    """The error where no layout fits: which of these comes nearest, and what would make it fit."""
     roomy = replace(job, gpu=replace(job.gpu, memory=inf))
-    found = [each for layout in layouts[:NEAREST] if (each := _tried(roomy, layout)) is not None]
+    tried = [_tried(roomy, layout) for layout in layouts]
+    found = [each for each in tried if each is not None]
     if not found:
         return PlanError(
             f"no schedule has a form for {job.batch} sequences on {job.gpus} GPUs; give more "
             "sequences"
         )
     near = min(found, key=lambda each: each.fullest.total)
-    need = near.fullest.total / USABLE
-    text = (
-        f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout} with "
-        f"{need / GIB:.3g} GiB"
-    )
+    need = near.fullest.total / USABLE / GIB
     return PlanError(
-        f"{text}. It fits with --memory {1.01 * need / GIB:.3g}GiB{_with_more(job, choices)}"
+        f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout} with "
+        f"{need:.3g} GiB. It fits with --memory {1.01 * need:.3g}GiB; more GPUs, or shorter "
+        "sequences, need less"
     )
-
-
-def _with_more(job: Job, choices: Choices) -> str:
-    """With how many GPUs a layout would fit."""
-    for doubled in range(1, MORE + 1):
-        larger = replace(job, gpus=job.gpus << doubled)
-        bounds = [(least(larger, layout)[1], layout) for layout in candidates(larger, choices)]
-        fitting = sorted(
-            (bound for bound in bounds if bound[0] <= usable(job)), key=lambda bound: bound[0]
-        )
-        for _, layout in fitting[:NEAREST]:
-            if (found := _tried(larger, layout)) is not None and found.fits:
-                return f", or with --gpus {larger.gpus}"
-    return ", or with fewer tokens of a sequence"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -122,14 +123,14 @@ class Model:
         """Elements of the matrices of attention in a layer."""
         return self.hidden * (2 * self.queries + 2 * self.keys)
 
-    @property
+    @cached_property
     def layer_matrices(self) -> int:
         """Elements of the matrices in a layer."""
         experts = max(self.experts, 1) * self.matrices * self.hidden * self.feed_forward
         shared = self.hidden * (self.matrices * self.shared + (1 if self.shared else 0))
         return self.attention_parameters + experts + shared + self.hidden * self.experts
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Elements of a layer."""
         attention = self.queries + 2 * self.keys

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan.toml: a layout with its job and what is expected of it, written and read.
 
-Tables are ``[model]``, ``[gpu]``, ``[job]``, ``[precision]``, ``[layout]``, ``[schedule]`` and
-``[prediction]``. Each but the last two has the fields of the value of that name. ``[schedule]`` has
-the arguments of ``fpipe.make_schedule``.
+Tables are ``[model]``, ``[gpu]``, ``[job]``, ``[layout]``, ``[schedule]``, ``[prediction]`` and
+``[seconds]``. The first four have the fields of the value of that name, and ``[schedule]`` the
+arguments of ``fpipe.make_schedule``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ...actions import read_bytes
 from ...errors import PlanError
 from .hardware import Gpu
-from .layout import Job, Layout, Precision
+from .layout import Job, Layout
 from .model import Model
 from .prediction import Prediction
 
@@ -27,17 +27,18 @@ _HEAD = (
     "# Written by fpipe plan; fpipe rehearse makes the plans of its ranks. Sizes are in "
     "bytes, times in seconds.\n"
 )
-_TYPES: dict[str, Any] = {
-    "int": int,
+_REMEDY = "give a file that fpipe plan wrote"
+#: What fields have by the names of their types.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
     "float": (int, float),
-    "bool": bool,
-    "str": str,
-    "Recompute": str,
-    "Attention": str,
-    "tuple[int, ...]": list,
+    "bool": (bool,),
+    "str": (str,),
+    "Recompute": (str,),
+    "tuple[int, ...]": (list,),
 }
-_PARTS: dict[str, Any] = {"Model": Model, "Gpu": Gpu, "Precision": Precision}
-Record = TypeVar("Record", Gpu, Job, Layout, Model, Precision)
+Table: TypeAlias = Mapping[str, object]
+Record = TypeVar("Record", Gpu, Job, Layout, Model)
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,13 @@ class Planned:
     step: float
 
 
-def tables(prediction: Prediction) -> dict[str, dict[str, Any]]:
+def tables(prediction: Prediction) -> dict[str, Table]:
     """A prediction as tables of numbers, text and lists, in the order of the file."""
     job, layout = prediction.job, prediction.layout
-    of_job = asdict(job)
     return {
-        "model": of_job.pop("model"),
-        "gpu": of_job.pop("gpu"),
-        "job": {name: value for name, value in of_job.items() if name != "precision"},
-        "precision": of_job["precision"],
+        "model": asdict(job.model),
+        "gpu": asdict(job.gpu),
+        "job": {"gpus": job.gpus, "batch": job.batch, "sequence": job.sequence},
         "layout": {**asdict(layout), "layers": list(layout.counts(job.model))},
         "schedule": {
             "name": layout.schedule,
@@ -76,12 +75,12 @@ def tables(prediction: Prediction) -> dict[str, dict[str, Any]]:
             "fullest": prediction.fullest.rank,
             "memory": [round(memory.total) for memory in prediction.memory],
             "limit": prediction.limit,
-            "seconds": prediction.parts,
         },
+        "seconds": prediction.parts,
     }
 
 
-def as_toml(values: Mapping[str, Mapping[str, Any]]) -> str:
+def as_toml(values: Mapping[str, Table]) -> str:
     """Tables as TOML.
 
     >>> print(as_toml({"a": {"x": 1, "y": [0.5, True]}}), end="")
@@ -89,21 +88,12 @@ def as_toml(values: Mapping[str, Mapping[str, Any]]) -> str:
     x = 1
     y = [0.5, true]
     """
-    lines = []
+    blocks = []
     for name, table in values.items():
-        inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-        lines += [
-            f"[{name}]",
-            *(f"{key} = {json.dumps(value)}" for key, value in table.items() if key not in inner),
-        ]
-        for key, parts in inner.items():
-            lines += [
-                "",
-                f"[{name}.{key}]",
-                *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in parts.items()),
-            ]
-        lines.append("")
-    return "\n".join(lines[:-1]) + "\n"
+        keys = [key if key.isidentifier() else json.dumps(key) for key in table]
+        lines = map("{} = {}".format, keys, map(json.dumps, table.values()))
+        blocks.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
 
 
 def write_plan(prediction: Prediction) -> str:
@@ -127,15 +117,15 @@ def read_plan(path: str | PathLike[str]) -> Planned:
     try:
         values = tomllib.loads(read_bytes(path, MOST).decode())
     except ValueError as error:
-        raise PlanError(f"{path}: {error}; give a file that fpipe plan wrote") from None
-
-    job = _record(Job, values, path)
+        raise PlanError(f"{path}: {error}; {_REMEDY}") from None
+    model, gpu = _record(Model, values, path), _record(Gpu, values, path)
+    job = _record(Job, values, path, model=model, gpu=gpu)
     layout = _record(Layout, values, path).check(job)
     try:
         prediction = values["prediction"]
         memory, step = tuple(map(float, prediction["memory"])), float(prediction["step"])
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"{path}: {error!r} in a plan; give a file that fpipe plan wrote") from None
+        raise PlanError(f"{path}: {error!r} in a plan; {_REMEDY}") from None
     if len(memory) != layout.pp:
         raise PlanError(
             f"{path}: memory has {len(memory)} numbers for {layout.pp} pipeline ranks; write the "
@@ -144,20 +134,20 @@ def read_plan(path: str | PathLike[str]) -> Planned:
     return Planned(job, layout, memory, step)
 
 
-def _record(kind: type[Record], values: Mapping[str, Any], where: str | PathLike[str]) -> Record:
-    """A value from the table of its fields; values in it have tables of their own."""
-    name, remedy = kind.__name__.lower(), "give a file that fpipe plan wrote"
+def _record(
+    kind: type[Record], values: Mapping[str, Any], where: str | PathLike[str], **parts: object
+) -> Record:
+    """A value from the table of its fields, but for those that are given."""
+    name = kind.__name__.lower()
     table = values.get(name)
     if not isinstance(table, dict):
-        raise PlanError(f"{where} has no table [{name}]; {remedy}")
-    types = {each.name: str(each.type) for each in fields(kind)}
-    nested = [key for key, type_name in types.items() if type_name in _PARTS]
-    parts = {key: _record(_PARTS[types.pop(key)], values, where) for key in nested}
+        raise PlanError(f"{where} has no table [{name}]; {_REMEDY}")
+    types = {each.name: str(each.type) for each in fields(kind) if each.name not in parts}
     for key, value in table.items():
         expected = _TYPES[types[key]] if key in types else ()
-        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-            raise PlanError(f"{where}: [{name}] {key} = {value!r} does not belong there; {remedy}")
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            raise PlanError(f"{where}: [{name}] {key} = {value!r} does not belong there; {_REMEDY}")
     if lacking := [key for key in types if key not in table]:
-        raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {remedy}")
+        raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {_REMEDY}")
     lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
     return kind(**{**table, **lists, **parts})

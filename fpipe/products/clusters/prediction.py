@@ -8,13 +8,15 @@ Data-parallel collectives and the optimizer are added. Knows no search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
-from ...actions import Costs, Row, Timeline, plain
+from ...actions import Costs, Timeline, plain
 from ...schedule import Schedule
-from .hardware import LATENCY, LINK, MEMORY, NETWORK, USABLE
+from .hardware import GRADIENT, LATENCY, LINK, MEMORY, NETWORK, OPTIMIZER, PARAMETER, USABLE
 from .layout import Job, Layout
 from .sizes import (
     Work,
@@ -131,16 +133,18 @@ def predict(job: Job, layout: Layout) -> Prediction:
     (True, True)
     """
     layout.check(job)
-    works = _works(job, layout)
-    seconds, busy, *nbytes = _simulated(job, layout, works)
-    activations, late = nbytes[: layout.pp], nbytes[layout.pp :]
+    case = _Case(job, layout)
+    simulated = _simulated(_Case(job, replace(layout, zero=0)))  # which changes none of it
     memory = tuple(
-        _memory(job, layout, rank, *held)
-        for rank, held in enumerate(zip(activations, late, strict=True))
+        _memory(case, rank, activations, late)
+        for rank, (activations, late) in enumerate(
+            zip(simulated.activations, simulated.late, strict=True)
+        )
     )
-    parts = _parts(job, layout, works, seconds)
-    step = seconds + parts["copies"] + parts["optimizer"]
-    return Prediction(job, layout, memory, step, parts, bubble=1 - busy / seconds)
+    parts = _parts(case, simulated.seconds)
+    step = simulated.seconds + parts["copies"] + parts["optimizer"]
+    bubble = 1 - simulated.busy / simulated.seconds
+    return Prediction(job, layout, memory, step, parts, bubble)
 
 
 def least(job: Job, layout: Layout) -> tuple[float, float]:
@@ -151,100 +155,143 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     split, ends before their backwards. It holds its state, and the activations of a microbatch of
     its last stage, perhaps before it has gradients.
     """
-    works, elements, p = _works(job, layout), _elements(job, layout), layout.pp
-    turned, count = layout.schedule in TURNED, layout.microbatches(job)
+    case, p = _Case(job, layout), layout.pp
+    turned = layout.schedule in TURNED
     busy, held = [0.0] * p, [0.0] * p
-    for stage, work in enumerate(works):
+    for stage, work in enumerate(case.works):
         rank = 2 * p - 1 - stage if turned and stage >= p else stage % p
         busy[rank] += work.seconds
-        held[rank] += elements[stage]
-    ways = [work.F if layout.schedule in SPLIT else work.seconds for work in works[:p]]
-    before = accumulate(ways, initial=0.0)
-    seconds = max(start + count * each for start, each in zip(before, busy, strict=False))
+        held[rank] += case.elements[stage]
+    ways = [work.F if layout.schedule in SPLIT else work.seconds for work in case.works[:p]]
+    starts = accumulate(ways[:-1], initial=0.0)
+    seconds = max(
+        start + case.microbatches * each for start, each in zip(starts, busy, strict=True)
+    )
     nbytes = [state_bytes(job, layout, each, layout.per_rank) for each in held]
     last = 0 if turned else p - 1
-    late = held[last] * job.precision.gradients / layout.tp if _early(layout, count) else 0.0
-    nbytes[last] += max(works[-1].saved - late, 0.0)
-    return seconds + _copies(job, layout, works) + _optimizer(job, layout), max(nbytes)
+    late = held[last] * GRADIENT / layout.tp if case.early else 0.0
+    nbytes[last] += max(case.works[-1].saved - late, 0.0)
+    return seconds + _copies(case) + _optimizer(case), max(nbytes)
 
 
 # ---- stages ----
-def _works(job: Job, layout: Layout) -> list[Work]:
-    """Seconds and bytes of each stage for a microbatch.
+@dataclass(frozen=True)
+class _Case:
+    """A job in a layout, and what each of its stages takes and has."""
 
-    What a stage sends is held until a later message shows that it has arrived.
-    """
-    layer, head = layer_work(job, layout), head_work(job, layout)
-    sent = (
-        job.sequence * layout.microbatch * job.model.hidden * job.precision.parameters
-    ) / layout.split
-    message = Work(saved=sent, kept=sent)
-    works = [
-        total(
-            Work(*(count * each for each in layer)), head if stage == layout.stages - 1 else message
-        )
-        for stage, count in enumerate(layout.counts(job.model))
-    ]
-    works[0] = total(works[0], Work(saved=embedding_bytes(job, layout)))
-    return works
+    job: Job
+    layout: Layout
 
+    @cached_property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.layout.microbatches(self.job)
 
-def _elements(job: Job, layout: Layout) -> list[int]:
-    """Parameters of each stage, before tensor-parallel ranks split them."""
-    layers = (count * job.model.layer_parameters for count in layout.counts(job.model))
-    return [a + b for a, b in zip(layers, _vocabulary(job, layout), strict=True)]
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.layout.counts(self.job.model)
 
+    @cached_property
+    def vocabulary(self) -> list[int]:
+        """Parameters of each stage beside its layers."""
+        model, elements = self.job.model, [0] * self.layout.stages
+        elements[0] += model.embedding_parameters
+        if self.layout.stages > 1 or not model.tied:
+            elements[-1] += model.head_parameters
+        return elements
 
-def _vocabulary(job: Job, layout: Layout) -> list[int]:
-    """Parameters of each stage beside its layers."""
-    elements = [0] * layout.stages
-    elements[0] += job.model.embedding_parameters
-    if layout.stages > 1 or not job.model.tied:
-        elements[-1] += job.model.head_parameters
-    return elements
+    @cached_property
+    def elements(self) -> list[int]:
+        """Parameters of each stage, before tensor-parallel ranks split them."""
+        layer = self.job.model.layer_parameters
+        return [
+            count * layer + more for count, more in zip(self.counts, self.vocabulary, strict=True)
+        ]
+
+    @cached_property
+    def boundary(self) -> float:
+        """Bytes of a message between stages."""
+        tokens = self.job.sequence * self.layout.microbatch
+        return tokens * self.job.model.hidden * PARAMETER / self.layout.tp
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """Seconds and bytes of each stage for a microbatch.
+
+        What a stage sends is held until a later message shows that it has arrived.
+        """
+        job, layout = self.job, self.layout
+        layer = layer_work(job, layout)
+        ends = [Work(saved=self.boundary, kept=self.boundary)] * layout.stages
+        ends[-1] = head_work(job, layout)
+        layers = {count: Work(*(count * each for each in layer)) for count in set(self.counts)}
+        works = [total(layers[count], end) for count, end in zip(self.counts, ends, strict=True)]
+        works[0] = total(works[0], Work(saved=embedding_bytes(job, layout)))
+        return works
+
+    @property
+    def early(self) -> bool:
+        """Whether ranks may hold the most activations only before they have all gradients."""
+        return self.layout.schedule in FORWARDS_FIRST or self.microbatches < 4 * self.layout.pp
 
 
 # ---- the schedule ----
-def _simulated(job: Job, layout: Layout, works: Sequence[Work]) -> list[float]:
-    """Seconds of the schedule, those in which an average rank is busy, then by rank the most bytes
-    of activations, then by rank the gradients that come later.
-
-    With many microbatches, two schedules of fewer are simulated, and their difference repeated.
+class _Simulated(NamedTuple):
+    """Seconds of a schedule, those in which an average rank is busy, and by rank the most bytes of
+    activations, and the gradients that come later.
     """
-    forward, inputs, weights, saved, kept, *_ = zip(*works, strict=True)
-    model, within = job.model, job.gpus <= job.gpu.node
-    size = job.precision.parameters
-    costs = Costs(
-        F=forward,
-        I=inputs,
-        W=weights,
-        comm=LATENCY,
-        boundary=job.sequence * layout.microbatch * model.hidden * size / layout.tp,
-        bandwidth=job.gpu.link * LINK if within else job.gpu.network * NETWORK,
-        saved=saved,
-        kept=kept,
-    )
-    each = job.precision.gradients / layout.tp
-    gradients = [elements * each for elements in _elements(job, layout)]
 
-    def run(microbatches: int) -> list[float]:
-        schedule = layout.schedule_for(microbatches)
-        timeline = schedule.simulate(costs)
-        late = _late(timeline, schedule, costs, gradients)
-        busy = sum(timeline.busy) / timeline.ranks
-        return [timeline.total, busy, *timeline.peak_bytes, *late]
+    seconds: float
+    busy: float
+    activations: list[float]
+    late: list[float]
 
-    count, p = layout.microbatches(job), layout.pp
+
+@lru_cache(maxsize=1024)
+def _simulated(case: _Case) -> _Simulated:
+    """The schedule in the simulator; with many microbatches, two schedules of fewer, whose
+    difference is repeated.
+    """
+    count, p = case.microbatches, case.layout.pp
     if count <= PERIODS * p:
-        return run(count)
+        return _run(case, count)
     fewer = (PERIODS - 4) * p + count % p
     times = (count - fewer) / (2 * p)
-    return [a + (b - a) * times for a, b in zip(run(fewer), run(fewer + 2 * p), strict=True)]
+    short, long = _run(case, fewer), _run(case, fewer + 2 * p)
+
+    def extended(a: float, b: float) -> float:
+        return a + (b - a) * times
+
+    return _Simulated(
+        extended(short.seconds, long.seconds),
+        extended(short.busy, long.busy),
+        list(map(extended, short.activations, long.activations)),
+        list(map(extended, short.late, long.late)),
+    )
 
 
-def _early(layout: Layout, microbatches: int) -> bool:
-    """Whether ranks may hold the most activations only before they have all gradients."""
-    return layout.schedule in FORWARDS_FIRST or microbatches < 4 * layout.pp
+def _run(case: _Case, microbatches: int) -> _Simulated:
+    """The schedule for a number of microbatches in the simulator."""
+    job, layout = case.job, case.layout
+    works = case.works
+    within = job.gpus <= job.gpu.node
+    costs = Costs(
+        F=[work.F for work in works],
+        I=[work.I for work in works],
+        W=[work.W for work in works],
+        comm=LATENCY,
+        boundary=case.boundary,
+        bandwidth=job.gpu.link * LINK if within else job.gpu.network * NETWORK,
+        saved=[work.saved for work in works],
+        kept=[work.kept for work in works],
+    )
+    schedule = layout.schedule_for(microbatches)
+    timeline = schedule.simulate(costs)
+    gradients = [elements * GRADIENT / layout.tp for elements in case.elements]
+    late = _late(timeline, schedule, costs, gradients)
+    busy = sum(timeline.busy) / timeline.ranks
+    return _Simulated(timeline.total, busy, list(timeline.peak_bytes), late)
 
 
 def _late(
@@ -262,39 +309,36 @@ def _late(
     [1.0]
     [0.0]
     """
-    memory = costs.memory(schedule.stages)
-
-    def changes(row: Row) -> Iterator[float]:
-        begun = set[int]()
-        for stage, op, _ in plain(row):
-            first = op in ("B", "W") and stage not in begun
-            begun |= {stage} if first else set()
-            yield memory[op][stage] + (gradients[stage] if first else 0.0)
-
-    late = []
+    memory, late = costs.memory(schedule.stages), []
     for rank, (row, activations) in enumerate(zip(schedule, timeline.peak_bytes, strict=True)):
-        end = sum(gradients[stage] for stage in schedule.placement.stages_of(rank))
-        most = max(accumulate(changes(row), initial=0.0))
-        late.append(max(activations + end - most, 0.0))
+        to_come = {stage: gradients[stage] for stage in schedule.placement.stages_of(rank)}
+        end = activations + sum(to_come.values())
+        most = held = 0.0
+        for stage, op, _ in plain(row):
+            held += memory[op][stage]
+            if op in ("B", "W"):
+                held += to_come.pop(stage, 0.0)
+            most = max(most, held)
+        late.append(max(end - most, 0.0))
     return late
 
 
-def _parts(job: Job, layout: Layout, works: Sequence[Work], seconds: float) -> dict[str, float]:
+def _parts(case: _Case, seconds: float) -> dict[str, float]:
     """Seconds of an average rank by what they are spent on."""
-    times, all_stages = layout.microbatches(job) / layout.pp, total(*works)
-    bound = all_stages.products + all_stages.collectives + all_stages.again
+    times, works = case.microbatches / case.layout.pp, total(*case.works)
+    bound = works.products + works.collectives + works.again
     return {
-        "products": all_stages.products * times,
-        "memory-bound operations": (all_stages.seconds - bound) * times,
-        "computing again": all_stages.again * times,
-        "tensor-parallel collectives": all_stages.collectives * times,
-        "bubble and messages": seconds - all_stages.seconds * times,
-        "copies": _copies(job, layout, works),
-        "optimizer": _optimizer(job, layout),
+        "products": works.products * times,
+        "memory-bound operations": (works.seconds - bound) * times,
+        "computing again": works.again * times,
+        "tensor-parallel collectives": works.collectives * times,
+        "bubble and messages": seconds - works.seconds * times,
+        "copies": _copies(case),
+        "optimizer": _optimizer(case),
     }
 
 
-def _copies(job: Job, layout: Layout, works: Sequence[Work]) -> float:
+def _copies(case: _Case) -> float:
     """The seconds of data-parallel collectives that nothing hides.
 
     Gradients are reduced as soon as those of a stage are complete, and parameters gathered while
@@ -302,54 +346,60 @@ def _copies(job: Job, layout: Layout, works: Sequence[Work]) -> float:
     are gathered for forward and backward of as many microbatches as there are ranks, which hide
     them where they take longer.
     """
+    layout, gpu = case.layout, case.job.gpu
     if layout.dp == 1:
         return 0.0
-    within = layout.tp * layout.dp <= job.gpu.node
-    width = job.gpu.link * LINK if within else job.gpu.network * NETWORK
-    elements = max(_elements(job, layout)) / layout.tp * (layout.dp - 1) / layout.dp
-    gathered = elements * job.precision.parameters / width + LATENCY
-    reduced = elements * job.precision.gradients / width + LATENCY
+    within = layout.tp * layout.dp <= gpu.node
+    width = gpu.link * LINK if within else gpu.network * NETWORK
+    elements = max(case.elements) / layout.tp * (layout.dp - 1) / layout.dp
+    gathered = elements * PARAMETER / width + LATENCY
+    reduced = elements * GRADIENT / width + LATENCY
     if layout.zero < 3:
         return gathered + reduced
-    times = layout.microbatches(job) / layout.pp
+    times = case.microbatches / layout.pp
     rounds = 2 * layout.per_rank * max(times, 1)
-    work = sum(each.seconds for each in works) * times
+    work = sum(each.seconds for each in case.works) * times
     return gathered + reduced + max(rounds * gathered - work, 0.0)
 
 
-def _optimizer(job: Job, layout: Layout) -> float:
+def _optimizer(case: _Case) -> float:
     """The seconds in which the optimizer reads and writes its state."""
-    elements = max(_elements(job, layout)) * layout.per_rank / layout.tp
-    parts, each = layout.dp if layout.zero else 1, job.precision
-    moved = elements / parts * (2 * each.optimizer + each.gradients + each.parameters)
-    return moved / (job.gpu.bandwidth * MEMORY)
+    layout, gpu = case.layout, case.job.gpu
+    elements = max(case.elements) * layout.per_rank / layout.tp
+    parts = layout.dp if layout.zero else 1
+    moved = elements / parts * (2 * OPTIMIZER + GRADIENT + PARAMETER)
+    return moved / (gpu.bandwidth * MEMORY)
 
 
 # ---- memory ----
-def _memory(job: Job, layout: Layout, rank: int, activations: float, late: float) -> Memory:
-    few = min(layout.microbatches(job), 2 * layout.pp)
+def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
+    job, layout = case.job, case.layout
+    few = min(case.microbatches, 2 * layout.pp)
     held = layout.schedule_for(few).placement.stages_of(rank)
-    counts, vocabulary = layout.counts(job.model), _vocabulary(job, layout)
-    layers = sum(counts[stage] for stage in held) * job.model.layer_parameters
+    layers = sum(case.counts[stage] for stage in held) * job.model.layer_parameters
+    vocabulary = sum(case.vocabulary[stage] for stage in held)
     return Memory(
         rank,
         layers=state_bytes(job, layout, layers, layout.per_rank),
-        vocabulary=state_bytes(job, layout, sum(vocabulary[s] for s in held), layout.per_rank),
+        vocabulary=state_bytes(job, layout, vocabulary, layout.per_rank),
         activations=activations,
-        moment=max(_moment(job, layout, stage) for stage in held),
+        moment=max(_moment(case, stage) for stage in held),
         late=late,
     )
 
 
-def _moment(job: Job, layout: Layout, stage: int) -> float:
+def _moment(case: _Case, stage: int) -> float:
     """What a backward of a stage has at most, beside what is held before it.
 
     It has what a layer keeps for W and, in the last stage, gradients of logits. A backward that is
     not split computes the gradients of all weights of its stage before it adds them.
     """
-    layer, count = layer_work(job, layout), layout.counts(job.model)[stage]
+    layout, count = case.layout, case.counts[stage]
+    layer = layer_work(case.job, layout)
     nbytes = layer.kept if count else 0.0
     if layout.schedule not in SPLIT:
-        gradients = _elements(job, layout)[stage] * job.precision.parameters / layout.tp
+        gradients = case.elements[stage] * PARAMETER / layout.tp
         nbytes += min(count * max(layer.kept - layer.saved, 0.0), gradients)
-    return nbytes + (logits_bytes(job, layout) if stage == layout.stages - 1 else 0.0)
+    if stage == layout.stages - 1:
+        nbytes += logits_bytes(case.job, layout)
+    return nbytes

@@ -11,18 +11,17 @@ from typing import Any
 
 import click
 
-from ...actions import Costs, progress, write_bytes
+from ...actions import progress, write_bytes
 from ...errors import ScheduleError
 from ...generators import about_schedule, in_bytes
 from .. import pictures
-from ..search import comparison, frontier
+from ..search import comparison
 from ..search.comparison import Entry
 from ..search.solve import solve as solve_schedule
 from .options import (
     INVALID,
     Count,
     File,
-    Pattern,
     as_usage_error,
     bounded,
     check_suffix,
@@ -34,6 +33,7 @@ from .options import (
     print_json,
     read_file,
     report_error,
+    schedule_names_for,
     slices_option,
     usage_error,
 )
@@ -58,17 +58,14 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
         print_json(results)
     for found in () if as_json else results:
         if found["good"]:
-            counted = ", ".join(f"{found[name]} {name}" for name in _COUNTS if name in found)
-            click.echo(f"{found['file']}: good: {counted}")
+            counts = ", ".join(f"{value} {name}" for name, value in list(found.items())[2:])
+            click.echo(f"{found['file']}: good: {counts}")
         else:
             report_error(f"{found['file']}: {found['error']}", INVALID)
     return 0 if all(found["good"] for found in results) else INVALID
 
 
-_COUNTS = ("ranks", "stages", "microbatches", "slices", "actions")
-
-
-def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
+def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, object]:
     """What was found in a file: its counts, or the error and its place."""
     try:
         schedule = read_file(Path(file))
@@ -80,17 +77,13 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]
     except ScheduleError as error:
         place = {"rank": error.rank, "position": error.position, "rule": error.rule}
         return {"file": file, "good": False, "error": str(error), **place}
-    counted = {
-        "ranks": schedule.ranks,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
-    }
-    counted |= {"slices": schedule.slices} if schedule.slices > 1 else {}
+    names = ["ranks", "stages", "microbatches", *(["slices"] if schedule.slices > 1 else [])]
+    counted = {name: getattr(schedule, name) for name in names}
     return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
 
 
 @click.command()
-@click.argument("patterns", nargs=-1, metavar="[PATTERN...]", type=Pattern())
+@click.argument("patterns", nargs=-1, metavar="[PATTERN...]", shell_complete=schedule_names_for)
 @json_option
 def names(patterns: tuple[str, ...], as_json: bool) -> None:
     """List the schedules that have a name, all or those that match a PATTERN.
@@ -114,28 +107,14 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--memory",
     metavar="LIMIT",
-    help="What a rank may hold, such as 60GB; adds schedules of the solver.",
-)
-@click.option(
-    "--seconds",
-    type=float,
-    default=0.0,
-    show_default=False,
-    metavar="SECONDS",
-    help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]",
+    help="What a rank may hold, such as 60GB.",
 )
 @click.option(
     "--only",
     multiple=True,
     metavar="PATTERN",
-    type=Pattern(),
+    shell_complete=schedule_names_for,
     help="Only these schedules, such as 'ZB*'.",
-)
-@click.option(
-    "--sort",
-    type=click.Choice(tuple(comparison.SORTED_BY)),
-    default="bubble",
-    help="The column to sort by, the least first.",
 )
 @click.option(
     "-o",
@@ -151,9 +130,7 @@ def compare(
     slices: int,
     costs: str,
     memory: str | None,
-    seconds: float,
     only: tuple[str, ...],
-    sort: str,
     out: str | None,
     as_json: bool,
 ) -> None:
@@ -170,7 +147,7 @@ def compare(
     \b
     fpipe compare --ranks 8 --microbatches 24
     fpipe compare -p 8 -m 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6
-    fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B --sort memory
+    fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B
     fpipe compare -p 8 -m 24 --memory 6 --out frontier.svg
     """
     p, m = bounded(ranks, microbatches)
@@ -184,19 +161,12 @@ def compare(
             entries, unsupported = comparison.compare(
                 p, m, stages=stages, costs=price, names=chosen_names, track=track, slices=slices
             )
-        entries = [*entries, *_solved(p, m, price, memory, seconds)]
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
-    entries.sort(key=comparison.SORTED_BY[sort])
-    chosen = frontier.take(entries, limit)
+    chosen = comparison.take(entries, limit)
     if out is not None:
-        suffix = Path(out).suffix.lower()
-        write_bytes(
-            out,
-            frontier.svg(entries).encode()
-            if suffix == ".svg"
-            else pictures.frontier(frontier.points(entries), suffix),
-        )
+        picture = pictures.frontier(comparison.points(entries), Path(out).suffix.lower())
+        write_bytes(out, picture)
     if as_json:
         taken = None if chosen is None else chosen.name
         print_json(
@@ -211,16 +181,6 @@ def compare(
     _show(entries, unsupported, chosen, memory)
 
 
-def _solved(
-    ranks: int, microbatches: int, costs: Costs, memory: str | None, seconds: float
-) -> list[Entry]:
-    """The solver's schedules, where there is a limit of memory or time for them."""
-    if seconds <= 0 and memory is None:
-        return []
-    with progress(f"solving for {ranks} ranks") as track:
-        return frontier.solved_entries(ranks, microbatches, costs, memory, seconds or 5.0, track)
-
-
 def _show(
     entries: list[Entry], unsupported: list[str], chosen: Entry | None, memory: str | None
 ) -> None:
@@ -228,7 +188,6 @@ def _show(
         click.echo(line)
     if unsupported:
         click.echo("\nnot for these counts:\n" + "\n".join(f"  {line}" for line in unsupported))
-    click.echo("\n" + frontier.text(entries))
     if chosen is None:
         click.echo(f"\nno schedule holds at most {memory}; give more memory or more ranks")
     else:

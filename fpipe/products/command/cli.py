@@ -24,7 +24,10 @@ from .options import INVALID, report_error
 
 #: name -> (module:command, its line in `fpipe --help`); a module is loaded when its command runs
 COMMANDS = {
-    "draw": ("fpipe.products.command.drawing:draw", "Draw a schedule by name, or one from a file."),
+    "draw": (
+        "fpipe.products.command.drawing:draw",
+        "Draw schedules by name or from files, and timelines.",
+    ),
     "check": (
         "fpipe.products.command.checking:check",
         "Check schedules in CSV files, or as text with brackets.",
@@ -37,10 +40,6 @@ COMMANDS = {
     "solve": (
         "fpipe.products.command.checking:solve",
         "Search for the best schedule for costs and memory.",
-    ),
-    "view": (
-        "fpipe.products.command.drawing:view",
-        "Explore timelines in a browser: zoom, search, hover.",
     ),
     "plan": (
         "fpipe.products.command.cluster_plan:plan",

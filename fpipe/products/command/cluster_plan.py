@@ -6,17 +6,17 @@ torch.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 
 import click
-from click.shell_completion import CompletionItem
 
 from ...actions import progress, write_bytes
 from ...errors import ScheduleError
 from ...generators import in_bytes
-from ..clusters.hardware import TABLE, find_gpu
-from ..clusters.layout import RECOMPUTE, Job, Precision
-from ..clusters.layouts import SCHEDULES, Choices, Found, search
+from ..clusters.hardware import GIB, TABLE, find_gpu
+from ..clusters.layout import Job, Layout
+from ..clusters.layouts import Found, search
 from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
@@ -24,61 +24,33 @@ from ..clusters.sizes import operations
 from .options import (
     Count,
     File,
-    Pattern,
     check_suffix,
     json_option,
-    matching,
     print_json,
     table,
     usage_error,
 )
 
-GIB = 1 << 30
+#: What --only may name.
+CHOICES = ("schedule", "tp", "pp", "zero", "microbatch", "recompute")
 _LETTERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class Tokens(click.ParamType):
+def tokens_of(text: str) -> int:
     """A whole number, which may end in K, M or G: powers of 1024."""
-
-    name = "whole number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
-        match = re.fullmatch(r"([0-9]+)([kmg]?)", str(value), re.IGNORECASE)
-        if not match or not int(match[1]):
-            self.fail(f"{value!r} is no whole number above 0, such as 4194304 or 4M", param, ctx)
-        return int(match[1]) * _LETTERS[match[2].upper()]
+    match = re.fullmatch(r"([0-9]+)([kmg]?)", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise click.BadParameter(f"{text!r} is no whole number above 0, such as 4194304 or 4M")
+    return int(match[1]) * _LETTERS[match[2].upper()]
 
 
-class Rate(click.ParamType):
+def rate_of(text: str) -> float:
     """A number with a unit, such as 80GiB or 989T."""
-
-    name = "number"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The number."""
-        try:
-            return in_bytes(value)
-        except ScheduleError:
-            self.fail(
-                f"{value!r} is no number above 0 with a unit, such as 80GiB, 450GB or 989T",
-                param,
-                ctx,
-            )
-
-
-class Name(click.ParamType):
-    """A kind of GPU, which the shell completes."""
-
-    name = "name"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The names that begin with what was typed."""
-        return [CompletionItem(name) for name in TABLE if name.startswith(incomplete.lower())]
+    try:
+        return in_bytes(text)
+    except ScheduleError:
+        message = f"{text!r} is no number above 0 with a unit, such as 80GiB or 989T"
+        raise click.BadParameter(message) from None
 
 
 @click.command()
@@ -90,76 +62,36 @@ class Name(click.ParamType):
 )
 @click.option("--gpus", required=True, type=Count(), help="GPUs.")
 @click.option(
-    "--gpu", metavar="NAME", required=True, type=Name(), help=f"Their kind: {', '.join(TABLE)}."
+    "--gpu", required=True, type=click.Choice(list(TABLE), case_sensitive=False), help="Their kind."
 )
 @click.option(
     "--tokens",
     metavar="N",
     required=True,
-    type=Tokens(),
+    type=tokens_of,
     help="Tokens of a global batch, such as 4M; K, M and G are powers of 1024.",
 )
 @click.option(
     "--seq",
     metavar="N",
     required=True,
-    type=Tokens(),
+    type=tokens_of,
     help="Tokens of a sequence, such as 8192 or 8K.",
 )
 @click.option(
-    "--memory", metavar="LIMIT", type=Rate(), help="Memory of a GPU.  [default: of its kind]"
+    "--memory", metavar="LIMIT", type=rate_of, help="Memory of a GPU.  [default: of its kind]"
 )
 @click.option(
     "--flops",
     metavar="RATE",
-    type=Rate(),
+    type=rate_of,
     help="Dense 16-bit operations a second of a GPU, such as 989T.",
 )
 @click.option(
-    "--link",
-    metavar="RATE",
-    type=Rate(),
-    help="Bytes a second between GPUs of a machine, such as 450GB.",
-)
-@click.option(
-    "--schedule",
-    "schedules",
+    "--only",
     metavar="PATTERN",
     multiple=True,
-    type=Pattern(),
-    help="Only these schedules, such as 'ZB*'.",
-)
-@click.option(
-    "--tp",
-    multiple=True,
-    type=Count(),
-    help="Only these numbers of tensor-parallel ranks.",
-)
-@click.option("--pp", multiple=True, type=Count(), help="Only these numbers of pipeline ranks.")
-@click.option("--zero", multiple=True, type=Count(0, 3), help="Only these ZeRO degrees.")
-@click.option("--microbatch", multiple=True, type=Count(), help="Only these sizes, in sequences.")
-@click.option(
-    "--recompute",
-    multiple=True,
-    type=click.Choice(RECOMPUTE),
-    help="Only these kinds of recompute.",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(["flash", "scores"]),
-    default="flash",
-    help="Attention that keeps no scores, or as products.",
-)
-@click.option(
-    "--gradients",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    help="The dtype in which gradients of microbatches are added.",
-)
-@click.option(
-    "--sequence-parallel/--no-sequence-parallel",
-    default=True,
-    help="Whether tensor-parallel ranks split the sequence between their matrix products.",
+    help="Only layouts with schedule=ZB*, tp=8, pp=16, zero=1, microbatch=1, recompute=none.",
 )
 @click.option("--top", type=Count(), default=5, help="Layouts to print.")
 @click.option("-o", "--out", type=File(), help="Write the best as .toml.")
@@ -172,13 +104,10 @@ def plan(
     seq: int,
     memory: float | None,
     flops: float | None,
-    link: float | None,
-    attention: Any,
-    gradients: str,
+    only: tuple[str, ...],
     top: int,
     out: str | None,
     as_json: bool,
-    **chosen: Any,
 ) -> None:
     """Plan a large run: layouts that fit, those with the shortest step first.
 
@@ -195,37 +124,38 @@ def plan(
         raise usage_error(
             f"--tokens {tokens} are not whole sequences of {seq}; give {low or seq} or {low + seq}"
         )
-    precision = Precision(gradients={"float32": 4, "bfloat16": 2}[gradients])
-    kind = find_gpu(gpu, memory, flops, link)
-    job = Job(read_model(model), gpus, kind, tokens // seq, seq, attention, precision)
+    job = Job(read_model(model), gpus, find_gpu(gpu, memory, flops), tokens // seq, seq)
+    accepts = _filter(only) if only else None
     with progress(f"planning for {gpus} GPUs") as track:
-        found = search(job, _choices(**chosen), top, track)
+        found = search(job, accepts, top, track)
     if out is not None:
         write_bytes(out, write_plan(found.best[0]).encode())
     if as_json:
-        best = [tables(each) for each in found.best]
-        print_json(
-            {
-                "best": best,
-                "layouts": found.layouts,
-                "possible": found.possible,
-                "predicted": found.predicted,
-            }
-        )
+        counts = {name: getattr(found, name) for name in ("layouts", "possible", "predicted")}
+        print_json({"best": list(map(tables, found.best)), **counts})
         return
     _show(job, found)
     if out is not None:
         click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
 
 
-def _choices(schedules: tuple[str, ...], **given: Any) -> Choices:
-    """What the search may choose from."""
-    names = [name for name in matching(schedules) if name in SCHEDULES] if schedules else ()
-    if schedules and not names:
-        raise usage_error(
-            f"none of {', '.join(schedules)} is planned; planned are {', '.join(SCHEDULES)}"
+def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
+    """Whether a layout has, of each name, a value that one of its patterns matches."""
+    patterns: dict[str, list[str]] = {}
+    for each in only:
+        name, _, pattern = each.partition("=")
+        if name not in CHOICES or not pattern:
+            raise usage_error(f"--only {each}: give one of {', '.join(CHOICES)}, as in tp=8")
+        patterns.setdefault(name, []).append(pattern.lower())
+
+    def accepts(layout: Layout) -> bool:
+        values = {name: str(getattr(layout, name)).lower() for name in patterns}
+        return all(
+            any(fnmatchcase(values[name], pattern) for pattern in wanted)
+            for name, wanted in patterns.items()
         )
-    return Choices(schedules=names, **given)
+
+    return accepts
 
 
 # ---- text ----

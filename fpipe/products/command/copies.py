@@ -6,14 +6,20 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
+import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import click
 
-from ..training import outcome
+from ..training.elastic import COPIES, COPY, LIGHTHOUSE, import_torchft
 from ..training.launch import launch
-from ..training.quorum import ADDRESS, COPIES, COPY
 from .options import Count
+
+T = TypeVar("T")
+#: Milliseconds after which a copy without a sign of life is lost, and for which those that meet
+#: wait for one that still computes.
+_SILENCE, _PATIENCE = 2_000, 60_000
 
 
 @click.command("copies", context_settings={"ignore_unknown_options": True})
@@ -36,47 +42,65 @@ from .options import Count
     default=3,
     help="Of each copy that fails.",
 )
-@click.option(
-    "--serve", metavar="HOST:PORT", help="Serve copies on other machines, and start none."
-)
-@click.argument(
-    "script", metavar="[FILE]", required=False, type=click.Path(exists=True, dir_okay=False)
-)
+@click.argument("script", metavar="FILE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-def copies(
-    copies: int,
-    ranks: int,
-    restarts: int,
-    serve: str | None,
-    script: str | None,
-    arguments: tuple[str, ...],
-) -> None:
+def copies(copies: int, ranks: int, restarts: int, script: str, arguments: tuple[str, ...]) -> None:
     """Run a script as several copies of a pipeline; the loss of a copy does not stop the others.
 
-    The script passes fpipe.quorum() to fpipe.Loop. With --serve, copies are started on other
-    machines, each by torchrun with the environment variables that are printed; one that is lost is
-    noticed by the others.
+    The script passes fpipe.elastic() to fpipe.Loop. On several machines, run torchft_lighthouse
+    where it stays, and start each copy with torchrun; the page "Checkpoint, resume and export" has
+    the environment variables.
     """
-    if serve is not None:
-        _serve(serve, copies)
-        return
-    if script is None:
-        raise click.UsageError("give the file of a script, or --serve HOST:PORT")
-    launch(_script, script, arguments, ranks=ranks, copies=copies, restarts=restarts)
+    run_copies(_script, script, arguments, ranks=ranks, copies=copies, restarts=restarts)
 
 
-def _serve(address: str, copies: int) -> None:
-    """Hold the store of copies on other machines until the process is interrupted."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise click.BadParameter(f"{address!r} is not HOST:PORT", param_hint="--serve")
-    store = outcome.store(host, int(port))
-    click.echo(f"export {ADDRESS}={host}:{store.port} {COPIES}={copies}")
-    click.echo(
-        f"export {COPY}=0  # 0 to {copies - 1}; then torchrun --nproc-per-node ... script.py"
+def run_copies(
+    fn: Callable[..., T], *args: object, ranks: int, copies: int, restarts: int = 3
+) -> list[list[T] | None]:
+    """Run ``fn(*args)`` on the processes of several copies, and start a copy that fails again as
+    long as no other one has ended.
+
+    Returns:
+        The results by copy and rank; ``None`` for a copy that was lost for good.
+
+    Raises:
+        Exception: the first one, if all copies were lost.
+    """
+    coordination = import_torchft("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        heartbeat_timeout_ms=_SILENCE,
+        join_timeout_ms=_PATIENCE,
     )
-    while True:
-        time.sleep(3600)
+    _, _, port = lighthouse.address().rpartition(":")
+    address = f"http://127.0.0.1:{port}"
+    results: list[list[T] | None] = [None] * copies
+    errors: list[Exception] = []
+    ended = threading.Event()
+
+    def run(copy: int) -> None:
+        env = {LIGHTHOUSE: address, COPY: str(copy), COPIES: str(copies)}
+        for _ in range(restarts + 1):
+            try:
+                results[copy] = launch(fn, *args, ranks=ranks, env=env)
+            except Exception as error:  # of the user's function, or of the processes
+                errors.append(error)
+                if ended.is_set():
+                    return
+            else:
+                ended.set()
+                return
+
+    threads = [threading.Thread(target=run, args=(copy,), daemon=True) for copy in range(copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lighthouse.shutdown()
+    if not ended.is_set():
+        raise errors[0]
+    return results
 
 
 def _script(path: str, arguments: tuple[str, ...]) -> None:

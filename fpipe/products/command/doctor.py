@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import click
 import torch
@@ -22,9 +21,7 @@ import torch.distributed as dist
 
 from ... import __version__, init, launch
 from ...actions import progress
-from ...collectives.adapt import OPS, reduction, sending
-from ...collectives.c10d import C10dGroup
-from ...collectives.capabilities import DTYPES, Capabilities, Status
+from ...collectives import DTYPES, C10dGroup, reduction, sending
 from ...devices import kind, pick
 from ...errors import UnsupportedError
 
@@ -37,22 +34,21 @@ NAMES = {
     "int": "integers",
     "odd": "int16 and wide unsigned",
     "bool": "bools",
+    "": "messages",
 }
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One probe: the fact of the table that it tests, with its status, and "right" or a description
-    of the fault.
+    """One probe: what was asked, whether the table calls it native, and "right" or a description of
+    the fault.
     """
 
     what: str
     dtypes: str
-    status: Status
+    native: bool
     result: str
 
     @property
@@ -65,22 +61,17 @@ def probe(group: C10dGroup) -> list[Finding]:
     """Probe the backend without fpipe's adaptors. A collective call, with the same findings on
     every process.
     """
-    local = [
-        Finding(
-            what,
-            dtypes,
-            group.can.fact(what, DTYPES[dtypes][0] if dtypes else None).status,
-            _answer(ask),
-        )
-        for what, dtypes, ask in _questions(group)
+    found = []
+    for what, dtypes, ask in _questions(group):
+        native = bool(dtypes) and group.can.can(what, DTYPES[dtypes][0])
+        found.append((what, dtypes, native, _answer(ask)))
+    findings = [
+        [Finding(*each) for each in of_ranks]
+        for of_ranks in zip(*group.gather_objects(found), strict=True)
     ]
-    reports = group.gather_objects([(f.what, f.dtypes, f.status.name, f.result) for f in local])
-    every = zip(
-        *([Finding(w, d, Status[s], r) for w, d, s, r in report] for report in reports), strict=True
-    )
     return [
         next((finding for finding in of_ranks if not finding.right), of_ranks[0])
-        for of_ranks in every
+        for of_ranks in findings
     ]
 
 
@@ -148,60 +139,36 @@ def _batched(group: C10dGroup) -> str:
 
 
 # ---- report ----
-def remedies(can: Capabilities, cpu: Capabilities | None) -> list[str]:
-    """The remedies of fpipe for the faults in the table, one sentence each.
-
-    >>> remedies(Capabilities.of("xpu", "xccl"), None)[0]
-    'mean of 32- and 64-bit floats, 16-bit floats: summed, then divided here'
-    """
-    pairs = (
-        (_remedy(can, cpu, op, dtypes[0]), (NAMES[name], op))
-        for name, dtypes in DTYPES.items()
-        for op in OPS
-    )
-    lines = []
-    for remedy, where in _grouped(pairs).items():
-        by_ops = _grouped((", ".join(ops), name) for name, ops in _grouped(where).items())
-        lines += [
-            f"{ops} of {', '.join(names)}: {remedy}" for ops, names in by_ops.items() if remedy
-        ]
-    return lines + _of_messages(can, cpu)
-
-
-def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    groups: dict[K, list[V]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
-
-
-def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.dtype) -> str:
+def _remedy(group: C10dGroup, finding: Finding) -> str:
+    """What fpipe does in place of a reduction that was probed; "" where it asks the backend."""
+    if finding.what not in ("sum", "avg", "max", "min"):
+        return ""
+    op, dtype = finding.what.replace("avg", "mean"), DTYPES[finding.dtypes][0]
     try:
-        way = reduction(can, op, dtype, cpu)
+        way = reduction(group.can, op, dtype, group.cpu)
     except UnsupportedError:
-        return "refused with an error"
+        return "refuses it with an error"
     parts = {
-        f"carried as {str(way.carry).removeprefix('torch.')}": way.carry != dtype,
-        "over the CPU's backend": way.staged,
-        "gathered and reduced here": way.ask == "gather",
-        "summed, then divided here": way.divide and way.ask != "gather",
+        f"carries {str(way.carry).removeprefix('torch.')}": way.carry != dtype,
+        "goes over the CPU's backend": way.staged,
+        "gathers and reduces": way.ask == "gather",
+        "sums, then divides": way.divide and way.ask != "gather",
     }
     return ", ".join(part for part, applies in parts.items() if applies)
 
 
-def _of_messages(can: Capabilities, cpu: Capabilities | None) -> list[str]:
-    way = sending(can, cpu)
+def _of_messages(group: C10dGroup) -> list[str]:
+    """What fpipe does with messages."""
+    way = sending(group.can, group.cpu)
     remedies = {
-        "messages: through the CPU, as this backend carries no tensors of the device": way.staged,
-        "receives: posted when they are waited for, not ahead": not way.early,
-        "messages: each direction of a pair in a process group of its own": way.two_groups,
-        "batched sends and receives: never used": not can.habit("batch"),
-        "tags: never used": not can.habit("tags"),
+        "messages go through the CPU, as this backend carries no tensors of the device": way.staged,
+        "receives are posted when they are waited for, not ahead": not way.early,
+        "each direction of a pair has a process group of its own": way.two_groups,
+        "tags are not used": not group.can.habit("tags"),
     }
     return [remedy for remedy, applies in remedies.items() if applies]
 
 
-# ---- the command ----
 def visit() -> tuple[str, list[Finding]]:
     """Probe from inside a process of a group. A collective call.
 
@@ -210,47 +177,25 @@ def visit() -> tuple[str, list[Finding]]:
     group = init(timeout=60)
     assert isinstance(group, C10dGroup)
     device, findings = group.device(group.rank), probe(group)
-    record = kind(device.type)
     lines = [
         f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()}",
-        f"device    {device} ({record.name}), {os.cpu_count()} cores",
-        f"backend   {group.can.backend}",
-        *([f"messages  {group.carried}"] if group.carried else []),
-        *(
-            [f"visible   {record.visible}={os.environ.get(record.visible, '(not set)')}"]
-            if record.visible
-            else []
-        ),
-        "",
-        f"probes of {group.can.backend}, {group.size} processes:",
-        *_table(findings),
-        "",
-        "remedies of fpipe:",
-        *(f"  {line}" for line in remedies(group.can, group.cpu) or ["none needed: all is native"]),
+        f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
+        f"backend   {group.can.backend}, {group.size} processes",
+        f"messages  {group.carried or 'by the backend'}",
     ]
-    faults = [
-        finding for finding in findings if not finding.right and finding.status is Status.NATIVE
-    ]
-    if faults:
-        text = "; ".join(
-            f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in faults
-        )
-        lines += ["", f"NOT IN THE TABLE: {text}. fpipe relies on the table: please report this"]
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        remedy = _remedy(group, finding)
+        text = finding.result + (f"; fpipe {remedy}" if remedy else "")
+        kinds.setdefault((finding.what, text), []).append(NAMES[finding.dtypes])
+    lines += [f"{what:9} {', '.join(names)}: {text}" for (what, text), names in kinds.items()]
+    lines += _of_messages(group)
+    faults = [finding for finding in findings if finding.native and not finding.right]
+    for fault in faults:
+        what = f"{fault.what} of {NAMES[fault.dtypes]} is {fault.result}"
+        lines.append(f"NOT IN THE TABLE: {what}. fpipe relies on the table: please report this")
     return "\n".join(lines), faults
-
-
-def _table(findings: Sequence[Finding]) -> Iterator[str]:
-    rows = _grouped((finding.what, _row(finding)) for finding in findings)
-    for what, results in rows.items():
-        for place, (result, kinds) in enumerate(_grouped(results).items()):
-            yield f"  {'' if place else what:6} {result}: {', '.join(kinds)}"
-
-
-def _row(finding: Finding) -> tuple[str, str]:
-    differs = finding.right != (finding.status is Status.NATIVE)
-    note = f" [the table says {finding.status.value}]" if differs else ""
-    return finding.result + note, NAMES.get(finding.dtypes, "sends and receives")
 
 
 @click.command(name="doctor")

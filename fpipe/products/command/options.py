@@ -30,37 +30,16 @@ Command = TypeVar("Command", bound=Callable[..., object])
 # Every kind of argument has one metavar: SCHEDULE, FILE, DIR, COSTS, N, SECONDS, LIMIT, PATTERN.
 
 
-class Source(click.ParamType):
-    """A schedule: a name, which the shell completes, or the path of a file."""
-
-    name = "schedule"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text as it is; ``named_schedule`` reads it."""
-        return value
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The names that begin with what was typed, in any case; and files."""
-        names = [
-            name
-            for name in ("ZBV", *schedule_names())
-            if name.lower().startswith(incomplete.lower())
-        ]
-        return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+def schedule_names_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
+    """The names of schedules that begin with what was typed in a shell, in any case."""
+    names = ("ZBV", *schedule_names())
+    return [name for name in names if name.lower().startswith(typed.lower())]
 
 
-class Pattern(Source):
-    """Names of schedules: one, or several by a pattern such as ``ZB*``."""
-
-    name = "pattern"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The names, without files."""
-        return super().shell_complete(ctx, param, incomplete)[:-1]
+def schedules_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """These names, and files."""
+    names = schedule_names_for(ctx, param, typed)
+    return [*map(CompletionItem, names), CompletionItem(typed, type="file")]
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
@@ -68,17 +47,16 @@ def matching(patterns: Sequence[str]) -> list[str]:
     pattern.
     """
     names = schedule_names()
-    wanted = ["ZBVZeroBubble" if pattern.lower() == "zbv" else pattern for pattern in patterns]
-    for given, pattern in zip(patterns, wanted, strict=True):
-        if not any(fnmatchcase(name.lower(), pattern.lower()) for name in names):
+    matched = set[str]()
+    for pattern in patterns:
+        wanted = "zbvzerobubble" if pattern.lower() == "zbv" else pattern.lower()
+        found = [name for name in names if fnmatchcase(name.lower(), wanted)]
+        if not found:
             raise usage_error(
-                f"no schedule is called {given!r}; fpipe names lists them, and ZB* is a pattern"
+                f"no schedule is called {pattern!r}; fpipe names lists them, and ZB* is a pattern"
             )
-    return [
-        n
-        for n in names
-        if not wanted or any(fnmatchcase(n.lower(), pattern.lower()) for pattern in wanted)
-    ]
+        matched.update(found)
+    return [name for name in names if name in matched or not patterns]
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -112,6 +90,19 @@ def table(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def size_text(count: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(10), size_text(3 << 19)
+    ('10 B', '1.5 MiB')
+    """
+    units = iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while count >= 1024 and (larger := next(units, None)):
+        count, unit = count / 1024, larger
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
 class Count(click.IntRange):

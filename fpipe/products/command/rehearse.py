@@ -15,31 +15,24 @@ from ... import local, pipeline
 from ...actions import progress
 from ...errors import PlanError
 from ..clusters.decoder import batch, decoder, loss
-from ..clusters.hardware import GIB
+from ..clusters.hardware import GIB, OPTIMIZER, PARAMETER
 from ..clusters.plan_file import Planned, read_plan
 from ..clusters.prediction import usable
 from .options import INVALID, json_option, print_json, report_error, table
 
 
-class Ranks(click.ParamType):
+def ranks_of(text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas."""
-
-    name = "whole numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """The numbers."""
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            self.fail(f"{value!r} are no ranks, such as 3,200", param, ctx)
-        return tuple(map(int, parts))
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} are no ranks, such as 3,200")
+    return tuple(map(int, parts))
 
 
 @click.command()
 @click.argument("plan", metavar="FILE", type=click.Path(dir_okay=False))
 @click.option(
-    "--ranks", metavar="N,N", required=True, type=Ranks(), help="Ranks of the job, such as 3,200."
+    "--ranks", metavar="N,N", required=True, type=ranks_of, help="Ranks of the job, such as 3,200."
 )
 @click.option(
     "--margin",
@@ -92,7 +85,7 @@ def _rehearsed(planned: Planned, ranks: Sequence[int]) -> tuple[list[dict[str, A
             schedule,
             loss=loss,
             microbatches=count,
-            accumulate=torch.float32 if job.precision.gradients == 4 else None,
+            accumulate=torch.float32,
             seed=0,
             group=local(devices=["meta"] * layout.pp),
         )
@@ -108,18 +101,16 @@ def _rehearsed(planned: Planned, ranks: Sequence[int]) -> tuple[list[dict[str, A
     rows = []
     for rank, place in zip(ranks, places, strict=True):
         found = by_place[place]
-        optimizer = job.precision.optimizer / job.precision.parameters * found.parameters
+        state = found.parameters * (1 + OPTIMIZER / PARAMETER)
         row = {
             "rank": rank,
             "pipeline rank": place,
             "stages": list(schedule.placement.stages_of(place)),
             "instructions": len(found.plan.instructions),
-            **dict(zip(("sent", "bytes sent"), found.sent, strict=True)),
-            **dict(zip(("received", "bytes received"), found.received, strict=True)),
-            "parameters": found.parameters,
-            "optimizer": optimizer,
-            "peak of the plan": found.plan.peak,
-            "peak": found.parameters + optimizer + found.plan.peak,
+            "sent": found.sent,
+            "received": found.received,
+            "plan": found.plan.peak,
+            "peak": state + found.plan.peak,
             "predicted": planned.memory[place],
         }
         rows.append(row)
@@ -144,16 +135,18 @@ def _faults(row: Mapping[str, Any], planned: Planned, margin: float) -> Iterator
         yield f"{peak}, {what}, and {rule}"
 
 
+def _messages(found: tuple[int, int]) -> str:
+    return f"{found[0]} of {found[1] / GIB:.3g} GiB"
+
+
 _COLUMNS = (
     ("rank", lambda row: row["rank"]),
     ("pipeline rank", lambda row: row["pipeline rank"]),
     ("stages", lambda row: ",".join(map(str, row["stages"]))),
     ("instructions", lambda row: row["instructions"]),
-    ("sent", lambda row: row["sent"]),
-    ("GiB sent", lambda row: f"{row['bytes sent'] / GIB:.3g}"),
-    ("received", lambda row: row["received"]),
-    ("GiB received", lambda row: f"{row['bytes received'] / GIB:.3g}"),
-    ("plan GiB", lambda row: f"{row['peak of the plan'] / GIB:.4g}"),
+    ("sent", lambda row: _messages(row["sent"])),
+    ("received", lambda row: _messages(row["received"])),
+    ("plan GiB", lambda row: f"{row['plan'] / GIB:.4g}"),
     ("peak GiB", lambda row: f"{row['peak'] / GIB:.4g}"),
     ("predicted", lambda row: f"{row['predicted'] / GIB:.4g}"),
     ("difference", lambda row: f"{_difference(row):+.1%}"),

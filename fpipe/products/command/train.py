@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from .options import Count, Source, as_usage_error, named_schedule, usage_error
+from .options import Count, as_usage_error, named_schedule, schedules_for, usage_error
 
 
 @click.command("train")
@@ -20,7 +20,7 @@ from .options import Count, Source, as_usage_error, named_schedule, usage_error
     "source",
     default="ZBV",
     metavar="SCHEDULE",
-    type=Source(),
+    shell_complete=schedules_for,
     help="A schedule's name, or a CSV file.",
 )
 @click.option(
@@ -98,4 +98,6 @@ def train(
     from ..demo.conduct import run
     from ..demo.rank import Settings
 
-    return run(Settings(schedule, steps=steps, width=width, layers=layers, seed=seed), source, out)
+    page = out / "timeline.html"
+    settings = Settings(schedule, page, steps=steps, width=width, layers=layers, seed=seed)
+    return run(settings, source)

@@ -12,12 +12,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import NotRequired, TypeAlias, TypedDict
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Params(TypedDict):
+    """The parameters of a stage."""
+
+    blocks: list[dict[str, Tensor]]
+    embed: NotRequired[dict[str, Tensor]]
+    head: NotRequired[dict[str, Tensor]]
+
+
+StageFunction: TypeAlias = Callable[[Params, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,7 @@ class Sizes:
     layers: int = 8
 
 
-def gpt(
-    sizes: Sizes, stages: int, seed: int = 0
-) -> tuple[list[Callable[[Any, Any], Tensor]], list[dict[str, Any]]]:
+def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[StageFunction], list[Params]]:
     """``(functions, params)`` of the model cut into ``stages`` stages, layers spread evenly.
 
     With more stages than layers, some stages have no layer and return their input.
@@ -48,7 +57,7 @@ def gpt(
     torch.Size([1, 4, 5])
     """
     edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
-    params: list[dict[str, Any]] = [
+    params: list[Params] = [
         {"blocks": [_block_params(sizes, seed, layer) for layer in range(*edge)]}
         for edge in pairwise(edges)
     ]
@@ -67,7 +76,7 @@ def cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), following.flatten())
 
 
-def stage_of_gpt(heads: int, p: dict[str, Any], x: Tensor) -> Tensor:
+def stage_of_gpt(heads: int, p: Params, x: Tensor) -> Tensor:
     """One stage: the embedding if it has one, its blocks, and the head if it has one."""
     if "embed" in p:
         x = p["embed"]["token"][x] + p["embed"]["place"][: x.shape[1]]

@@ -2,24 +2,26 @@
 """One process of ``fpipe train``: a training loop as a user would write it, with reports over a
 connection.
 
-Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and
-no file.
+Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ... import init, pipeline, profile, tree, value_and_grad
+from ... import init, pipeline, profile, value_and_grad
 from ...actions import Timeline
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
-from .gpt import Sizes, cross_entropy, gpt
+from .gpt import Params, Sizes, StageFunction, cross_entropy, gpt
 from .text import Text, sonnets
 
 
@@ -28,6 +30,7 @@ class Settings:
     """Model, schedule and training."""
 
     schedule: Schedule
+    page: Path  #: where the timelines of the last step are drawn
     steps: int = 200
     rows: int = 2  #: per microbatch
     length: int = 64
@@ -37,13 +40,13 @@ class Settings:
     seed: int = 0
     pictures: int = 12  #: steps that are measured action by action
 
-    def model(self) -> tuple[Text, Any, Any]:
+    def model(self) -> tuple[Text, list[StageFunction], list[Params]]:
         """The text, and the model's functions and parameters, the same in every process."""
         text = sonnets()
         sizes = Sizes(len(text.letters), self.length, self.width, layers=self.layers)
         return text, *gpt(sizes, self.schedule.stages, self.seed)
 
-    def batch(self, text: Text, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, text: Text, step: int) -> tuple[Tensor, Tensor]:
         """The batch of a step."""
         return text.batch(step, self.rows * self.schedule.microbatches, self.length, self.seed)
 
@@ -60,66 +63,47 @@ class Settings:
         return step == self.steps - 1 or (step >= 2 and (step - 2) % every == 0)
 
 
-class Ready(NamedTuple):
-    """The ranks are connected, and each has computed the initial parameters."""
-
-    parameters: int
-
-
 class Step(NamedTuple):
     """A step is finished."""
 
     number: int
     loss: float
-    tokens: int
-    seconds: float
-
-
-class Measured(NamedTuple):
-    """A step was measured."""
-
-    number: int
-    timeline: Timeline
+    speed: float  #: tokens a second
+    timeline: Timeline | None  #: if it was measured
 
 
 class LastStep(NamedTuple):
-    """The last step: losses by rank; by stage, parameters before, gradients, parameters after; and
-    its timelines.
-    """
+    """The last step: its loss and, by stage, the parameters before it and the gradients."""
 
-    losses: list[float]
-    before: list[Any]
-    grads: list[Any]
-    after: list[Any]
-    measured: Timeline
-    simulated: Timeline  #: with the mean costs of all measured steps
+    loss: float
+    before: Sequence[Params | None]
+    grads: Sequence[Params | None]
 
 
-def work(settings: Settings, wire: Connection | None) -> LastStep:
+def work(settings: Settings, wire: Connection) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
     group = init(pp=settings.schedule.ranks)
     text, functions, params = settings.model()
-    report = wire.send if wire is not None and 0 in group.here else lambda _: None
-    report(Ready(sum(leaf.numel() for leaf in tree.leaves(params))))
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
     params = pipe.place(params)
     unprofiled = value_and_grad(pipe)
-    profiled = profile(unprofiled)
+    profiled = profile(unprofiled, name=settings.schedule.name)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
+    last = LastStep(0.0, params, params)
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
-        before, start = params, time.perf_counter()
+        start = time.perf_counter()
         measured = settings.measured(number)
         loss, grads = (profiled if measured else unprofiled)(params, x, following)
         updates, state = rules.update(grads, state, params)
+        last = LastStep(float(loss), params, grads)
         params = apply_updates(params, updates)
-        report(Step(number, float(loss), x.numel(), time.perf_counter() - start))
-        if measured:
-            report(Measured(number, profiled.timeline))
-        if number == settings.steps - 1:
-            return LastStep(
-                [float(loss)], before, grads, params, profiled.timeline, profiled.simulated
-            )
-    raise AssertionError("Settings.steps is 1 or more")
+        if 0 in group.here:
+            speed = x.numel() / (time.perf_counter() - start)
+            timeline = profiled.timeline if measured else None
+            wire.send(Step(number, last.loss, speed, timeline))
+    if 0 in group.here:
+        profiled.save(settings.page)
+    return last

@@ -9,8 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -18,16 +17,17 @@ from torch import Tensor
 from ... import tree
 from ...actions import plain
 from ...schedule import Schedule
+from ...tree import Tree
 
 
 def one_process(
-    functions: Sequence[Callable[..., Any]],
-    params: Sequence[Any],
+    functions: Sequence[Callable[..., Tensor]],
+    params: Sequence[Tree],
     loss: Callable[..., Tensor],
     x: Tensor,
     *targets: Tensor,
     schedule: Schedule,
-) -> tuple[Tensor, list[Any]]:
+) -> tuple[Tensor, list[Tree]]:
     """Loss and gradients of the mean over microbatches, by plain autograd.
 
     >>> from fpipe.generators import make_schedule
@@ -38,41 +38,31 @@ def one_process(
     (tensor(4.), [tensor(4.)])
     """
     m = schedule.microbatches
-    leaves = [[leaf.detach().clone().requires_grad_() for leaf in tree.leaves(p)] for p in params]
-    specs = [tree.flatten(p)[1] for p in params]
-    losses, grads = [], []
+    given, structure = tree.flatten([*params])
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in given]
+    stages = tree.unflatten(structure, leaves)
+    losses: list[Tensor] = []
+    grads: list[list[Tree]] = []  # by microbatch and stage
     for piece in zip(*(batch.chunk(m) for batch in (x, *targets)), strict=True):
         y = piece[0]
-        for fn, stage_leaves, spec in zip(functions, leaves, specs, strict=True):
-            y = fn(tree.unflatten(spec, stage_leaves), y)
+        for fn, p in zip(functions, stages, strict=True):
+            y = fn(p, y)
         weighted = loss(y, *piece[1:]) * (1.0 / m)
-        flat = iter(
-            torch.autograd.grad(
-                weighted, [leaf for stage_leaves in leaves for leaf in stage_leaves]
-            )
-        )
         losses.append(weighted.detach())
-        grads.append([[next(flat) for _ in stage_leaves] for stage_leaves in leaves])
-    summed = [
-        tree.unflatten(spec, _summed(grads, stage, schedule)) for stage, spec in enumerate(specs)
-    ]
-    return reduce(torch.add, losses), summed
+        grads.append(tree.unflatten(structure, torch.autograd.grad(weighted, leaves)))
+    by_stage = zip(*grads, strict=True)
+    sums = [_summed(of_stage, stage, schedule) for stage, of_stage in enumerate(by_stage)]
+    return reduce(torch.add, losses), sums
 
 
-def _summed(
-    grads: Sequence[Sequence[Sequence[Tensor]]], stage: int, schedule: Schedule
-) -> list[Tensor]:
+def _summed(grads: Sequence[Tree], stage: int, schedule: Schedule) -> Tree:
     """One stage's gradients: summed on each rank that holds it, in its order, and then over these
     ranks.
     """
-    sums = []
+    add = partial(tree.tree_map, torch.add)
+    sums: list[Tree] = []
     for rank in schedule.placement.ranks_of(stage):
         order = [a.microbatch for a in plain(schedule[rank]) if a.stage == stage and a.op in "BW"]
         if order:
-            sums.append(
-                [
-                    reduce(torch.add, column)
-                    for column in zip(*(grads[k][stage] for k in order), strict=True)
-                ]
-            )
-    return [reduce(torch.add, column) for column in zip(*sums, strict=True)]
+            sums.append(reduce(add, [grads[k] for k in order]))
+    return reduce(add, sums)

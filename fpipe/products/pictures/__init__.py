@@ -5,34 +5,26 @@ matplotlib.
 ``convert`` turns timelines into a ``scene``, which each format draws.
 """
 
-from .convert import Drawable
-from .labels import Look
 from .output import (
     FORMATS,
     draw,
     figure,
     folded,
-    load,
-    pipeline,
+    frontier,
     plot,
     save,
     table,
     titled,
 )
-from .plotting import frontier
-from .trace import is_timeline
+from .scene import Look
 
 __all__ = [
     "FORMATS",
-    "Drawable",
     "Look",
     "draw",
     "figure",
     "folded",
     "frontier",
-    "is_timeline",
-    "load",
-    "pipeline",
     "plot",
     "save",
     "table",

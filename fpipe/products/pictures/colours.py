@@ -81,17 +81,6 @@ def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     return mix(first, last, reach * min(shade, shades - 1) / max(shades - 1, 1))
 
 
-def of_256(colour: str) -> int:
-    """The number, in a terminal of 256 colours, of the nearest one of its cube of 6 x 6 x 6.
-
-    >>> of_256("#ff0000"), of_256("#c03a2b")
-    (196, 130)
-    """
-    steps = (0, 95, 135, 175, 215, 255)
-    red, green, blue = (min(range(6), key=lambda k: abs(steps[k] - part)) for part in rgb(colour))
-    return 16 + 36 * red + 6 * green + blue
-
-
 @lru_cache(maxsize=1024)
 def ink(colour: str) -> str:
     """Black or white, whichever reads better on ``colour`` (the contrast rule of WCAG 2).

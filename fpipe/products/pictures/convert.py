@@ -1,163 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines, simulated or measured, become scenes: times from the first start on, in one unit, with
-colours and causes of idle time.
+"""Timelines, simulated or measured, become scenes: times from the first start on, with colours and
+causes of idle time.
+
+A rank warms up until its first backward begins, and is in its tail after its last forward. An idle
+time before the first backward is the warm-up, one after the last forward the tail. Between them, it
+is the time in which a message was on the way, after the action that sent it had ended, or
+imbalance, while another rank was still computing that action. A time on the way counts as a message
+in every phase, once the rank has begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from ...actions import KINDS, Action, Carried, Placement, Row, Span, Wait
-from ...errors import FpipeError, ScheduleError
-from .idle import gaps
-from .scene import Bar, Lane, Points, Scene
+from ...actions import KINDS, Action, Placement, Timeline
+from ...errors import FpipeError
+from .scene import Bar, Gap, Lane, Points, Scene
+
+Timelines: TypeAlias = Timeline | Sequence[Timeline]
 
 #: unit, how many of it are a second, and the least total in seconds that is shown in it
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
-SAME, ABSENT = (
-    4,
-    9,
-)  #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
-_KeyOf: TypeAlias = Callable[[int, Action], str]
-
-
-class Drawable(Protocol):
-    """What pictures need of a timeline. ``fpipe.Timeline`` has it; another class that has it can be
-    drawn too.
-    """
-
-    @property
-    def name(self) -> str:
-        """The title, or empty."""
-        ...
-
-    @property
-    def unit(self) -> str:
-        """The unit of time, or empty for that of a cost model."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        ...
-
-    @property
-    def span(self) -> float:
-        """The longest time between a rank's first start and its last end."""
-        ...
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of that time."""
-        ...
-
-    def of_rank(self, rank: int, /) -> Sequence[Span]:
-        """The spans of a rank, in order."""
-        ...
-
-    def curve(self, rank: int, /) -> Points:
-        """(time, amount that the rank holds from then on)."""
-        ...
-
-    def waited_for(self, rank: int, position: int, /) -> Wait | None:
-        """What a span waited for."""
-        ...
-
-
-Timelines: TypeAlias = Drawable | Sequence[Drawable]
+#: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
+SAME, ABSENT = 4, 9
 
 
 def scenes(timelines: Timelines, difference: bool = False) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
-    Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as
-    one simulated with costs of 1, is stretched beside those with a unit until both have worked as
-    long; ``one`` is the factor. With ``difference``, all but the first are compared with that.
+    Short times in seconds become milliseconds or microseconds. With ``difference``, all but the
+    first are compared with that.
     """
-    drawn = [*timelines] if isinstance(timelines, Sequence) else [timelines]
+    drawn = [timelines] if isinstance(timelines, Timeline) else timelines
     if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
-    units = {timeline.unit for timeline in drawn} - {""}
-    if len(units) > 1:
-        raise FpipeError(
-            f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit"
-        )
-    rows = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in drawn]
-    measured = [spans for timeline, spans in zip(drawn, rows, strict=True) if timeline.unit]
-    unit, factor = units.pop() if units else "", 1.0
+    unit, *others = sorted({timeline.unit for timeline in drawn})
+    if others:
+        named = " and in ".join(unit or "units of the costs" for unit in [unit, *others])
+        raise FpipeError(f"timelines in {named} have no common axis; give them one unit")
+    scale = 1.0
     if unit == "s":
-        longest = max(last - first for first, last in map(_extent, measured))
-        unit, factor = next((u, f) for u, f, least in _SECONDS if longest >= least)
-    result: list[Scene] = []
-    for timeline, spans in zip(drawn, rows, strict=True):
-        one = 0.0
-        if unit and not timeline.unit and _worked(spans):
-            one = factor * _worked(measured[0]) / _worked(spans)
-        scene = _scene(timeline, spans, unit, one or factor, one)
-        result.append(_against(result[0], scene) if difference and result else scene)
-    return tuple(result)
+        longest = max(timeline.total for timeline in drawn)
+        unit, scale = next((u, scale) for u, scale, least in _SECONDS if longest >= least)
+    first, *rest = (_scene(timeline, unit, scale) for timeline in drawn)
+    if difference:
+        rest = [_against(first, scene) for scene in rest]
+    return first, *rest
 
 
-def _worked(rows: Sequence[Sequence[Span]]) -> float:
-    return sum(span.end - span.start for row in rows for span in row)
-
-
-def _extent(rows: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """The first start and the last end."""
-    starts = (span.start for row in rows for span in row)
-    ends = (span.end for row in rows for span in row)
-    return min(starts, default=0.0), max(ends, default=0.0)
-
-
-def _scene(
-    timeline: Drawable, rows: Sequence[Sequence[Span]], unit: str, factor: float, one: float
-) -> Scene:
-    """The scene of a timeline, its times multiplied by ``factor``."""
-    first, last = _extent(rows)
+def _scene(timeline: Timeline, unit: str, scale: float) -> Scene:
+    colour_of, shades = _colouring(timeline.placement)
 
     def at(time: float) -> float:
-        return (time - first) * factor
+        return (time - timeline.start) * scale
 
-    key_of, shades = _colouring([tuple(span.action for span in row) for row in rows])
-    lanes: list[Lane] = []
-    links: Sequence[Sequence[Carried]] = getattr(timeline, "carried", ()) or [()] * len(rows)
-    for rank, (row, link) in enumerate(zip(rows, links, strict=True)):
-        bars = []
-        for span in row:
+    rows: list[list[Bar]] = []
+    for rank in range(timeline.ranks):
+        rows.append([])
+        for span in timeline.of_rank(rank):
             wait = timeline.waited_for(rank, span.position)
-            colours = tuple(key_of(rank, part) for part in span.action.parts)
-            cause = wait and (wait.rank, wait.position)
-            waited = max(wait.time, 0.0) * factor if wait else 0.0
-            bars.append(Bar(span.action, at(span.start), at(span.end), colours, cause, waited))
-        curve = tuple((at(time), amount) for time, amount in without_dips(timeline.curve(rank)))
-        lanes.append(
-            Lane(
-                tuple(bars),
-                bubble=max(1 - _worked([row]) / timeline.span, 0.0) if timeline.span else 0.0,
-                peak=max((amount for _, amount in curve), default=0.0),
-                curve=curve,
-                carried=tuple((at(start), at(end), what) for start, end, what in link),
+            bar = Bar(
+                span.action,
+                at(span.start),
+                at(span.end),
+                colours=tuple(colour_of(rank, part) for part in span.action.parts),
+                cause=(wait.rank, wait.position) if wait else None,
+                wait=max(wait.time, 0.0) * scale if wait else 0.0,
             )
-        )
-    bars_of = [lane.bars for lane in lanes]
-    lanes = [
-        lane._replace(gaps=tuple(gaps(bars_of, rank, at(last)))) for rank, lane in enumerate(lanes)
-    ]
-    in_bytes = max((lane.peak for lane in lanes), default=0.0) >= 4096  # or activations
-    return Scene(
-        timeline.name,
-        tuple(lanes),
-        total=at(last),
-        span=timeline.span * factor,
-        bubble=timeline.bubble,
-        unit=unit,
-        memory_unit="bytes" if in_bytes else "",
-        shades=shades,
-        one=one,
-    )
+            rows[-1].append(bar)
+    lanes: list[Lane] = []
+    for rank, bars in enumerate(rows):
+        gaps = tuple(_gaps(rows, rank, timeline.total * scale))
+        bubble = max(1 - timeline.busy[rank] / timeline.span, 0.0) if timeline.span else 0.0
+        curve = [(at(time), amount) for time, amount in without_dips(timeline.curve(rank))]
+        lanes.append(Lane(tuple(bars), gaps, bubble, curve))
+    return Scene(timeline, tuple(lanes), unit, scale, shades)
 
 
 def without_dips(curve: Points) -> Points:
@@ -168,18 +88,10 @@ def without_dips(curve: Points) -> Points:
     return [*points, *curve[-1:]]
 
 
-def _colouring(rows: Sequence[Row]) -> tuple[_KeyOf, int]:
-    """The colour of each action, and how many shades there are. The shade is the number of its
-    stage among the chunks of its rank, counted for each path. A measured timeline may lack actions;
-    then the number is counted among the stages that the rank ran.
+def _colouring(placement: Placement) -> tuple[Callable[[int, Action], str], int]:
+    """The colour of each action of a rank, and how many shades there are. The shade is the number
+    of its stage among the chunks of its rank, counted for each path.
     """
-    try:
-        placement = Placement.from_rows(rows)
-    except ScheduleError:
-        stages = [sorted({part.stage for action in row for part in action.parts}) for row in rows]
-        return (lambda rank, part: f"{part.op}{stages[rank].index(part.stage)}"), max(
-            1, *map(len, stages)
-        )
     shades: list[dict[tuple[int, int], int]] = []  # by path: (rank, stage) -> shade
     count = 0
     for path in placement.paths:
@@ -188,11 +100,56 @@ def _colouring(rows: Sequence[Row]) -> tuple[_KeyOf, int]:
         )
         count += max(map(path.count, path))
 
-    def key_of(rank: int, part: Action) -> str:
+    def colour_of(rank: int, part: Action) -> str:
         path = shades[placement.path_index(part.microbatch)]
         return f"{part.op}{path.get((rank, part.stage), 0)}"
 
-    return key_of, count
+    return colour_of, count
+
+
+# ---- idle times ----
+def _gaps(rows: Sequence[Sequence[Bar]], rank: int, total: float) -> Iterator[Gap]:
+    """The idle times of a rank in order, none shorter than a billionth of the total."""
+    bars, least = rows[rank], 1e-9 * total
+    warm, last = _steady(bars)
+    free = 0.0
+    for k, bar in enumerate(bars):
+        if bar.start - free > least:
+            if k == 0 or bar.start <= warm:
+                cause = "warmup"
+            elif bar.start > last:
+                cause = "tail"
+            else:
+                cause = "imbalance" if bar.cause else "other"
+            sent = bar.start
+            if k and bar.cause:
+                other, index = bar.cause
+                sent = min(max(rows[other][index].end, free), bar.start)
+            if sent - free > least:
+                yield Gap(free, sent, cause)
+            if bar.start - sent > least:
+                yield Gap(sent, bar.start, "message")
+        free = max(free, bar.end)
+    if total - free > least:
+        yield Gap(free, total, "tail" if bars else "other")
+
+
+def _steady(bars: Sequence[Bar]) -> tuple[float, float]:
+    """When the warm-up of a rank ends and when its tail begins; its first start and last end
+    without backwards.
+    """
+    if not bars:
+        return 0.0, 0.0
+    backward = [bar.start for bar in bars if _provides(bar, "I")]
+    forward = [bar.end for bar in bars if _provides(bar, "F")]
+    if not backward:
+        return bars[0].start, bars[-1].end
+    last = forward[-1] if forward else bars[-1].end
+    return backward[0], max(backward[0], last)
+
+
+def _provides(bar: Bar, fact: str) -> bool:
+    return any(fact in KINDS[part.op].provides for part in bar.action.parts)
 
 
 # ---- differences ----
@@ -203,30 +160,26 @@ def _against(first: Scene, second: Scene) -> Scene:
     if the other timeline has only those.
     """
     ends = {
-        (fact, *_place(part)): bar.end
+        (fact, part.stage, part.whole, part.slice): bar.end
         for bar in first.bars
         for part in bar.action.parts
         for fact in KINDS[part.op].provides
     }
 
-    def shifted(bar: Bar) -> Bar:
+    def shift(bar: Bar) -> float | None:
         part = bar.action.parts[0]
-        there = ends.get((KINDS[part.op].provides[-1], *_place(part)))
-        return bar._replace(shift=None if there is None else bar.end - there)
+        fact = KINDS[part.op].provides[-1]
+        there = ends.get((fact, part.stage, part.whole, part.slice))
+        return None if there is None else bar.end - there
 
-    rows = [[shifted(bar) for bar in lane.bars] for lane in second.lanes]
-    most = max(
-        (abs(bar.shift) for row in rows for bar in row if bar.shift is not None), default=0.0
-    )
-    lanes = tuple(
-        lane._replace(bars=tuple(bar._replace(tint=f"t{tint(bar.shift, most)}") for bar in row))
-        for lane, row in zip(second.lanes, rows, strict=True)
-    )
-    return replace(second, lanes=lanes, against=first)
-
-
-def _place(part: Action) -> tuple[int, int, int]:
-    return part.stage, part.whole, part.slice
+    rows = [[bar._replace(shift=shift(bar)) for bar in lane.bars] for lane in second.lanes]
+    shifts = [bar.shift for row in rows for bar in row if bar.shift is not None]
+    most = max(map(abs, shifts), default=0.0)
+    lanes: list[Lane] = []
+    for lane, row in zip(second.lanes, rows, strict=True):
+        bars = tuple(bar._replace(tint=f"t{tint(bar.shift, most)}") for bar in row)
+        lanes.append(lane._replace(bars=bars))
+    return replace(second, lanes=tuple(lanes), against=first)
 
 
 def tint(shift: float | None, most: float) -> int:

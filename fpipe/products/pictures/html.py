@@ -18,15 +18,14 @@ from html import escape
 from itertools import pairwise
 from math import floor, log10
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ...actions import KINDS
 from . import labels
 from .colours import THEME, ink, palette
-from .labels import Look
-from .scene import CAUSES, Lane, Scene, Scenes
+from .scene import CAUSES, Lane, Look, Scene, Scenes
 
-Json: TypeAlias = dict[str, Any]
+Json: TypeAlias = dict[str, object]
 VIEWER = Path(__file__).parent / "viewer"
 SCRIPTS = ("data.js", "paint.js", "over.js", "view.js")
 AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
@@ -34,12 +33,12 @@ AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
 def paint(scenes: Scenes, look: Look) -> str:
     """The page."""
-    names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
+    names = [scene.timeline.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
     unique = [
         name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)
     ]
     title = " · ".join(labels.title(scene) for scene in scenes)
-    show = {"memory": look.memory, "critical": look.critical, "messages": look.messages}
+    show = {"memory": look.memory, "critical": False, "messages": False}
     return join(title, {"scenes": list(map(_scene, scenes, unique)), "show": show}, look.dark)
 
 
@@ -94,20 +93,19 @@ def compressed(data: Json) -> str:
 
 # ---- data ----
 def _scene(scene: Scene, label: str) -> Json:
-    one = [("its unit is drawn as", labels.time(scene.one, scene))] if scene.one else []
     keys = [f"{op}{shade}" for op in scene.ops for shade in range(scene.shades)]
     keys = [f"t{tint}" for tint in range(10)] if scene.against else keys
     scale = 10.0 ** (8 - floor(log10(scene.total)) if scene.total > 0 else 8)
-    codes: dict[tuple[str, str], int] = {}
-    lanes = [_lane(lane, scene.slices, scale, codes) for lane in scene.lanes]
+    pairs = dict.fromkeys(pair for lane in scene.lanes for pair in _pairs(lane))
+    codes = {pair: number for number, pair in enumerate(pairs)}
     return {
         "label": label,
-        "title": label + labels.title(scene)[len(scene.name or "schedule") :],
-        "figures": [*labels.facts(scene), *one],
-        "notes": [labels.idle(scene), labels.note(scene)],
+        "title": label + labels.title(scene).removeprefix(scene.name),
+        "figures": labels.facts(scene),
+        "notes": [labels.idle_times(scene), labels.units(scene)],
         "total": scene.total,
         "unit": scene.unit,
-        "memoryUnit": scene.memory_unit,
+        "memoryUnit": "bytes" if scene.in_bytes else "",
         "microbatches": scene.microbatches,
         "slices": scene.slices,
         "cell": scene.cell,
@@ -118,7 +116,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "scale": scale,
         "amount": AMOUNT,
         "codes": [(text, keys.index(colour)) for text, colour in codes],
-        "lanes": lanes,
+        "lanes": [_lane(lane, scale, codes) for lane in scene.lanes],
     }
 
 
@@ -131,14 +129,20 @@ def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
     ]
 
 
-def _lane(lane: Lane, slices: int, scale: float, codes: dict[tuple[str, str], int]) -> Json:
-    """A lane as lists of numbers. New pairs of a stage with its op and a colour go to ``codes``."""
+def _pairs(lane: Lane) -> Iterator[tuple[str, str]]:
+    """The stage with its op, and the colour, of each part in a lane."""
+    for bar in lane.bars:
+        for part, colour in zip(bar.action.parts, bar.painted, strict=True):
+            yield f"{part.stage}{part.op}", colour
+
+
+def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Json:
+    """A lane as lists of numbers."""
 
     def times(values: Iterable[float]) -> list[int]:
         return _differences(round(value * scale) for value in values)
 
-    parts = [one for bar in lane.bars for one in zip(bar.action.parts, bar.painted, strict=True)]
-    pairs = [(f"{part.stage}{part.op}", colour) for part, colour in parts]
+    units = [int(part.microbatch) for bar in lane.bars for part in bar.action.parts]
     waiting = [(k, *bar.cause, bar.wait) for k, bar in enumerate(lane.bars) if bar.cause]
     indices, ranks, positions, waits = zip(*waiting, strict=True) if waiting else ((),) * 4
     return {
@@ -147,8 +151,8 @@ def _lane(lane: Lane, slices: int, scale: float, codes: dict[tuple[str, str], in
         "start": times(bar.start for bar in lane.bars),
         "end": times(bar.end for bar in lane.bars),
         "parts": [len(bar.colours) for bar in lane.bars],
-        "codes": [codes.setdefault(pair, len(codes)) for pair in pairs],
-        "units": _differences(part.whole * slices + part.slice for part, _ in parts),
+        "codes": [codes[pair] for pair in _pairs(lane)],
+        "units": _differences(units),
         "waits": [*map(_differences, (indices, ranks, positions)), times(waits)],
         "times": times(time for time, _ in lane.curve),
         "held": _differences(round(held * AMOUNT) for _, held in lane.curve),

@@ -4,35 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import floor, log10
 from typing import NamedTuple
 
-from ...actions import KINDS, OPS, Action, counted, number
+from ...actions import KINDS, Action, counted, number
 from .convert import ABSENT, SAME
-from .idle import PHASES, intervals, phases, shares
-from .scene import CAUSES, Lane, Scene, Scenes
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a picture shows beside the actions, and for which paper and width it is drawn.
-
-    ``difference`` colours the actions of all timelines but the first by how much earlier or later
-    they end than there.
-
-    ``dark`` is None for a picture that follows its reader, or light where a format cannot.
-    ``width`` is in pixels; by default it follows from the length of the timeline.
-    """
-
-    memory: bool = True
-    critical: bool = False
-    messages: bool = False
-    difference: bool = False
-    dark: bool | None = None
-    width: float | None = None
+from .scene import CAUSES, Bar, Lane, Look, Scene, Scenes
 
 
 def percent(share: float) -> str:
@@ -44,18 +22,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0").replace("-0", "0") + "%"
 
 
-def held(amount: float, unit: str) -> str:
-    """What a rank holds: bytes with a prefix, anything else as a number.
-
-    >>> held(3 * 2**20, "bytes"), held(4.5, "A")
-    ('3.0 MiB', '4.5')
-    """
-    if unit != "bytes":
+def held(amount: float, scene: Scene) -> str:
+    """What a rank holds: bytes with a prefix, anything else as a number."""
+    if not scene.in_bytes:
         return number(amount)
-    if abs(amount) < 1024:
-        return f"{amount:.0f} B"
-    power = next((k for k in (1, 2) if abs(amount) < 1024 ** (k + 1)), 3)
-    return f"{amount / 1024**power:.1f} {'KMG'[power - 1]}iB"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
 
 
 def time(value: float, scene: Scene) -> str:
@@ -65,12 +40,11 @@ def time(value: float, scene: Scene) -> str:
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
-    other = f" against {scene.against.name or 'schedule'}" if scene.against else ""
+    other = f" against {scene.against.name}" if scene.against else ""
     slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
-    return (
-        f"{scene.name or 'schedule'}{other}: {counted(len(scene.lanes), 'rank')}, "
-        f"{counted(scene.microbatches, 'microbatch')}{slices}"
-    )
+    ranks = counted(len(scene.lanes), "rank")
+    microbatches = counted(scene.microbatches, "microbatch")
+    return f"{scene.name}{other}: {ranks}, {microbatches}{slices}"
 
 
 def facts(scene: Scene) -> list[tuple[str, str]]:
@@ -78,33 +52,42 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     found = {
         "total": time(scene.total, scene),
         "span": time(scene.span, scene),
-        "bubble": percent(scene.bubble),
-        "peak": held(scene.peak, scene.memory_unit),
+        "bubble": percent(scene.timeline.bubble),
+        "peak": held(scene.peak, scene),
     }
     if was := scene.against:
         for name in ("total", "span", "peak"):
             now, before = getattr(scene, name), getattr(was, name)
             if before and now != before:
                 found[name] += f" ({(now / before - 1) * 100:+.1f}%)"
-        found["bubble"] += f" ({100 * (scene.bubble - was.bubble):+.1f} points)"
+        points = 100 * (scene.timeline.bubble - was.timeline.bubble)
+        found["bubble"] += f" ({points:+.1f} points)"
     return list(found.items())
 
 
 def figures(scene: Scene) -> str:
     """``total 51, span 48, bubble 0%, peak 8``: one line under a picture."""
     text = ", ".join(map(" ".join, facts(scene)))
-    peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
+    peaks = [held(lane.peak, scene) for lane in scene.lanes]
     if len(set(peaks)) > 1 and len(peaks) <= 16:
         text += f" (by rank {' '.join(peaks)})"
-    return text + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+    return text
 
 
 def figures_of(lane: Lane, scene: Scene) -> str:
     """``bubble 12.5%, peak 4`` for one rank."""
-    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
+    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene)}"
 
 
-def idle(scene: Scene) -> str:
+def notes(scene: Scene) -> Iterator[str]:
+    """The lines about a scene: its figures, idle time by cause, and what the units are."""
+    yield figures(scene)
+    if idle := idle_times(scene):
+        yield idle
+    yield units(scene)
+
+
+def idle_times(scene: Scene) -> str:
     """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
     if not scene.idle:
         return ""
@@ -112,7 +95,7 @@ def idle(scene: Scene) -> str:
     return f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}."
 
 
-def note(scene: Scene) -> str:
+def units(scene: Scene) -> str:
     """What the numbers are: the units of time and memory, or what a stage takes of those of the
     cost model.
     """
@@ -124,7 +107,7 @@ def note(scene: Scene) -> str:
     text = f"Times in {scene.unit or 'units of the costs'}"
     text += f": {stages} of a rank takes {lengths}." if lengths else "."
     low, high = scene.holds
-    if scene.memory_unit == "bytes":
+    if scene.in_bytes:
         text += " Memory in bytes."
     elif high:
         whole = number(low * count) == number(high * count) == "1"  # all stages of a rank together
@@ -133,34 +116,14 @@ def note(scene: Scene) -> str:
     return text
 
 
-def lines_of_phases(scene: Scene) -> list[str]:
-    """For each phase, its share of the time of all ranks and what they do in it."""
-    times: list[dict[str, float]] = [defaultdict(float) for _ in PHASES]
-    for lane in scene.lanes:
-        edges = [0.0, *phases(lane.bars), scene.total]
-        for k, part in enumerate(shares(intervals(lane, painted=False), edges)):
-            for key, share in part.items():
-                times[k]["idle" if key in CAUSES else key[0]] += share * (edges[k + 1] - edges[k])
-    whole = scene.total * len(scene.lanes) or 1.0
-    lines = []
-    for phase, kinds in zip(PHASES, times, strict=True):
-        if (time := sum(kinds.values())) > 5e-4 * whole:
-            shown = [kind for kind in (*OPS, "idle") if kinds[kind] > 5e-4 * time]
-            does = ", ".join(f"{kind} {percent(kinds[kind] / time)}" for kind in shown)
-            part = f"{phase.capitalize()}, {percent(time / whole)} of all ranks' time"
-            lines.append(f"{part}: {does}.")
-    return lines
-
-
 def _range(low: float, high: float) -> str:
     return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
 
 
-def hint(k: int, lane: Lane, scene: Scene) -> str:
-    """What is known of bar ``k`` of a lane: its times, what it waited for, and how much earlier or
-    later it ends than in the timeline that the scene is compared with.
+def hint(bar: Bar, scene: Scene) -> str:
+    """What is known of a bar: its times, what it waited for, and how much earlier or later it ends
+    than in the timeline that the scene is compared with.
     """
-    bar = lane.bars[k]
     text = f"{bar.action}: {number(bar.start)} to {time(bar.end, scene)}"
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
@@ -212,7 +175,7 @@ def tints(scene: Scene) -> Iterator[Entry]:
     used = {bar.tint for bar in scene.bars}
     shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
     earlier, later = -min(shifts, default=0.0), max(shifts, default=0.0)
-    other = scene.against.name or "the other"
+    other = scene.against.name
     meanings = {
         (0, 1, 2, 3): f"ends earlier than in {other}, by up to {time(earlier, scene)}",
         (SAME,): f"as in {other}",
@@ -241,12 +204,8 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
     for cause, text in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
             yield Entry((cause,), f"idle: {text}")
-    if look.memory and any(lane.curve for scene in scenes for lane in scene.lanes):
+    if look.memory and any(scene.peak for scene in scenes):
         yield Entry(("curve",), "memory that the rank holds", 0.3)
-    if look.critical:
-        yield Entry(("mark",), "critical path", 0.2)
-    if look.messages and not dense:
-        yield Entry(("message-line",), "message", 0.1)
 
 
 # ---- names of actions ----
@@ -275,11 +234,9 @@ def widest_name(scene: Scene, detail: int) -> float:
 
 
 # ---- letters ----
-_CAPITAL, _SPACING, _OTHER = (
-    7.0,
-    1.5,
-    3.6,
-)  #: height of capitals, between letters, width of an unlisted character
+_CAPITAL = 7.0  #: height of capitals
+_SPACING = 1.5  #: between letters
+_OTHER = 3.6  #: width of a character that is not listed
 _WIDTHS = {
     0.6: "'!",
     0.8: "il.,:;",

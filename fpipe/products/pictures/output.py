@@ -1,39 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws timelines as text, into figures and for notebooks, writes them as files and reads them
-again.
-
-What is drawn is typed by a protocol, :class:`~fpipe.products.pictures.convert.Drawable`, so that
-nothing here knows schedules or simulation.
-"""
+"""Draws timelines as text, into figures and for notebooks, and writes them as files."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from html import escape
+from importlib import import_module
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import get_terminal_size
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ...actions import write_bytes
 from ...errors import FpipeError
-from . import html, plotting, svg, terminal, trace
-from .convert import Drawable, Timelines, scenes
-from .labels import Look
-from .scene import Scenes
+from . import html, svg, terminal, trace
+from .convert import Timelines, scenes
+from .scene import Look, Scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
     ".svg": svg.paint,
-    ".png": partial(plotting.paint, suffix=".png"),
-    ".pdf": partial(plotting.paint, suffix=".pdf"),
+    ".png": lambda scenes, look: _plotting().paint(scenes, look, ".png"),
+    ".pdf": lambda scenes, look: _plotting().paint(scenes, look, ".pdf"),
     ".html": html.paint,
-    ".json": lambda scenes, look: trace.paint(scenes),
+    ".json": trace.paint,
     ".txt": lambda scenes, look: terminal.paint(scenes),
 }
 #: the suffixes of pictures
@@ -69,10 +64,9 @@ def draw(
     F forward  B backward
     <BLANKLINE>
     """
-    if width is None:
-        width = shutil.get_terminal_size().columns
-    bits = _colour_bits() if color is None else 24 if color else 0
-    return terminal.paint(scenes(timeline, difference), max(width, 16), bits)
+    columns = max(get_terminal_size().columns if width is None else width, 16)
+    colours = _colours() if color is None else "truecolor" if color else None
+    return terminal.paint(scenes(timeline, difference), columns, colours)
 
 
 def plot(
@@ -87,7 +81,7 @@ def plot(
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
     look = look or Look()
-    return plotting.plot(scenes(timeline, look.difference), look, style, ax)
+    return _plotting().plot(scenes(timeline, look.difference), look, style, ax)
 
 
 def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = None) -> None:
@@ -119,25 +113,35 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
         ) from error
 
 
-def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Drawable, ...]:
-    """The timelines that :func:`save` wrote as ``.json``, from one file or several, to be drawn
-    again.
+def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> bytes:
+    """A ``.png`` or ``.pdf`` of bubble against memory.
+
+    A point is a name, a memory, a bubble, and whether no other one has less of both.
     """
-    files = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
-    return tuple(timeline for path in files for timeline in trace.read(Path(path)))
+    return _plotting().frontier(points, suffix)
 
 
-def _colour_bits() -> int:
-    """The bits of colour that standard output shows: 0, 8 or 24."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return 0
+def _plotting() -> ModuleType:
     try:
-        "▏▌▐".encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except (UnicodeError, LookupError):
-        return 0
+        return import_module(".plotting", __package__)
+    except ImportError as error:
+        raise FpipeError(
+            "figures, .png and .pdf need matplotlib: pip install fpipe[pictures], or write .svg"
+        ) from error
+
+
+def _colours() -> terminal.Colours:
+    """The colours that standard output shows."""
     if not (os.environ.get("FORCE_COLOR") or sys.stdout.isatty()):
-        return 0
-    return 24 if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else 8
+        return None
+    from rich.console import Console  # slow, and not needed for files
+
+    console = Console()
+    if console.is_dumb_terminal or console.no_color:
+        return None
+    if not console.encoding.startswith("utf"):  # it has no character for the edges of bars
+        return None
+    return "truecolor" if console.color_system == "truecolor" else "256"
 
 
 # ---- pieces of HTML for notebooks ----
@@ -145,19 +149,6 @@ def figure(timeline: Timelines) -> str:
     """A picture that scrolls sideways where the page is narrower."""
     drawing = svg.paint(scenes(timeline), Look(), inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
-
-
-def pipeline(config: Any, picture: str) -> str:
-    """What a pipeline is built from, above a picture of its schedule."""
-    rows = [
-        ("pipeline", repr(config)),
-        ("stages of this process", ", ".join(map(str, config.here))),
-        ("placement", repr(config.placement)),
-        ("microbatches", config.microbatches or "by the call"),
-        ("loss", getattr(config.loss, "__name__", config.loss)),
-        ("reduction", config.reduction),
-    ]
-    return table(["", ""], rows) + picture
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline as it is drawn: bars and idle times in lanes, and the figures beside them.
 
-This is plain data that every format reads. It knows nothing of where the times come from.
+This is plain data that every format reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, Action, AnyAction
+from ...actions import KINDS, AnyAction, Timeline
 
 #: cause of idle time -> its name in the legend
 CAUSES = {
@@ -24,6 +24,23 @@ CAUSES = {
     "other": "other, or not known",
 }
 Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a picture shows beside the actions, and for which paper and width it is drawn.
+
+    ``difference`` colours the actions of all timelines but the first by how much earlier or later
+    they end than there.
+
+    ``dark`` is None for a picture that follows its reader, or light where a format cannot.
+    ``width`` is in pixels; by default it follows from the length of the timeline.
+    """
+
+    memory: bool = True
+    difference: bool = False
+    dark: bool | None = None
+    width: float | None = None
 
 
 class Gap(NamedTuple):
@@ -53,30 +70,54 @@ class Bar(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A rank: its bars in order, and its figures."""
+    """A rank: its bars in order, its idle times, and its figures."""
 
     bars: tuple[Bar, ...]
+    gaps: tuple[Gap, ...]
     bubble: float
-    peak: float
     curve: Points  # (time, held from then on)
-    carried: tuple[tuple[float, float, str], ...]  # (start, end, what) that its link carries
-    gaps: tuple[Gap, ...] = ()
+
+    @property
+    def peak(self) -> float:
+        """The most that the rank holds."""
+        return max((amount for _, amount in self.curve), default=0.0)
 
 
 @dataclass(frozen=True)
 class Scene:
     """A timeline, ready to be drawn."""
 
-    name: str
+    timeline: Timeline
     lanes: tuple[Lane, ...]
-    total: float
-    span: float
-    bubble: float
     unit: str  # of time, "" for that of the cost model
-    memory_unit: str  # of what is held
+    scale: float  # how many of it are a unit of the timeline
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
-    one: float  # the drawn length of one unit of the cost model, if it was stretched; else 0
     against: Scene | None = None  # what it is compared with
+
+    @property
+    def name(self) -> str:
+        """The name of the timeline, for titles."""
+        return self.timeline.name or "schedule"
+
+    @property
+    def total(self) -> float:
+        """From the first start to the last end."""
+        return self.timeline.total * self.scale
+
+    @property
+    def span(self) -> float:
+        """The longest time between a rank's first start and its last end."""
+        return self.timeline.span * self.scale
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return self.timeline.microbatches // self.slices
+
+    @cached_property
+    def slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return self.timeline.slices
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
@@ -84,25 +125,10 @@ class Scene:
         return tuple(bar for lane in self.lanes for bar in lane.bars)
 
     @cached_property
-    def parts(self) -> tuple[Action, ...]:
-        """The parts of all bars."""
-        return tuple(part for bar in self.bars for part in bar.action.parts)
-
-    @cached_property
     def ops(self) -> tuple[str, ...]:
         """The ops that occur, in the order of the legend."""
-        seen = {part.op for part in self.parts}
+        seen = {part.op for bar in self.bars for part in bar.action.parts}
         return tuple(op for op in KINDS if op in seen)
-
-    @cached_property
-    def microbatches(self) -> int:
-        """The number of microbatches in the bars."""
-        return max((part.whole for part in self.parts), default=-1) + 1
-
-    @cached_property
-    def slices(self) -> int:
-        """The number of slices of a microbatch."""
-        return max((part.slice for part in self.parts), default=0) + 1
 
     @cached_property
     def cell(self) -> float:
@@ -113,14 +139,14 @@ class Scene:
         return lengths[len(lengths) // 20] if lengths else 1.0
 
     @cached_property
-    def work(self) -> float:
-        """The time that a rank is busy, on average."""
-        return sum(bar.end - bar.start for bar in self.bars) / max(len(self.lanes), 1)
-
-    @cached_property
     def peak(self) -> float:
         """The most that a rank holds."""
         return max((lane.peak for lane in self.lanes), default=0.0)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether ranks hold bytes; small numbers are activations."""
+        return self.peak >= 4096
 
     @cached_property
     def lengths(self) -> dict[str, tuple[float, float]]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a still picture as rectangles, labels and paths; ``page`` writes them as SVG, and
+"""The lanes of a still picture as rectangles, labels and paths; ``svg`` writes them, and
 ``plotting`` puts them into figures.
 
 Their x is a time, and their y pixels from the top of the first lane down. Where a short action
 would be narrower than two pixels, a lane shows how much of its time each kind of work takes, in
-pieces as long as the work of a whole number of microbatches (see ``idle.bands``).
+pieces as long as the work of a whole number of microbatches (see ``shares.bands``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from . import labels
-from .idle import LEAST_CELL, bands, critical, envelope, messages
-from .labels import Look, name, text_width, widest_name
-from .scene import CAUSES, Lane, Points, Scene, Scenes
+from .labels import name, text_width, widest_name
+from .scene import CAUSES, Lane, Look, Points, Scene, Scenes
+from .shares import LEAST_CELL, bands, envelope
 
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
@@ -50,9 +50,9 @@ class Label(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Lines through points, or the areas that they enclose where ``width`` is 0."""
+    """A line through points, or the area that they enclose where ``width`` is 0."""
 
-    outlines: list[Points]
+    points: Points
     colour: str
     width: float = 0.0
     opacity: float = 1.0
@@ -64,7 +64,6 @@ Shape: TypeAlias = Rect | Label | Path
 class Frame(NamedTuple):
     """The measures that all lanes share."""
 
-    look: Look
     scale: float  # pixels per unit of time
     lane: float  # height
     curve: float  # height of memory curves
@@ -96,12 +95,12 @@ def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float 
     else:
         detail, size = 0, 0.0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
-    return Frame(look, scale, lane, curve, detail, size, letters, hints)
+    return Frame(scale, lane, curve, detail, size, letters, hints)
 
 
 def has_curves(scenes: Scenes, look: Look) -> bool:
     """Whether memory curves are drawn."""
-    return look.memory and any(lane.curve for scene in scenes for lane in scene.lanes)
+    return look.memory and any(scene.peak for scene in scenes)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -113,50 +112,48 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     return max(wide, cells * TIGHT) if cells * TIGHT <= WIDER else wide, height
 
 
-def lane_shapes(rank: int, scene: Scene, f: Frame) -> Iterator[Shape]:
-    """The idle times and the actions of a rank, what its link carries, and what it holds."""
-    lane, y, dense = scene.lanes[rank], rank * f.pitch, f.is_dense(scene)
-    if dense:
-        yield from _bands(lane, scene, f, y)
+def shapes(rank: int, scene: Scene, f: Frame) -> Iterator[Shape]:
+    """The idle times and the actions of a rank, and what it holds."""
+    lane, y = scene.lanes[rank], rank * f.pitch
+    if f.is_dense(scene):
+        yield from _bands(lane, scene, f, y + f.lane)
     else:
-        for gap in lane.gaps:
-            hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
-            yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
-        for k in range(len(lane.bars)):
-            yield from _bar(k, lane, scene, f, y)
-    for start, end, what in lane.carried:
-        yield Rect(start, end, y + f.lane - 3, 3, "ink", what if f.hints else "")
-    if f.curve and lane.curve and scene.peak > 0:  # all ranks have one scale
-        curve, foot = (
-            envelope(lane.curve, 2 / f.scale) if dense else lane.curve,
-            y + f.lane + f.curve,
-        )
-        tops = [(time, foot - (f.curve - 2) * max(held, 0) / scene.peak) for time, held in curve]
-        points = _steps(tops, foot, lane.bars[-1].end if lane.bars else 0.0)
-        yield Path([points], "curve", opacity=0.3)
-        yield Path([points], "curve", 0.8)
+        yield from _bars(lane, scene, f, y)
+    if f.curve and lane.curve and scene.peak > 0:
+        yield from _curve(lane, scene, f, y + f.lane + f.curve)
 
 
-def _bar(k: int, lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
-    bar = lane.bars[k]
-    long, height = (bar.end - bar.start) * f.scale, f.lane / len(bar.colours)
-    hint = labels.hint(k, lane, scene) if f.hints else ""
-    for part, colour in zip(bar.action.parts, bar.painted, strict=True):
-        yield Rect(bar.start, bar.end, y, height, colour, hint, min(0.5, long / 8))
-        label, size = name(part, f.detail), min(f.size, height - 2)
-        if label and size >= 6.5 and f.letters * text_width(label, size) <= long:
-            middle = (bar.start + bar.end) / 2
-            yield Label(middle, y + height / 2, label, size, colour, long - 2)
-        y += height
+def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
+    for gap in lane.gaps:
+        hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
+        yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
+    for bar in lane.bars:
+        long, height = (bar.end - bar.start) * f.scale, f.lane / len(bar.colours)
+        hint = labels.hint(bar, scene) if f.hints else ""
+        for k, (part, colour) in enumerate(zip(bar.action.parts, bar.painted, strict=True)):
+            top = y + k * height
+            yield Rect(bar.start, bar.end, top, height, colour, hint, min(0.5, long / 8))
+            label, size = name(part, f.detail), min(f.size, height - 2)
+            if label and size >= 6.5 and f.letters * text_width(label, size) <= long:
+                middle = (bar.start + bar.end) / 2
+                yield Label(middle, top + height / 2, label, size, colour, long - 2)
 
 
-def _bands(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Path]:
+def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     """The areas of a dense lane."""
-    foot = y + f.lane
-    edges, found = bands(lane, scene, f.scale)
-    for colour, heights in found:
+    edges, heights_of = bands(lane, scene, f.scale)
+    for colour, heights in heights_of.items():
         tops = [foot - round(height * f.lane / FINEST) * FINEST for height in heights]
-        yield Path([_steps(list(zip(edges, tops, strict=False)), foot, edges[-1])], colour)
+        yield Path(_steps(list(zip(edges, tops, strict=False)), foot, edges[-1]), colour)
+
+
+def _curve(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
+    """What a rank holds; all ranks have one scale."""
+    curve = envelope(lane.curve, 2 / f.scale) if f.is_dense(scene) else lane.curve
+    tops = [(time, foot - (f.curve - 2) * max(held, 0) / scene.peak) for time, held in curve]
+    points = _steps(tops, foot, lane.bars[-1].end if lane.bars else 0.0)
+    yield Path(points, "curve", opacity=0.3)
+    yield Path(points, "curve", 0.8)
 
 
 def _steps(tops: Points, foot: float, end: float) -> Points:
@@ -166,23 +163,3 @@ def _steps(tops: Points, foot: float, end: float) -> Points:
         if top != points[-1][1]:
             points += [(time, points[-1][1]), (time, top)]
     return [*points, (end, points[-1][1]), (end, foot)]
-
-
-def line_shapes(scene: Scene, f: Frame) -> Iterator[Path]:
-    """Over the lanes: thin lines from the end of actions to the start of those that take their
-    results, and a line through the actions on which the total depends, at the foot of their bars.
-    """
-    lines: list[Points] = []
-    for first, rank, then, other in messages(scene.lanes) if f.look.messages else ():
-        if first.end <= then.start and not f.is_dense(scene):
-            start, end = rank * f.pitch, other * f.pitch
-            start, end = (start + f.lane, end) if start < end else (start, end + f.lane)
-            lines.append([(first.end, start), (then.start, end)])
-    if lines:
-        yield Path(lines, "message-line", 0.6, 0.75)
-    points: Points = []
-    for rank, k in critical(scene.lanes) if f.look.critical else ():
-        bar, y = scene.lanes[rank].bars[k], rank * f.pitch + f.lane - 1.5
-        points += [(bar.start, y), (bar.end, y)]
-    if points:
-        yield Path([points], "mark", 2.2)

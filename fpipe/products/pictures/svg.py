@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ...actions import OPS
 from . import labels
 from .colours import ink, palette
-from .labels import Look, text_width, wrapped
-from .scene import Points, Scene, Scenes
+from .labels import text_width, wrapped
+from .scene import Look, Points, Scene, Scenes
 from .shapes import (
     GAP,
     Frame,
@@ -27,9 +27,8 @@ from .shapes import (
     Rect,
     Shape,
     frame,
-    lane_shapes,
-    line_shapes,
     natural_size,
+    shapes,
 )
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -65,20 +64,12 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
         elements += _axis(scenes, scene, sheet, y)
         for rank in range(len(scene.lanes)):
             elements += _names(rank, scene, sheet, y)
-            elements += (
-                _element(shape, sheet, y) for shape in lane_shapes(rank, scene, sheet.frame)
-            )
-        elements += (_element(shape, sheet, y) for shape in line_shapes(scene, sheet.frame))
+            drawn = shapes(rank, scene, sheet.frame)
+            elements += (_element(shape, sheet, y) for shape in drawn)
         y += len(scene.lanes) * sheet.frame.pitch - GAP + 22
-    legend, y = _legend(scenes, sheet, y)
-    return document(
-        [*elements, *legend],
-        (sheet.right, y + EDGE - 8),
-        max(scene.shades for scene in scenes),
-        alt="; ".join(scene.name or "schedule" for scene in scenes),
-        dark=look.dark,
-        inline=inline,
-    )
+    legend, y = _legend(scenes, look, sheet, y)
+    size = sheet.right, y + EDGE - 8
+    return document([*elements, *legend], size, scenes, look.dark, inline)
 
 
 def _sheet(scenes: Scenes, look: Look) -> _Sheet:
@@ -102,10 +93,9 @@ def _heading(scene: Scene, sheet: _Sheet) -> Iterator[tuple[str, float, float, s
     space = sheet.right - sheet.margin - 12
     for line in wrapped(labels.title(scene), 17, space):
         yield line, 17, 20, "ink b"
-    notes = [labels.figures(scene), labels.idle(scene), labels.note(scene)]
-    notes += labels.lines_of_phases(scene) if sheet.frame.is_dense(scene) else []
-    for line in (line for note in notes if note for line in wrapped(note, 12.5, space)):
-        yield line, 12.5, 17, "faint"
+    for note in labels.notes(scene):
+        for line in wrapped(note, 12.5, space):
+            yield line, 12.5, 17, "faint"
 
 
 def _axis(scenes: Scenes, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
@@ -135,16 +125,16 @@ def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
     if isinstance(shape, Label):
         foot, kind = y + shape.y + 0.36 * shape.size, f"{shape.colour}t m"
         return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
-    outlines = [[(sheet.x(time), y + at) for time, at in points] for points in shape.outlines]
-    return path(outlines, *shape[1:])
+    points = [(sheet.x(time), y + at) for time, at in shape.points]
+    return path(points, shape.colour, shape.width, shape.opacity)
 
 
-def _legend(scenes: Scenes, sheet: _Sheet, y: float) -> tuple[list[str], float]:
+def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[str], float]:
     """The legend, in as many lines as it needs, and where it ends."""
     first = sheet.margin if sheet.short else sheet.left
     x, elements = first, []
     dense = all(map(sheet.frame.is_dense, scenes))
-    for colours, content, height in labels.legend(scenes, sheet.frame.look, dense):
+    for colours, content, height in labels.legend(scenes, look, dense):
         stacked = height == 0.5
         boxes = 16 if stacked else 16 * len(colours)
         space = boxes + 7 + 1.1 * text_width(content, 12) + 20
@@ -183,40 +173,28 @@ def text(
     return f'<text class="{kind}"{fit} {place}>{_clean(content)}</text>'
 
 
-def path(
-    outlines: Sequence[Points],
-    colour: str,
-    width: float = 0.0,
-    opacity: float = 1.0,
-) -> str:
-    """Lines through points, or the areas that they enclose where ``width`` is 0."""
+def path(points: Points, colour: str, width: float = 0.0, opacity: float = 1.0) -> str:
+    """A line along the axes through points, or the area that it encloses where ``width`` is 0. It
+    is written as differences, which are shorter.
+    """
     kind = f'{colour}l" stroke-width="{_n(width)}"' if width else f'{colour}"'
     kind += f' opacity="{_n(opacity)}"' if opacity < 1 else ""
-    return f'<path class="{kind} d="{"".join(map(_outline, outlines))}"/>'
-
-
-def _outline(points: Points) -> str:
-    """Steps are written as differences along one axis, which are shorter."""
     x, y = (round(value, 1) for value in points[0])
-    text = f"M{_n(x)} {_n(y)}"
+    outline = f"M{_n(x)} {_n(y)}"
     for point in points[1:]:
-        right, down = round(point[0], 1), round(point[1], 2)
-        across, along = _n(right - x), _n(down - y)
-        if across == "0" or along == "0":
-            text += (f"h{across}" if across != "0" else "") + (f"v{along}" if along != "0" else "")
-        else:
-            text += f"l{across} {along}"
-        x, y = right, down
-    return text
+        right, foot = round(point[0], 1), round(point[1], 2)
+        outline += f"h{_n(right - x)}" if right != x else ""
+        outline += f"v{_n(foot - y)}" if foot != y else ""
+        x, y = right, foot
+    return f'<path class="{kind} d="{outline}"/>'
 
 
 def document(
     elements: Sequence[str],
     size: tuple[float, float],
-    shades: int,
-    alt: str,
+    scenes: Scenes,
     dark: bool | None,
-    inline: bool = False,
+    inline: bool,
 ) -> str:
     """The elements as SVG, for light, dark or the reader's paper. The style of an ``inline`` one
     concerns itself alone, so that a page of HTML may contain others.
@@ -226,11 +204,13 @@ def document(
     body = "\n".join([paper, *elements, "</svg>", ""])
     own = "fp" + sha256(f"{dark}{body}".encode()).hexdigest()[:12]
     place = f'id="{own}"' if inline else 'style="max-width:100%;height:auto"'
+    shades = max(scene.shades for scene in scenes)
     style = "".join(_style(body, shades, dark, f"#{own} " if inline else ""))
+    title = "; ".join(scene.name for scene in scenes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img" {place}>\n'
-        f"<title>{_clean(alt)}</title>\n<style>{style}</style>\n{body}"
+        f"<title>{_clean(title)}</title>\n<style>{style}</style>\n{body}"
     )
 
 

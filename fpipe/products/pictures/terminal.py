@@ -1,44 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline as text: lanes of labelled cells that fit the width, in colour or in plain ASCII.
 
-The width decides the labels: full names (``3F2``) if the picture stays small, then op and
-microbatch (``F2``), then, in colour, the microbatch alone. A picture longer than a line is cut into
-panels, one under the other, like lines of music; one that would fill too many screens becomes an
-overview, in which a column shows the op that takes most of its time. Plain text is ASCII; there the
-second chunk of a rank has small letters.
+The width decides the labels: full names (``3F2``) if the picture stays small, else op and
+microbatch (``F2``). A picture longer than a line is cut into panels, one under the other, like
+lines of music; one that would fill too many screens becomes an overview, in which a column shows
+the op that takes most of its time. Plain text is ASCII; there the second chunk of a rank has small
+letters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from math import ceil, floor
-from operator import itemgetter
 from textwrap import wrap
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ...actions import OPS, number
 from . import labels
-from .colours import ink, mix, of_256, palette, rgb
-from .idle import intervals, shares
-from .scene import CAUSES, Lane, Scene, Scenes
+from .colours import ink, palette
+from .scene import Lane, Scene, Scenes
+from .shares import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
-COLOURED = ((3, 0), (2, 0), (1, 0), (3, 12), (2, 50), (1, 60), (2, 130), (1, 320))
-PLAIN = ((3, 0), (3, 24), (2, 50), (2, 400))
-PLAIN_ONE_CHUNK = ((3, 0), (2, 0), *PLAIN[1:])
+LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, 50), (2, 400))
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 
-Style: TypeAlias = tuple[str, str] | None  # the colours of a letter and of its ground, or idle
-Cell: TypeAlias = tuple[str, Style]
+Colours: TypeAlias = Literal["256", "truecolor"] | None  #: a system of rich, or plain text
+Pair: TypeAlias = tuple[str, str]  # the colours of a letter and of its ground
+
+
+class Cell(NamedTuple):
+    """A character and its colours."""
+
+    char: str
+    colours: Pair | None = None
 
 
 class _Layout(NamedTuple):
     """Columns per unit of time, columns to a panel, and how many panels there are."""
 
-    bits: int  # of colour
+    colours: Colours
     margin: int
     detail: int
     scale: float
@@ -46,55 +51,58 @@ class _Layout(NamedTuple):
     panels: int
 
 
-def paint(scenes: Scenes, width: int = 160, bits: int = 0) -> str:
-    """The text of a picture ``width`` columns wide in 0 (no colours), 8 (256) or 24 ``bits``."""
-    layout = _layout(scenes, width, bits)
+def paint(scenes: Scenes, width: int = 160, colours: Colours = None) -> str:
+    """The text of a picture ``width`` columns wide."""
+    layout = _layout(scenes, width, colours)
     rows = [[_row(lane, scene, layout) for lane in scene.lanes] for scene in scenes]
     last = ceil(max(scene.total for scene in scenes) * layout.scale - 1e-9)
-    lines: list[str] = []
+    lines: list[list[Cell]] = []
     for panel in range(layout.panels):
         first = panel * layout.columns
         stop = min(first + layout.columns, last)
-        lines += ["", _axis(layout, first, stop)] if panel else []
-        for scene, cells in zip(scenes, rows, strict=True):
+        axis = _cells(_axis(layout, first, stop))
+        lines += [[], axis] if panel else []
+        for scene, lanes in zip(scenes, rows, strict=True):
             if panel == 0:
-                lines += [labels.title(scene)[:width], _axis(layout, first, stop)]
+                lines += [_cells(labels.title(scene)[:width]), axis]
             elif len(scenes) > 1:
-                lines.append(scene.name[:width])
-            for rank, (lane, row) in enumerate(zip(scene.lanes, cells, strict=True)):
+                lines.append(_cells(scene.name[:width]))
+            for rank, row in enumerate(lanes):
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
-                lines.append(label.ljust(layout.margin) + _ansi(row[first:stop], bits))
-                if lane.carried:
-                    label = "  link".ljust(layout.margin)[: layout.margin]
-                    lines.append(label + _ansi(_link(lane, layout)[first:stop], bits))
-    lines.append("")
+                lines.append([*_cells(label.ljust(layout.margin)), *row[first:stop]])
+    lines.append([])
     for scene in scenes:
-        head = f"{scene.name or 'schedule'}: " if len(scenes) > 1 else ""
-        for text in (head + labels.figures(scene), labels.idle(scene), labels.note(scene)):
-            lines += wrap(text, width, subsequent_indent="  ")
+        head = f"{scene.name}: " if len(scenes) > 1 else ""
+        for note in labels.notes(scene):
+            lines += map(_cells, wrap(head + note, width, subsequent_indent="  "))
+            head = ""
     lines += _legend(scenes, layout, width)
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return _text(lines, colours)
+
+
+def _cells(text: str, colours: Pair | None = None) -> list[Cell]:
+    return [Cell(char, colours) for char in text]
 
 
 # ---- layout ----
-def _layout(scenes: Scenes, width: int, bits: int) -> _Layout:
+def _layout(scenes: Scenes, width: int, colours: Colours) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
     end = max(scene.total for scene in scenes)
     cell = min(scene.cell for scene in scenes)
-    plain = PLAIN if max(scene.shades for scene in scenes) > 1 else PLAIN_ONE_CHUNK
-    for detail, budget in COLOURED if bits else plain:
+    unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
+    for detail, budget in LAYOUTS:
         need = max(len(name) for scene in scenes for name in labels.short_names(scene, detail)) + 1
-        if columns < need:
+        if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(end / cell * need / (columns // need * need) - 1e-9)
         if panels <= 1:
-            return _Layout(bits, margin, detail, _filling(end, cell, columns), columns, 1)
+            return _Layout(colours, margin, detail, _filling(end, cell, columns), columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
             even = ceil(end / cell / panels - 1e-9) * need  # cut between cells
-            return _Layout(bits, margin, detail, need / cell, even, panels)
-    return _Layout(bits, margin, 0, columns / end if end else 1.0, columns, 1)
+            return _Layout(colours, margin, detail, need / cell, even, panels)
+    return _Layout(colours, margin, 0, columns / end if end else 1.0, columns, 1)
 
 
 def _filling(end: float, cell: float, columns: int) -> float:
@@ -126,22 +134,30 @@ def _row(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, scene, layout)
-    row: list[Cell] = [(" " if layout.bits else ".", None)] * (layout.columns * layout.panels)
+    row = _cells((" " if layout.colours else ".") * (layout.columns * layout.panels))
+    pairs = _pairs(scene.shades)
     for bar in lane.bars:
         start, stop = round(bar.start * layout.scale), min(round(bar.end * layout.scale), len(row))
-        colours = bar.painted if layout.bits else bar.colours
-        count = len(colours)
-        for k, (part, colour) in enumerate(zip(bar.action.parts, colours, strict=True)):
+        count = len(bar.colours)
+        for k, part in enumerate(bar.action.parts):
             a, b = (start + (stop - start) * at // count for at in (k, k + 1))
-            label, (low, high) = labels.name(part, layout.detail), _piece(a, b, layout.columns)
-            if layout.bits:
-                row[a:b] = _coloured(label, b - a, low, high, palette(scene.shades)[colour])
+            low, high = _piece(a, b, layout.columns)
+            label = labels.name(part, layout.detail)
+            if layout.colours:
+                text = (" " * low + f"▏{label}"[: high - low]).ljust(b - a)
+                row[a:b] = _cells(text, pairs[bar.painted[k]])
             else:
-                label = _by_chunk(label, colour) if layout.detail < 3 else label
+                label = _by_chunk(label, bar.colours[k]) if layout.detail < 3 else label
                 end = " " if k + 1 == count else "&"
                 text = ("-" * low + label[: high - low]).ljust(b - a - 1, "-") + end
-                row[a:b] = [(char, None) for char in text[: b - a]]
+                row[a:b] = _cells(text[: b - a])
     return row
+
+
+@cache
+def _pairs(shades: int) -> dict[str, Pair]:
+    """The letters and the ground of each colour, on light paper."""
+    return {key: (ink(ground), ground) for key, ground in palette(shades).items()}
 
 
 def _by_chunk(label: str, colour: str) -> str:
@@ -157,99 +173,78 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
 
 
-def _coloured(label: str, width: int, low: int, high: int, ground: str) -> list[Cell]:
-    """A bar's cells: a thin line at its left edge, its label in the middle of a piece."""
-    style, space = (ink(ground), ground), high - low - len(label)
-    text = " " * (low + (space + 1) // 2) + label if space >= 0 else ""
-    cells: list[Cell] = [(char, style) for char in text.ljust(width)]
-    if space > 0:
-        cells[0] = ("▏", (mix(ground, "#000000", 0.45), ground))
-    return cells
-
-
-def _link(lane: Lane, layout: _Layout) -> list[Cell]:
-    """What a rank's link carries, under its lane."""
-    row: list[Cell] = [(" ", None)] * (layout.columns * layout.panels)
-    for start, end, _ in lane.carried:
-        a, b = round(start * layout.scale), round(end * layout.scale)
-        row[a : max(b, a + 1)] = [(">", None)] * (max(b, a + 1) - a)
-    return row
-
-
 def _overview(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
-    """Each column, in colour each half of one, shows what takes most of its time."""
-    if not layout.bits:
-        shown = _dominant(lane, layout.columns, layout.scale, painted=False)
-        letters = (_by_chunk(key[0], key) if key else "." for key in shown)
-        return [(letter, None) for letter in letters]
-    colours = palette(scene.shades)
-    shown = _dominant(lane, 2 * layout.columns, 2 * layout.scale, painted=True)
-    halves = [colours.get(key, "") for key in shown]
-    cells: list[Cell] = []
-    for left, right in zip(halves[::2], halves[1::2], strict=True):
-        if left == right:
-            cells.append((" ", (ink(left), left) if left else None))
-        else:
-            cells.append(("▌", (left, right)) if left else ("▐", (right, "")))
-    return cells
+    """Each column shows what takes most of its time."""
+    shown = _dominant(lane, layout)
+    if layout.colours:
+        pairs = _pairs(scene.shades)
+        return [Cell(" ", pairs[key] if key else None) for key in shown]
+    return [Cell(_by_chunk(key[0], key) if key else ".") for key in shown]
 
 
-def _dominant(lane: Lane, columns: int, scale: float, painted: bool) -> Iterator[str]:
+def _dominant(lane: Lane, layout: _Layout) -> Iterator[str]:
     """For each column the colour to show, or empty for idle: the one with most time not yet shown.
     So an op that takes a third of the time gets a third of the columns, and short ones appear too.
     """
     owed: defaultdict[str, float] = defaultdict(float)
-    busy = [one for one in intervals(lane, painted) if one[2] not in CAUSES]
-    for column in shares(busy, [k / scale for k in range(columns + 1)]):
-        column[""] = 1 - sum(column.values())
-        for key, share in column.items():
+    edges = [column / layout.scale for column in range(layout.columns + 1)]
+    for column in shares(busy(lane, painted=bool(layout.colours)), edges):
+        present = {**column, "": 1 - sum(column.values())}
+        for key, share in present.items():
             owed[key] += share
-        present = [key for key, share in column.items() if share > 0]
-        shown = max(present, key=owed.__getitem__, default="")
+        shown = max((key for key in present if present[key] > 0), key=owed.__getitem__, default="")
         owed[shown] -= 1
         yield shown
 
 
-# ---- colours ----
-def _ansi(cells: Sequence[Cell], bits: int) -> str:
-    """Cells of one style as one run: the codes of its colours, its text, and a reset before cells
-    without a style.
-    """
-    text = ""
-    for style, run in groupby(cells, itemgetter(1)):
-        reset = "\x1b[0m" if text and style is None else ""
-        text += (_escape(style, bits) if style else reset) + "".join(char for char, _ in run)
-    return text + ("\x1b[0m" if cells and cells[-1][1] else "")
-
-
-def _escape(style: tuple[str, str], bits: int) -> str:
-    codes = "0"
-    for layer, colour in zip(("38", "48"), style, strict=True):
-        if colour:
-            number = "2;{};{};{}".format(*rgb(colour)) if bits >= 24 else f"5;{of_256(colour)}"
-            codes += f";{layer};{number}"
-    return f"\x1b[{codes}m"
-
-
-def _legend(scenes: Scenes, layout: _Layout, width: int) -> list[str]:
+# ---- the legend, and colours ----
+def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]:
+    """The lines of the legend."""
     shades = max(scene.shades for scene in scenes)
-    entries = [*labels.kinds(scenes, shades)]
-    if layout.bits:
-        entries += (entry for scene in scenes for entry in labels.tints(scene))
+    pairs = _pairs(shades)
     items: list[list[Cell]] = []
-    for colours, text, _ in entries:
+    for colours, text, _ in _entries(scenes, shades, layout):
         letter = colours[0][0] if colours[0][0] in OPS else " "
-        swatch: list[Cell] = [(letter, None)]
-        if layout.bits:
-            grounds = [palette(shades)[colour] for colour in colours]
-            swatch = [(" ", (ink(ground), ground)) for ground in grounds for _ in "ab"]
-            swatch[0] = letter, swatch[0][1]
-        items.append([*swatch, *((char, None) for char in f" {text}")])
-    if not layout.bits and shades == 2 and layout.detail < 3:
-        items.append([(char, None) for char in "small letters: a rank's other stage"])
-    lines: list[list[Cell]] = [[]]
+        if layout.colours:
+            swatch = [cell for key in colours for cell in _cells(f"{letter} ", pairs[key])]
+        else:
+            swatch = [Cell(letter)]
+        items.append([*swatch, *_cells(f" {text}")])
+    if not layout.colours and shades == 2 and layout.detail < 3:
+        items.append(_cells("small letters: a rank's other stage"))
+    line: list[Cell] = []
     for item in items:
-        if lines[-1] and len(lines[-1]) + len(item) > width:
-            lines.append([])
-        lines[-1] += [*item[:width], (" ", None), (" ", None)]
-    return [_ansi(line, layout.bits) for line in lines]
+        if line and len(line) + 2 + len(item) > width:
+            yield line
+            line = []
+        line += _cells("  " if line else "") + item[:width]
+    yield line
+
+
+def _entries(scenes: Scenes, shades: int, layout: _Layout) -> Iterator[labels.Entry]:
+    yield from labels.kinds(scenes, shades)
+    if layout.colours:
+        for scene in scenes:
+            yield from labels.tints(scene)
+
+
+def _text(lines: Sequence[list[Cell]], colours: Colours) -> str:
+    for line in lines:
+        while line and line[-1] == Cell(" "):
+            line.pop()
+    if not colours:
+        return "".join("".join(cell.char for cell in line) + "\n" for line in lines)
+    from rich.color import ColorSystem  # slow, and not needed for plain text
+    from rich.style import Style
+
+    system = ColorSystem.TRUECOLOR if colours == "truecolor" else ColorSystem.EIGHT_BIT
+    text = ""
+    for line in lines:
+        for pair, run in groupby(line, lambda cell: cell.colours):
+            chars = "".join(cell.char for cell in run)
+            if pair:
+                style = Style(color=pair[0], bgcolor=pair[1])
+                chars = style.render(chars, color_system=system)
+            text += chars
+        text += "\n"
+    return text

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs
@@ -117,29 +117,8 @@ class Auto:
         """
         answer: tuple[str, str] | str = ""
         if 0 in self.group.here:
-            limit = None if self.memory is None else self.memory - used
             try:
-                if limit is not None and limit <= 0:
-                    what = (
-                        f"memory={self.memory:g} does not hold parameters, gradients and "
-                        f"messages, {used:g} bytes"
-                    )
-                    raise ScheduleError(
-                        f"{what}; give more memory, more ranks or copies(zero=)", rule="memory"
-                    )
-                choice = choose(
-                    costs,
-                    self.group.size,
-                    microbatches,
-                    self.stages,
-                    limit,
-                    placement=placement,
-                    time_limit=SECONDS,
-                )
-                answer = (
-                    choice.best.schedule.name or choice.best.name,
-                    f"{choice.best.schedule}\n\n{choice}",
-                )
+                answer = self._chosen(microbatches, costs, placement, used)
             except ScheduleError as error:
                 answer = str(error)
         first = next(filter(None, self._gathered(answer)))
@@ -148,6 +127,29 @@ class Auto:
         name, text = first
         rows, _, why = text.partition("\n\n")
         return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
+
+    def _chosen(
+        self, microbatches: int, costs: Costs, placement: Placement | None, used: float
+    ) -> tuple[str, str]:
+        """The name of the schedule that this rank chooses; the schedule and the reasons as text."""
+        limit = None if self.memory is None else self.memory - used
+        if limit is not None and limit <= 0:
+            raise ScheduleError(
+                f"memory={self.memory:g} does not hold parameters, gradients and messages, "
+                f"{used:g} bytes; give more memory, more ranks or copies(zero=)",
+                rule="memory",
+            )
+        choice = choose(
+            costs,
+            self.group.size,
+            microbatches,
+            self.stages,
+            limit,
+            placement=placement,
+            time_limit=SECONDS,
+        )
+        best = choice.best
+        return best.schedule.name or best.name, f"{best.schedule}\n\n{choice}"
 
     def estimated(
         self,
@@ -209,7 +211,7 @@ def _plain(figures: Figures) -> dict[str, dict[int, float]]:
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
     """Costs in microseconds and bytes; the mean stands for stages that nobody knows."""
     known = {name: values for name, values in figures.items() if values}
-    spread: dict[str, Any] = {
+    spread: dict[str, tuple[float, ...]] = {
         name: tuple(values.get(stage, fmean(values.values())) for stage in range(stages))
         for name, values in known.items()
     }

@@ -8,19 +8,21 @@ it does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
-from math import inf, isfinite
-from typing import Any
+from math import inf
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from ... import Costs, Placement, Schedule, Timeline, schedule_names
+from ... import Costs, Schedule, Timeline
 from ...errors import ScheduleError, StageError
 from ...generators import schedule_from
 
 #: How many simulated actions a search may spend; a second or two.
 _BUDGET = 2_000_000
+#: A value, and where parts begin.
+_Cut: TypeAlias = tuple[float, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,16 @@ class Balance:
             )
         for title, timeline in (("balanced", self.timeline), ("evenly", self.even_timeline)):
             lines.append(f"{title:>8s}: total {timeline.total:.4g}, bubble {timeline.bubble:.1%}")
-        return "\n".join(
-            [
-                *lines,
-                f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)",
-            ]
+        lines.append(
+            f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)"
         )
+        return "\n".join(lines)
 
 
 def balance(
-    costs: Any,
+    costs: object,
     ranks: int,
-    placement: str | Placement | Schedule = "1F1B",
+    schedule: str | Schedule = "1F1B",
     *,
     stages: int | None = None,
     microbatches: int | None = None,
@@ -97,10 +97,9 @@ def balance(
             or modules (a list, a mapping, or one module for its children), whose costs are
             estimated.
         ranks: how many ranks there are.
-        placement: a schedule by name, a ``Schedule``, ``"loop"``, ``"v"`` or a ``Placement`` of
-            either kind.
-        stages: how many stages there are; by default those of the placement.
-        microbatches: for a schedule by name; by default twice the number of ranks.
+        schedule: a name, or a ``Schedule``.
+        stages: how many stages there are; by default those of the schedule.
+        microbatches: for a schedule by name; by default four times the number of ranks.
 
     Returns:
         A value with ``cuts`` (names, as ``from_module`` takes them, where there are names),
@@ -108,7 +107,7 @@ def balance(
 
     Raises:
         StageError: if there are fewer items than stages, or a cost is no number.
-        ScheduleError: if the placement does not fit the ranks.
+        ScheduleError: if the schedule does not fit the ranks.
 
     >>> plan = balance([0, 1, 1, 1, 1, 1, 1, 3], ranks=4)
     >>> plan.sizes, plan.costs
@@ -117,7 +116,11 @@ def balance(
     ((3, 5, 7), 1.28)
     """
     names, items = _items(costs)
-    schedule = _schedule(ranks, placement, stages, microbatches)
+    schedule = schedule_from(schedule, ranks, microbatches or 4 * ranks, stages)
+    if schedule.ranks != ranks:
+        raise ScheduleError(
+            f"the schedule is for {schedule.ranks} ranks, not {ranks}; make both agree"
+        )
     count = schedule.stages
     if len(items) < count:
         remedy = "give finer items, or fewer ranks or stages a rank"
@@ -141,32 +144,38 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
             f"{count} items cannot be cut into {parts} parts; every part needs one at least"
         )
     sums = [0.0, *accumulate(costs)]
-    ends = range(count + 1)
-    # by the number of parts, then of items: the least possible largest cost
-    least = sums
-    for k in range(2, parts + 1):
-        least = [
-            min((max(least[i], sums[j] - sums[i]) for i in range(k - 1, j)), default=inf)
-            for j in ends
-        ]
-    bound = least[count] * (1 + 1e-12)
-    # the same for the sum of squares of costs up to that one, with the places where the parts begin
-    best: list[tuple[float, tuple[int, ...]]] = [(inf, ()) for _ in ends]
-    best[0] = (0.0, ())
-    for k in range(1, parts + 1):
-        squares = [
-            [
-                (best[i][0] + cost * cost, i)
-                for i in range(k - 1, j)
-                if (cost := sums[j] - sums[i]) <= bound
+    largest, _ = _best_cut(sums, parts, max)
+    bound = largest * (1 + 1e-12)
+
+    def add_square(total: float, cost: float) -> float:
+        return total + cost * cost if cost <= bound else inf
+
+    return _best_cut(sums, parts, add_square)[1]
+
+
+def _best_cut(sums: Sequence[float], parts: int, add: Callable[[float, float], float]) -> _Cut:
+    """The least value of contiguous parts, and where they begin; ``add(value, cost)`` is the value
+    with one part more.
+    """
+    nothing: _Cut = (inf, ())
+    best: list[_Cut] = [(0.0, ()), *[nothing] * (len(sums) - 1)]
+    for _ in range(parts):
+        longer: list[_Cut] = [nothing]
+        for end in range(1, len(sums)):
+            cuts = [
+                (add(value, sums[end] - sums[start]), (*starts, start))
+                for start, (value, starts) in enumerate(best[:end])
             ]
-            for j in ends
-        ]
-        best = [
-            (value, (*best[i][1], i))
-            for value, i in (min(some, default=(inf, 0)) for some in squares)
-        ]
-    return best[count][1]
+            longer.append(min(cuts))
+        best = longer
+    return best[-1]
+
+
+@runtime_checkable
+class _Module(Protocol):
+    """What is read of an ``nn.Module`` beside its parameters."""
+
+    def named_children(self) -> Iterable[tuple[str, object]]: ...
 
 
 def estimate(module: Any) -> float:
@@ -180,61 +189,29 @@ def estimate(module: Any) -> float:
     return float(sum(p.numel() for p in parameters.values() if p.dim() > 1))
 
 
-# ---- inside ----
-def _items(costs: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
-    if hasattr(costs, "named_children"):
+def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """The names of items, or their numbers, and what they cost."""
+    if isinstance(costs, _Module):
         costs = dict(costs.named_children())
-    if isinstance(costs, Mapping):
-        names, values = tuple(costs), list(costs.values())
-    elif isinstance(costs, Iterable):
-        values = list(costs)
-        names = tuple(range(len(values)))
-    else:
+    if not isinstance(costs, Iterable):
         raise StageError(
             f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them"
         )
-    items = tuple(estimate(v) if hasattr(v, "modules") else v for v in values)
-    for name, item in zip(names, items, strict=True):
-        if (
-            isinstance(item, bool)
-            or not isinstance(item, (int, float))
-            or not isfinite(item)
-            or item < 0
-        ):
-            raise StageError(
-                f"the cost of {name!r} is {item!r}; costs are finite numbers, 0 or more"
-            )
-    if not any(items):
+    named = costs if isinstance(costs, Mapping) else dict(enumerate(costs))
+    items = {name: _cost(name, item) for name, item in named.items()}
+    if not any(items.values()):
         raise StageError(
             "all costs are 0; give what forward costs in each item, measured or estimated"
         )
-    return names, tuple(map(float, items))
+    return tuple(items), tuple(items.values())
 
 
-def _schedule(
-    ranks: int, placement: str | Placement | Schedule, stages: int | None, microbatches: int | None
-) -> Schedule:
-    if isinstance(placement, Schedule):
-        if placement.ranks != ranks:
-            raise ScheduleError(
-                f"the schedule is for {placement.ranks} ranks, not {ranks}; make both agree"
-            )
-        return placement
-    if isinstance(placement, Placement):
-        stages = placement.stages
-        looped = stages % ranks == 0 and placement == Placement.loop(ranks, stages // ranks)
-        if not looped and placement != Placement.v(ranks):
-            raise ScheduleError(
-                f"no schedule is known for {placement}; pass the Schedule that will run"
-            )
-        placement = "loop" if looped else "v"
-    if not isinstance(placement, str):
-        known = ", ".join(schedule_names()[:3])
-        remedy = f"give 'loop', 'v', a schedule's name ({known}, ...) or a Schedule"
-        raise ScheduleError(f"placement={placement!r}; {remedy}")
-    names = {"loop": "1F1B" if stages in (None, ranks) else "Interleaved1F1B", "v": "ZBV"}
-    count = 4 * ranks if microbatches is None else microbatches
-    return schedule_from(names.get(placement.lower(), placement), ranks, count, stages)
+def _cost(name: object, item: object) -> float:
+    cost = estimate(item) if hasattr(item, "modules") else item
+    number = cost if isinstance(cost, (int, float)) and not isinstance(cost, bool) else -1
+    if not 0 <= number < inf:
+        raise StageError(f"the cost of {name!r} is {cost!r}; costs are finite numbers, 0 or more")
+    return float(number)
 
 
 def _sums(items: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:

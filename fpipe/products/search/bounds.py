@@ -2,7 +2,7 @@
 """Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a
 shorter one.
 
-Six are computed, and the largest counts; each names its reason:
+Four are computed, and the largest counts; each names its reason:
 
 * *work*: a rank is busy for its own work. Until its first backward can be there it has only
   forwards to run, and only as many as fit in memory; after its last forward it has only the
@@ -14,9 +14,6 @@ Six are computed, and the largest counts; each names its reason:
   comes back.
 * *memory*: what a rank holds lies there from its forward to its backward; that much area must fit
   under the limit.
-* *linear program*: precedence, work and memory together (``relaxation.py``), of few actions and
-  with OR-tools.
-* *search*: what the exact solver proved.
 """
 
 from __future__ import annotations

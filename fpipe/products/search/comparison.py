@@ -8,7 +8,8 @@ rank pays half for each, and memory is counted in whole shares too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from math import inf
+from typing import NamedTuple
 
 from ... import Costs, Schedule, make_schedule, schedule_names
 from ...actions import as_costs, number, uncollected
@@ -71,18 +72,12 @@ def compare(
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             else:
                 entries.append(entry_of(name, schedule, costs))
-    return sorted(entries, key=SORTED_BY["bubble"]), left_out
+    return sorted(entries, key=by_bubble), left_out
 
 
-#: column -> the key of an entry by which a table is sorted
-SORTED_BY: dict[str, Callable[[Entry], Any]] = {
-    "bubble": lambda e: (round(e.bubble, 9), e.memory, e.total),
-    "name": lambda e: e.name.lower(),
-    **{
-        name: lambda e, name=name: (round(getattr(e, name), 9), round(e.bubble, 9))
-        for name in ("total", "span", "memory", "weights", "messages")
-    },
-}
+def by_bubble(entry: Entry) -> tuple[float, float, float]:
+    """The key of an entry in a table: the least bubble is first, of equal ones the least memory."""
+    return round(entry.bubble, 9), entry.memory, entry.total
 
 
 def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
@@ -103,6 +98,29 @@ def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
     )
 
 
+def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
+    """The schedule to take: of those that hold at most ``limit`` the one of the shortest span, then
+    of the fewest weights, then of the least memory.
+    """
+    fitting = [entry for entry in entries if entry.memory <= limit * (1 + 1e-9)]
+    return min(fitting, key=lambda e: (round(e.span, 9), e.weights, e.memory), default=None)
+
+
+def points(entries: Sequence[Entry]) -> list[tuple[str, float, float, bool]]:
+    """Bubble against memory: for each schedule its name, its memory, its bubble, and whether no
+    other one has less of one and not more of the other.
+    """
+    places = [(round(entry.memory, 9), round(entry.bubble, 9)) for entry in entries]
+
+    def is_best(place: tuple[float, float]) -> bool:
+        memory, bubble = place
+        return not any(m <= memory and b <= bubble for m, b in places if (m, b) != place)
+
+    return [
+        (entry.name, *place, is_best(place)) for entry, place in zip(entries, places, strict=True)
+    ]
+
+
 # ---- as text ----
 def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
     """Lines of text, the least of each column with a star where it is not the same in all; ``best``
@@ -111,7 +129,7 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
     schedule       stages  bubble   total   span   memory   weights   messages
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
-    ZBH2                4   0.00%      27     24        7        1x         48*
+    ZB2P                4   0.00%      27     24        8        1x         48*
     """
     columns = _columns(entries)
     wide = max((len(entry.name) for entry in entries), default=8)
@@ -129,7 +147,7 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
         yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *shown]).rstrip()
 
 
-def _columns(entries: Sequence[Entry]) -> dict[str, Callable[[Any], str]]:
+def _columns(entries: Sequence[Entry]) -> dict[str, Callable[[float], str]]:
     """Field -> how it is shown."""
     memory = _bytes if max((e.memory for e in entries), default=0) >= 4096 else number
     columns = {

@@ -9,7 +9,6 @@ others come last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import NamedTuple
 
 from .problem import ALMOST, Orders, Problem, Rows
@@ -142,21 +141,3 @@ class _Run:
             self.idle[rank] += arrival - clock
             clock = arrival
         return clock, held
-
-
-#: Targets that are tried, in multiples of the bound.
-_TARGETS = (1.0, 1.05, inf)
-
-
-def best_fill(problem: Problem, orders: Orders, bound: float) -> Filled | None:
-    """The shortest span of these orders with several targets."""
-    best = None
-    for stretch in _TARGETS:
-        filled = fill(problem, orders, bound * stretch)
-        if filled is None:
-            return None
-        if best is None or filled.span < best.span:
-            best = filled
-        if best.span <= bound * ALMOST:
-            break
-    return best

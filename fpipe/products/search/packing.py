@@ -6,7 +6,6 @@ tensors.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from ...errors import BatchError
@@ -72,45 +71,40 @@ def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int
     cheaper.
     """
 
-    def key(i):
-        return (costs[i], i)
+    def total(members: Sequence[int]) -> float:
+        return sum(costs[index] for index in members)
 
-    packed = [sorted(members, key=key) for members in packed]
-    totals = [sum(costs[i] for i in members) for members in packed]
     for _ in range(ROUNDS):
-        dearest = max(range(len(packed)), key=totals.__getitem__)
-        found = _best_exchange(packed, totals, costs, dearest)
-        if found is None:
+        packed = sorted(packed, key=total)
+        dearest = packed[-1]
+        limit = total(dearest) * (1 - 1e-12)
+        for at, other in enumerate(packed[:-1]):
+            both = _evened(dearest, other, costs)
+            if max(map(total, both)) < limit:
+                packed[-1], packed[at] = both
+                break
+        else:
             return packed
-        other, out, into = found
-        packed[dearest] = sorted(
-            [i for i in packed[dearest] if i != out] + ([] if into is None else [into]), key=key
-        )
-        packed[other] = sorted([i for i in packed[other] if i != into] + [out], key=key)
-        moved = costs[out] - (0.0 if into is None else costs[into])
-        totals[dearest], totals[other] = totals[dearest] - moved, totals[other] + moved
     return packed
 
 
-def _best_exchange(
-    packed: Sequence[Sequence[int]], totals: Sequence[float], costs: Sequence[float], dearest: int
-) -> tuple[int, int, int | None] | None:
-    """The other microbatch, the sequence that leaves the dearest one, and the one that it gets for
-    it, if any.
-
-    Between two microbatches half the difference of their costs should move, so only the sequences
-    whose costs are next to the cost that this asks for are tried.
+def _evened(
+    dear: Sequence[int], cheap: Sequence[int], costs: Sequence[float]
+) -> tuple[list[int], list[int]]:
+    """Both microbatches after the exchange that makes them most alike: a sequence for another one,
+    or for none.
     """
-    best, limit = None, totals[dearest] * (1 - 1e-12)
-    for other in (n for n in range(len(packed)) if n != dearest):
-        members = packed[other]
-        half = (totals[dearest] - totals[other]) / 2
-        for out in packed[dearest]:
-            place = bisect_left(members, costs[out] - half, key=costs.__getitem__)
-            near: list[int | None] = list(members[max(0, place - 1) : place + 1])
-            for into in [*near, None] if len(packed[dearest]) > 1 else near:
-                moved = costs[out] - (0.0 if into is None else costs[into])
-                dearer = max(totals[dearest] - moved, totals[other] + moved)
-                if dearer < limit:
-                    best, limit = (other, out, into), dearer
-    return best
+    half = sum(costs[index] for index in dear) - sum(costs[index] for index in cheap)
+    half /= 2  # what should move
+    swaps = [([out], [into]) for out in dear for into in cheap]
+    moves = [([out], []) for out in dear] if len(dear) > 1 else []
+
+    def off(exchange: tuple[list[int], list[int]]) -> float:
+        out, into = exchange
+        return abs(half - costs[out[0]] + sum(costs[index] for index in into))
+
+    out, into = min([*swaps, *moves], key=off)
+    return (
+        [index for index in dear if index not in out] + into,
+        [index for index in cheap if index not in into] + out,
+    )

@@ -67,35 +67,32 @@ class Problem:
         """
         stages = len(path)
         times, memory = costs.times(stages), costs.memory(stages)
-        apart = [path[s] != path[s + 1] for s in range(stages - 1)]
-        send, receive = (costs.spread(way, stages - 1) for way in ("send", "receive"))
-        forward = [
-            (send[s] if s < stages - 1 and apart[s] else 0.0)
-            + (receive[s - 1] if s and apart[s - 1] else 0.0)
-            for s in range(stages)
-        ]
-        backward = [
-            (receive[s] if s < stages - 1 and apart[s] else 0.0)
-            + (send[s - 1] if s and apart[s - 1] else 0.0)
-            for s in range(stages)
-        ]
-        inward = times["B" if whole else "I"]
+        nothing = (0.0,) * stages
+
+        def crossing(numbers: Sequence[float]) -> list[float]:
+            """Numbers of boundaries, 0 where both stages are on one rank."""
+            return [n if path[s] != path[s + 1] else 0.0 for s, n in enumerate(numbers)]
+
+        def added(passes: Sequence[float], after: list[float], before: list[float]):
+            ends = zip(passes, [*after, 0.0], [0.0, *before], strict=True)
+            return tuple(time + behind + ahead for time, behind, ahead in ends)
+
+        send = crossing(costs.spread("send", stages - 1))
+        receive = crossing(costs.spread("receive", stages - 1))
         return cls(
             tuple(path),
             ranks,
-            tuple(t + b for t, b in zip(times["F"], forward, strict=True)),
-            tuple(t + b for t, b in zip(inward, backward, strict=True)),
-            (0.0,) * stages if whole else times["W"],
-            memory["F"],
-            (0.0,) * stages if whole else tuple(-w for w in memory["W"]),
-            tuple(
-                link if cut else 0.0 for link, cut in zip(costs.links(stages), apart, strict=True)
-            ),
-            tuple(limit),
-            costs.spread("load", microbatches),
-            costs.spread("size", microbatches),
-            tuple(range(microbatches)),
-            whole,
+            F=added(times["F"], send, receive),
+            I=added(times["B" if whole else "I"], receive, send),
+            W=nothing if whole else times["W"],
+            saved=memory["F"],
+            kept=nothing if whole else tuple(-change for change in memory["W"]),
+            link=tuple(crossing(costs.links(stages))),
+            limit=tuple(limit),
+            load=costs.spread("load", microbatches),
+            size=costs.spread("size", microbatches),
+            numbers=tuple(range(microbatches)),
+            whole=whole,
         )
 
     @property
@@ -210,12 +207,3 @@ def rows_of(schedule: Schedule) -> Rows:
         [(op, part.stage, part.microbatch) for part in plain(row) for op in ops[part.op]]
         for row in schedule.rows
     ]
-
-
-def passes_of(rows: Rows, stages: int) -> Orders:
-    """The passes of rows, without W.
-
-    >>> passes_of([[(0, 0, 0), (1, 0, 0), (2, 0, 0)]], stages=1)
-    [[(0, 0), (1, 0)]]
-    """
-    return [[(s + stages * op, k) for op, s, k in row if op < 2] for row in rows]

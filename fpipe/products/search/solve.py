@@ -6,8 +6,7 @@ is from the best.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
 from typing import Literal, TypeAlias
@@ -18,7 +17,6 @@ from ...actions import progress as progress_line
 from ...errors import ScheduleError
 from ...generators import Memory, limits
 from .bounds import Bound, lower_bound
-from .layers import best_cut, layers_work
 from .problem import ALMOST, Problem
 from .search import Search
 
@@ -39,7 +37,6 @@ class Solved(Schedule):
 
     costs: Costs = field(default_factory=Costs)
     bound: Bound = field(default_factory=lambda: Bound(0.0, "none was computed"))
-    cuts: tuple[int, ...] = ()  #: with ``layers=``, the layers that begin stages 1, 2, ...
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -79,7 +76,6 @@ def solve(
     time_limit: float = 10.0,
     progress: bool = True,
     seed: int = 0,
-    layers: Costs | None = None,
 ) -> Solved:
     """Search for the schedule of the least span for these costs within this memory.
 
@@ -99,8 +95,6 @@ def solve(
         progress: whether a terminal shows the span and the bound of a search that takes longer than
             a second.
         seed: of the search; its result depends on the speed of the machine too.
-        layers: costs of each layer, which the search moves between stages: ``cuts`` of the result
-            begin stages. Of ``costs`` only those of messages and microbatches count then.
 
     Returns:
         A Schedule with ``bound``, a number with a ``reason``, and ``gap``; after Ctrl-C the best
@@ -114,42 +108,9 @@ def solve(
     >>> s.timeline.span, s.bound, s.gap
     (18.0, Bound(18, 'rank 0: its work'), 0.0)
     """
-    each = partial(
-        _solve,
-        ranks=ranks,
-        microbatches=microbatches,
-        placement=placement,
-        memory=memory,
-        progress=progress,
-        seed=seed,
-    )
     costs = as_costs(costs)
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
-    if layers is None:
-        return each(costs, stages=stages, time_limit=time_limit)
-    count = stages or _fewest(placement, ranks)
-
-    def run(costs, seconds):
-        return each(costs, stages=count, time_limit=seconds)
-
-    starts, solved = best_cut(costs, layers, count, run, time_limit)
-    work = layers_work(layers) * sum(costs.spread("load", microbatches)) / ranks
-    return replace(solved, bound=Bound(work, "all layers, on all ranks evenly"), cuts=starts[1:])
-
-
-def _solve(
-    costs: Costs,
-    *,
-    ranks: int,
-    microbatches: int,
-    placement: Kind | Placement,
-    stages: int | None,
-    memory: Memory,
-    time_limit: float,
-    progress: bool,
-    seed: int,
-) -> Solved:
     count = _stages(costs, ranks, microbatches, placement, stages)
     limit = limits(memory, ranks)
     problems = [
@@ -157,16 +118,6 @@ def _solve(
         for path in _paths(placement, ranks, count)
     ]
     return _searched(problems, Search(costs, time_limit, seed), progress)
-
-
-def _fewest(placement: Kind | Placement, ranks: int) -> int:
-    return (
-        placement.stages
-        if isinstance(placement, Placement)
-        else ranks
-        if placement == "one"
-        else 2 * ranks
-    )
 
 
 def _searched(problems: list[Problem], search: Search, progress: bool) -> Solved:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain, product
+from itertools import product
 from math import floor, inf
 
 from ... import Schedule, make_schedule, schedule_names
 from ...errors import ScheduleError
 from .dispatch import block, dispatch
-from .fill import Filled, best_fill, fill
+from .fill import Filled, fill
 from .graph import Graph
-from .problem import ALMOST, Orders, Problem, Rows, passes_of, rows_of
+from .problem import ALMOST, Orders, Problem, Rows, rows_of
 
 #: Names that are tried for large problems.
 _FEW_NAMES = ("ZBVZeroBubble", "ZBH1", "InterleavedZeroBubble", "VHalf", "VMin", "Interleaved1F1B")
@@ -30,42 +30,32 @@ _GROUPS = (1.0, 1.125, 1.25)
 def starts(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled]:
     """Solutions of a problem, those first that are often the best and take the least time.
 
-    Of few actions only the last ones depend on the time: ``late`` ends them.
+    ``late`` ends those of many actions.
     """
-    return (filled for filled in _tried(problem, bound, late) if filled is not None)
+    for filled in _tried(problem, bound):
+        if filled is not None:
+            yield filled
+        if problem.large and late():
+            return
 
 
-def _tried(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled | None]:
-    tried = []
-    for orders in chain(_of_v(problem), _warm_ups(problem)):
-        tried.append(orders)
+def _tried(problem: Problem, bound: float) -> Iterator[Filled | None]:
+    yield fill(problem, one_by_one(problem), bound)
+    for orders in _warm_ups(problem):
         yield fill(problem, orders, bound)
         for other in _delayed(problem, orders):
             yield fill(problem, other, bound)
-        if problem.large and late():
-            break
     graph = Graph.of(problem)
     for schedule in _named(problem):
         rows = rows_of(schedule)
         if problem.even:
             rows = [_ascending(row) for row in rows]
-        tried.append(passes_of(rows, problem.stages))
         yield graph.filled(rows)
         yield from map(graph.filled, _relieved(rows, problem))
-        if problem.large and late():
-            break
-    yield fill(problem, one_by_one(problem), bound)
     for steps in _STEPS:
-        if problem.large and late():
-            return
         orders = dispatch(problem, block(problem, *steps))
         if orders is not None:
-            tried.append(orders)
             yield fill(problem, orders, bound)
-    for orders in tried:
-        if late():
-            return
-        yield best_fill(problem, orders, bound)
 
 
 def _named(problem: Problem) -> Iterator[Schedule]:
@@ -85,25 +75,6 @@ def _ascending(row: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         numbered.append((op, stage, counts[op, stage]))
         counts[op, stage] += 1
     return numbered
-
-
-def _of_v(problem: Problem) -> Iterator[Orders]:
-    """For a V of two stages a rank: those of the least idle time where all passes cost alike."""
-    p = problem
-    if p.path != (*range(p.ranks), *reversed(range(p.ranks))) or not p.even:
-        return
-    room = min(
-        limit / max(1e-30, *(p.saved[s] * p.size[0] for s in held))
-        for limit, held in zip(p.limit, p.of_rank, strict=True)
-    )
-    most = int(min(room * ALMOST, p.stages))
-    if most == p.stages and p.large:
-        return  # ZBV is as good and takes less time
-    for chunks in range(most, max(0, most - 3), -1):
-        with suppress(ScheduleError):  # less memory than it can do with
-            share = chunks / p.stages
-            made = make_schedule("V", p.ranks, p.microbatches, p.stages, memory=share)
-            yield passes_of(rows_of(made), p.stages)
 
 
 def _warm_ups(problem: Problem) -> Iterator[Orders]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.launch``: one function on several processes of this machine or of a Ray cluster.
+"""``fpipe.launch``: one function on several processes of this machine.
 
 Sets the environment variables of torchrun, returns the results by rank, raises the first failure
 with that rank's traceback, and ends the other ranks. Knows nothing of the function.
@@ -15,17 +15,15 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from ...devices import keep_freed
 from ...errors import LaunchError
-from .outcome import GRACE, Report, call, collect, environment, results, store
-from .ray import launch as on_ray
-from .supervisor import supervise
+from .outcome import Report, call, environment, results, store
 
 #: Imported once, before the processes are forked: what a first step imports takes each process
 #: seconds. Fake tensors import the last one.
@@ -35,6 +33,8 @@ _PRELOADED = (
     "fpipe.engine.gradients",
     "torch._dynamo",
 )
+GRACE = 2.0  #: seconds for the other ranks to report after a failure
+_ENDED = 2.0  #: seconds for a process to end when it is asked
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted
 #: stays.
 _KILLED = 10.0
@@ -43,7 +43,6 @@ _LOOK = 60.0
 T = TypeVar("T")
 
 
-@overload
 def launch(
     fn: Callable[..., T],
     *args: object,
@@ -51,31 +50,7 @@ def launch(
     timeout: float | None = None,
     start: str | None = None,
     env: dict[str, str] | None = None,
-    on: str = "processes",
-    copies: None = None,
-) -> list[T]: ...
-@overload
-def launch(
-    fn: Callable[..., T],
-    *args: object,
-    ranks: int,
-    timeout: float | None = None,
-    start: str | None = None,
-    env: dict[str, str] | None = None,
-    copies: int,
-    restarts: int = 3,
-) -> list[list[T] | None]: ...
-def launch(
-    fn: Callable[..., T],
-    *args: object,
-    ranks: int,
-    timeout: float | None = None,
-    start: str | None = None,
-    env: dict[str, str] | None = None,
-    on: str = "processes",
-    copies: int | None = None,
-    restarts: int = 3,
-) -> list[T] | list[list[T] | None]:
+) -> list[T]:
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
     Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their
@@ -90,16 +65,9 @@ def launch(
         timeout: of the whole run, in seconds.
         start: a start method of multiprocessing; by default that which fits a script or a notebook.
         env: what is added to the environment of each process.
-        on: ``"processes"`` of this machine, or ``"ray"``: one actor of a Ray cluster for each rank,
-            each with an accelerator if the cluster has some (``"ray:NPU"`` and ``"ray:CPU"`` name
-            the resource of each); it needs ``pip install '.[ray]'``.
-        copies: run several copies of the pipeline, each on ``ranks`` processes of its own, for
-            ``fpipe.Loop(quorum=fpipe.quorum())``: the loss of a copy does not stop the others.
-        restarts: how often each copy is started again after a failure, until another one has ended.
 
     Returns:
-        What ``fn`` returned, by rank; it must be picklable. With ``copies=``, such a list for each
-        copy, or ``None`` for one that was lost.
+        What ``fn`` returned, by rank; it must be picklable.
 
     Raises:
         LaunchError: if a process failed or the time is over; it names the rank that failed first.
@@ -112,40 +80,18 @@ def launch(
         raise LaunchError(f"launch takes a function that runs on each rank, not {fn!r}")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
-    kind, _, resource = on.partition(":")
-    if kind == "ray" and start is None and copies is None:
-        return on_ray(partial(fn, *args), ranks, timeout, env or {}, resource or None)
-    if on != "processes":
-        raise LaunchError(
-            f"on={on!r} with start={start!r}, copies={copies}; give on='processes', or on='ray' "
-            "without start= and copies="
-        )
     context = _context(start, fn)
-    run = partial(_on_processes, partial(fn, *args), ranks, timeout, env or {}, context)
-    return run() if copies is None else supervise(run, copies, restarts)
-
-
-def _on_processes(
-    fn: partial[T],
-    ranks: int,
-    timeout: float | None,
-    env: Mapping[str, str],
-    context: Any,
-    more: Mapping[str, str] = {},
-    on_failure: Callable[[], None] = lambda: None,
-) -> list[T]:
     tcp_store = store("127.0.0.1")
-    loopback: dict[str, str] = {}
+    shared = dict(env or {})
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        loopback["GLOO_SOCKET_IFNAME"] = "lo"
+        shared = {"GLOO_SOCKET_IFNAME": "lo", **shared}
     children: list[_Child] = []
     reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            variables = {**loopback, **environment(rank, ranks, tcp_store), **env, **more}
-            children.append(_start(context, fn, variables))
-        pipes = {child.pipe: child.read for child in children}
-        reports = collect(pipes, wait, timeout, on_failure)
+            variables = {**environment(rank, ranks, tcp_store), **shared}
+            children.append(_start(context, partial(fn, *args), variables))
+        reports = _collected(children, timeout)
         return results(reports, ranks, timeout)
     finally:
         _end(children, reports)
@@ -160,7 +106,7 @@ class _Child(NamedTuple):
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(GRACE)
+            self.process.join(_ENDED)
             code = self.process.exitcode
             how = (
                 f"signal {signal.Signals(-code).name}"
@@ -170,6 +116,25 @@ class _Child(NamedTuple):
             return Report(how=how)
         except Exception as error:  # its result or exception cannot be unpickled in this process
             return Report(text=f"its result cannot be read here: {error!r}")
+
+
+def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, Report]:
+    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
+    theirs.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    reports: dict[int, Report] = {}
+    failed = False
+    while len(reports) < len(children):
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        pending = [rank for rank in range(len(children)) if rank not in reports]
+        ready = wait([children[rank].pipe for rank in pending], left)
+        reports |= {rank: children[rank].read() for rank in pending if children[rank].pipe in ready}
+        if not failed and not all(report.ok for report in reports.values()):
+            failed, deadline = True, time.monotonic() + GRACE
+    return reports
 
 
 def _context(start: str | None, fn: Callable[..., object]) -> Any:
@@ -228,12 +193,12 @@ def _end_with_parent() -> None:
 
 def _end(children: Sequence[_Child], reported: Container[int]) -> None:
     """End all processes: ask those that have not reported, and kill any that remains after
-    ``GRACE`` seconds.
+    ``_ENDED`` seconds.
     """
     for rank, child in enumerate(children):
         if rank not in reported and child.process.is_alive():
             child.process.terminate()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + _ENDED
     for rank, child in enumerate(children):
         child.process.join(max(0.1, deadline - time.monotonic()))
         if child.process.is_alive():  # stopped, or it ignores the request

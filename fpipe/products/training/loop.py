@@ -27,7 +27,7 @@ from ...errors import BatchError, CheckpointError, StageError, TransformError, U
 from ...saving import Saving, groups_of, load, save
 from ...transforms import LossScaleState
 from ...tree import Tree, flatten, unflatten
-from .quorum import Quorum
+from .elastic import Elastic, Members
 from .records import Record, figures, log_to, part_of
 from .run_folder import RunFolder
 
@@ -80,9 +80,9 @@ class Loop:
             of ``log.jsonl``. A record has ``step`` (from 1), ``loss`` and ``seconds``, ``rate`` if
             the transform has one learning rate, and ``norm``, that of the gradients before
             clipping, if it clips by it.
-        quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may
-            be lost: the others go on with the mean of their gradients, and a copy that was started
-            again takes over their state. Each record has the number of ``copies`` that took part.
+        elastic: ``fpipe.elastic()`` where several copies of the pipeline train together and some
+            may be lost: the others go on with the mean of their gradients, and a copy that was
+            started again takes over their state. Each record has the ``copies`` that took part.
             Which data a copy trains on is up to ``batch``.
 
     >>> import tempfile, fpipe
@@ -104,7 +104,7 @@ class Loop:
     keep: int = 3
     keep_every: int = 0
     log: Callable[[Record], object] | None = None
-    quorum: Quorum | None = None
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pipe, Pipeline):
@@ -118,9 +118,10 @@ class Loop:
             )
         if self.pipe.config.loss is None:
             raise StageError("the pipeline has no loss; give one with a loss")
-        if self.quorum is not None and len(groups_of(self.pipe)) > 1:
+        if self.elastic is not None and len(groups_of(self.pipe)) > 1:
             raise UnsupportedError(
-                "Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out"
+                "Loop takes dp= and tp= of the pipeline or elastic=, not both; leave one of them "
+                "out"
             )
         least = {"every": 1, "keep": 1, "keep_every": 0}
         if any(
@@ -171,19 +172,14 @@ class Loop:
         return self._folder.of(step)
 
     @property
-    def _leads(self) -> bool:
-        """Whether this copy writes checkpoints and the log: the first of those that take part."""
-        return self.quorum is None or self.quorum.members[0].copy == self.quorum.copy
-
-    @property
     def _first(self) -> bool:
-        """Whether this process writes the log."""
-        return self._leads and all(0 in group.here for group in groups_of(self.pipe))
+        """Whether this process is the first of its copy, which writes the log."""
+        return all(0 in group.here for group in groups_of(self.pipe))
 
     def _save(self, now: Trained, batch: object, last: Saving | None) -> Saving | None:
         """Wait for the last checkpoint, and begin the next one."""
         self._finish(last)
-        if self.path is None or not self._leads:
+        if self.path is None:
             return None
         position = batch.state_dict() if isinstance(batch, Stateful) else None
         copies = self.pipe.copies
@@ -252,6 +248,7 @@ class Loop:
         Raises:
             BatchError: if ``batch`` is no function, such as a loader.
             CheckpointError: if the last checkpoint is of another model, or damaged.
+            UnsupportedError: if ``batch`` has a position of its own, with ``elastic=``.
 
         >>> import fpipe, tempfile
         >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1,
@@ -268,29 +265,58 @@ class Loop:
                 "returns (x, *targets). For a loader, give a function that takes the batch of that "
                 "step from it (docs: A training run, Data)"
             )
-        with _signalled() as signalled:
-            now, saving = self._begin(params, batch), None
-            log, leads = self._logger(now.step), self._leads
-            step_of = value_and_grad(self.pipe)
-            while now.step < steps:
-                began, of_step = time.perf_counter(), figures(self.tx, self._of_tx(now))
-                loss, now = self._step(step_of, now, batch)
-                if leads != self._leads:
-                    log, leads = self._logger(now.step - 1), self._leads
-                if log is not None:
-                    seconds = round(time.perf_counter() - began, 6)
-                    record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                    log(record | of_step(self._of_tx(now)) | self._took_part())
-                stop = self._stops(bool(signalled))
-                if now.step % self.every == 0 or now.step == steps or stop:
-                    saving = self._save(now, batch, saving)
-                if stop:
-                    break
-            self._finish(saving)
-            if self.quorum is not None:
-                self.quorum.leave(-1 if now.step < steps else now.step)
-        if signalled:
-            signal.raise_signal(signalled[0])
+        if self.elastic is not None and isinstance(batch, Stateful):
+            raise UnsupportedError(
+                "with elastic=, data must depend on the step and the copy alone; give a function"
+            )
+        with _signalled() as signals:
+            now = self._load(params, batch)
+            if self.elastic is None or now.step >= steps:
+                now = self._train(now, batch, steps, signals, None)
+            else:
+                members = Members(self.elastic, self.pipe.group)
+                try:
+                    now = self._train(now, batch, steps, signals, members)
+                finally:
+                    members.leave()
+        if signals:
+            signal.raise_signal(signals[0])
+        return now
+
+    def _train(
+        self,
+        now: Trained,
+        batch: Callable[[int], Batch],
+        steps: int,
+        signals: Sequence[int],
+        members: Members | None,
+    ) -> Trained:
+        """Do the steps that are left, or those until a signal."""
+        saving: Saving | None = None
+        log: Callable[[Record], object] | None = None
+        step_of, stop = value_and_grad(self.pipe), False
+        while not stop:
+            if members is not None:  # after the last step too: a copy may have missed its mean
+                (params, state), step = members.join((now.params, now.state), now.step)
+                now = Trained(params, state, step)
+            leads = members is None or members.leads
+            log = (log or self._logger(now.step)) if leads else None
+            if now.step >= steps:
+                break
+            began, of_step = time.perf_counter(), figures(self.tx, self._of_tx(now))
+            done = self._step(step_of, now, batch, members)
+            if done is None:
+                continue
+            loss, now = done
+            if log is not None:
+                seconds = round(time.perf_counter() - began, 6)
+                record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
+                took_part = {} if members is None else {"copies": list(members.copies)}
+                log(record | of_step(self._of_tx(now)) | took_part)
+            stop = self._stops(bool(signals))
+            if leads and (now.step % self.every == 0 or now.step == steps or stop):
+                saving = self._save(now, batch, saving)
+        self._finish(saving)
         return now
 
     def _initial(self, params: Sequence[Tree]) -> Trained:
@@ -307,15 +333,18 @@ class Loop:
         return now.state[0] if self.pipe.config.stateful else now.state
 
     def _step(
-        self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]
-    ) -> tuple[Tensor, Trained]:
-        if self.quorum is not None and self.quorum.changed:
-            now = self._joined(now)
+        self,
+        step_of: Callable[..., Any],
+        now: Trained,
+        batch: Callable[[int], Batch],
+        members: Members | None,
+    ) -> tuple[Tensor, Trained] | None:
+        """The loss and what follows a step; ``None`` if a copy was lost in it."""
         args: Any = batch(now.step)
         sides: dict[str, Tree] = {}
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
-        copy = 0 if self.quorum is None else self.quorum.copy
+        copy = 0 if self.elastic is None else self.elastic.copy
         state, stateful = self._of_tx(now), self.pipe.config.stateful
         scaled = part_of(state, LossScaleState)
         options: dict[str, Tree] = {"state": now.state[1]} if stateful else {}
@@ -328,9 +357,14 @@ class Loop:
             **sides,
         )
         loss, states = loss if stateful else (loss, None)
-        if self.quorum is not None:
-            loss, grads = self._mean(self.quorum, loss, grads, now)
-        updates, state = self.tx.update(grads, state, now.params)
+        if members is not None:
+            leaves, spec = flatten((loss, grads))
+            means = members.mean(leaves)
+            if means is None:
+                return None
+            loss, grads = unflatten(spec, means)
+        tx = self.tx
+        updates, state = tx.update(grads, state, now.params)
         state = (state, states) if stateful else state
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
 
@@ -343,43 +377,11 @@ class Loop:
 
     def _logger(self, step: int) -> Callable[[Record], object] | None:
         """Where records go, on the first process."""
-        if not self._first or self.log is not None or self.path is None:
-            return self.log if self._first else None
+        if not self._first:
+            return None
+        if self.log is not None or self.path is None:
+            return self.log
         return log_to(Path(self.path) / "log.jsonl", step)
-
-    # ---- copies of which some may be lost ----
-    def _begin(self, params: Sequence[Tree], batch: object) -> Trained:
-        """Where the other copies are, the last complete checkpoint, or the beginning."""
-        if self.quorum is None:
-            return self._load(params, batch)
-        if isinstance(batch, Stateful):
-            raise UnsupportedError(
-                "with quorum=, data must depend on the step and the copy alone; give a function"
-            )
-        if not self.quorum.running(self.pipe.group):
-            return self._joined(self._load(params, batch))
-        now = self._joined(self._initial(params)._replace(step=-1))
-        if now.step < 0:  # the others were lost in the meantime
-            return self._load(params, batch)
-        return now
-
-    def _joined(self, now: Trained) -> Trained:
-        """The state of all copies, once they have met."""
-        assert self.quorum is not None
-        (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
-        return Trained(params, state, step)
-
-    def _mean(self, quorum: Quorum, loss: Tensor, grads: Tree, now: Trained) -> Tree:
-        """The means over the copies that take part; those that were lost in this step have no share
-        in it.
-        """
-        leaves, spec = flatten((loss, grads))
-        while (means := quorum.mean(leaves, now.step)) is None:
-            self._joined(now)
-        return unflatten(spec, means)
-
-    def _took_part(self) -> Record:
-        return {} if self.quorum is None else {"copies": len(self.quorum.members)}
 
 
 def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:

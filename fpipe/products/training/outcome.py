@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports of a function from all ranks: how to collect them, and which of several failures to
-raise.
+"""What a launched rank gets and reports, and which of several failures is raised.
 
-Shared by all ways to launch. Knows no process, no pipe and no cluster.
+This module must not know processes and pipes.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ...errors import LaunchError, PeerError, StalledError
-
-Handle = TypeVar("Handle")
-GRACE = 2.0  #: seconds for the other ranks to report after a failure, and then to end when asked
 
 
 @dataclass(frozen=True)
@@ -53,19 +48,17 @@ def environment(rank: int, ranks: int, tcp_store: TCPStore) -> dict[str, str]:
     }
 
 
-def store(address: str, port: int = 0) -> TCPStore:
+def store(address: str) -> TCPStore:
     """A store in the launcher, which outlives every rank; it listens on this address alone."""
     # TCPStore itself would listen on all interfaces
-    listener = socket.create_server((address, port))
+    listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def call(
-    fn: Callable[[], object], rank: int, dumps: Callable[[object], bytes] = pickle.dumps
-) -> bytes:
+def call(fn: Callable[[], object], rank: int) -> bytes:
     """Call the function and return the report as bytes for another process.
 
     >>> pickle.loads(call(dict, rank=0)).value
@@ -76,7 +69,7 @@ def call(
     except BaseException as error:
         report = Report(value=error, text=traceback.format_exc())
     try:
-        raw = dumps(report)
+        raw = pickle.dumps(report)
         pickle.loads(raw)
     except Exception as error:
         text = (
@@ -84,39 +77,8 @@ def call(
             if report.ok
             else report.text
         )
-        raw = dumps(Report(text=text, when=report.when))
+        raw = pickle.dumps(Report(text=text, when=report.when))
     return raw
-
-
-def collect(
-    handles: Mapping[Handle, Callable[[], Report]],
-    wait: Callable[[list[Handle], float | None], Container[object]],
-    timeout: float | None,
-    on_failure: Callable[[], None] = lambda: None,
-) -> dict[int, Report]:
-    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
-    theirs.
-
-    Args:
-        handles: what to wait for, by rank, with a function that reads the report.
-        wait: returns the handles of those that have reported within some seconds.
-        timeout: seconds in all.
-        on_failure: called after the first failure.
-    """
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    ranks = {handle: rank for rank, handle in enumerate(handles)}
-    reports: dict[int, Report] = {}
-    failed = False
-    while (left := deadline - time.monotonic()) > 0:
-        pending = [handle for handle, rank in ranks.items() if rank not in reports]
-        if not pending:
-            break
-        ready = wait(pending, None if left == math.inf else left)
-        reports |= {ranks[handle]: handles[handle]() for handle in pending if handle in ready}
-        if not failed and not all(report.ok for report in reports.values()):
-            failed, deadline = True, time.monotonic() + GRACE
-            on_failure()
-    return reports
 
 
 def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) -> list[Any]:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and messages among the ranks of several copies, over gloo; a wait ends when a member is
-lost.
+"""Sums and messages between the processes that hold the same part of several copies, over gloo.
 
-Tensors of accelerators pass through host memory. This module must not know what is sent.
+Tensors of accelerators pass through host memory. Every function raises RuntimeError where a member
+is lost. This module must not know what is sent, nor how members are chosen.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
 from typing import Any, NamedTuple
@@ -21,10 +20,9 @@ from ...collectives import decode, encode
 from ...errors import GroupError
 from ...tree import Tree, flatten, unflatten
 
-LOOK = 0.05  #: seconds between two looks for a change of members
 _ELEMENTS = 16 << 20  #: of gradients that are added up at once
 #: For documented names that the stubs of torch.distributed do not export.
-DIST: Any = dist
+_DIST: Any = dist
 
 
 class _Shape(NamedTuple):
@@ -34,24 +32,37 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class Peers:
-    """The processes of all members that hold the same part of the pipeline; ``rank`` of ``size``.
+class Peers(NamedTuple):
+    """The process of each member that holds this part of the pipeline.
 
-    ``disturbed`` says whether a member is lost. Every method raises RuntimeError where one is.
+    ``copies`` are the numbers of the members, and ``quorum`` is the number of this set of members.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]
-    ):
-        self.rank, self.size, self._timeout, self._disturbed = rank, size, timeout, disturbed
-        self._group: Any = None
-        if size > 1:
-            self._group = DIST.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    copies: tuple[int, ...] = ()
+    quorum: int = 0
+    gloo: Any = None
 
+    @classmethod
+    def connect(
+        cls, address: str, rank: int, copies: tuple[int, ...], quorum: int, timeout: float
+    ) -> Peers:
+        """Connect to the others through a store, ``host:port/prefix``."""
+        host, _, prefix = address.partition("/")
+        host, _, port = host.rpartition(":")
+        seconds = timedelta(seconds=timeout)
+        store = _DIST.TCPStore(host, int(port), is_master=False, timeout=seconds)
+        store = _DIST.PrefixStore(prefix, store)
+        gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), seconds)
+        return cls(copies, quorum, gloo)
+
+    def abort(self) -> None:
+        """Close the connections, so that the others notice it at once."""
+        if self.gloo is not None:
+            self.gloo.abort()
+
+    # ---- all members ----
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The means of tensors over the members, added in their order."""
-        if self.size == 1:
-            return [tensor.clone() for tensor in tensors]
         results = list(tensors)
         for dtype in {tensor.dtype: None for tensor in tensors}:
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -64,68 +75,56 @@ class Peers:
         return results
 
     def _mean(self, mine: Tensor) -> Tensor:
-        return reduce(torch.add, self._gathered(mine)) / self.size
+        return reduce(torch.add, self.gathered(mine)) / len(self.copies)
 
-    def numbers(self, number: int) -> list[int]:
-        """A number of each member."""
-        return [int(each) for each in self._gathered(torch.tensor([number]))]
-
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
+    def gathered(self, mine: Tensor) -> list[Tensor]:
         """A tensor of each member."""
-        if self.size == 1:
-            return [mine]
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(self._group.allgather([every], [mine]))
+        every = [torch.empty_like(mine) for _ in self.copies]
+        self.gloo.allgather([every], [mine]).wait()
         return every
 
-    def state(self, state: Tree, root: int) -> Tree:
-        """The state of one member; every member calls with its own."""
-        mine, spec = flatten(state)
-        described = [
+    # ---- from one to another ----
+    def send(self, state: Tree, to: int) -> None:
+        """Send a pytree of tensors and data, a tensor at a time."""
+        leaves, _ = flatten(state)
+        header = [
             _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in mine
+            for leaf in leaves
         ]
-        described = self._data(described, root)
-        if len(described) != len(mine):
+        raw = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
+        self._send(torch.tensor([len(raw)]), to)
+        self._send(raw, to)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._send(leaf.detach().cpu().contiguous(), to)
+
+    def receive(self, like: Tree, source: int) -> Tree:
+        """Receive what another member sends; the form and the devices are those of ``like``."""
+        mine, spec = flatten(like)
+        size = self._receive(torch.zeros(1, dtype=torch.int64), source)
+        raw = self._receive(torch.empty(int(size), dtype=torch.uint8), source)
+        header = decode(bytes(raw.tolist()))
+        if len(header) != len(mine):
             raise GroupError(
-                f"one copy of the pipeline has {len(described)} leaves of parameters and state, "
-                f"and another {len(mine)}; all copies must have the same pipeline and the same "
+                f"one copy of the pipeline has {len(header)} leaves of parameters and state, and "
+                f"another {len(mine)}; all copies must have the same pipeline and the same "
                 "transform"
             )
-        pairs = zip(mine, described, strict=True)
-        return unflatten(spec, [self._leaf(leaf, what, root) for leaf, what in pairs])
+        leaves: list[object] = []
+        for leaf, described in zip(mine, header, strict=True):
+            if isinstance(described, _Shape):
+                tensor = torch.empty(described.shape, dtype=described.dtype)
+                tensor = self._receive(tensor, source)
+                leaves.append(tensor.to(leaf.device) if isinstance(leaf, Tensor) else tensor)
+            else:
+                leaves.append(described)
+        return unflatten(spec, leaves)
 
-    def _leaf(self, mine: object, described: object, root: int) -> object:
-        if not isinstance(described, _Shape):
-            return described
-        if self.rank == root and isinstance(mine, Tensor):
-            sent = mine.detach().cpu().contiguous()
-        else:
-            sent = torch.empty(described.shape, dtype=described.dtype)
-        self._broadcast(sent, root)
-        return sent.to(mine.device) if isinstance(mine, Tensor) else sent
+    def _send(self, tensor: Tensor, to: int) -> None:
+        if tensor.numel():
+            self.gloo.send([tensor], to, 0).wait()
 
-    def _data(self, value: Any, root: int) -> Any:
-        """Data of one member."""
-        raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        size = torch.tensor([len(raw)])
-        self._broadcast(size, root)
-        buffer = raw if self.rank == root else torch.empty(int(size), dtype=torch.uint8)
-        self._broadcast(buffer, root)
-        return decode(bytes(buffer.tolist()))
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = root
-        self._wait(self._group.broadcast([tensor], options))
-
-    def _wait(self, work: Any) -> None:
-        """Wait for a collective."""
-        end, look = time.monotonic() + self._timeout, time.monotonic() + LOOK
-        while not work.is_completed():
-            if (now := time.monotonic()) > look:
-                look = now + LOOK
-                if now > end or self._disturbed():
-                    raise RuntimeError("a member was lost")
-            time.sleep(0.0005)
-        work.wait()
+    def _receive(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            self.gloo.recv([tensor], source, 0).wait()
+        return tensor

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.actions.placement import Placement
 from fpipe.products.search.balancing import estimate, spread
 
 COSTS = st.lists(st.integers(0, 6), min_size=4, max_size=9).filter(any)
@@ -45,13 +44,13 @@ def total(plan: fpipe.Schedule, costs: list[int], starts: tuple[int, ...]) -> fl
 
 
 @pytest.mark.parametrize(
-    ("placement", "ranks"), [("1F1B", 3), ("ZBV", 2), ("GPipe", 4), ("loop", 2)]
+    ("schedule", "ranks"), [("1F1B", 3), ("ZBV", 2), ("GPipe", 4), ("Interleaved1F1B", 2)]
 )
 @pytest.mark.parametrize(
     "costs", [[0, 1, 1, 1, 1, 1, 1, 3], [2, 1, 1, 5, 1, 1, 1, 1], [1, 2, 3, 4, 3, 2, 1, 4]]
 )
-def test_the_proposal_is_as_good_as_any(placement: str, ranks: int, costs: list[int]):
-    made = fpipe.balance(costs, ranks, placement)
+def test_the_proposal_is_as_good_as_any(schedule: str, ranks: int, costs: list[int]):
+    made = fpipe.balance(costs, ranks, schedule)
     best = min(total(made.schedule, costs, w) for w in ways(len(costs), made.schedule.stages))
     assert made.timeline.total == total(made.schedule, costs, made.starts)
     assert made.timeline.total <= best * 1.02
@@ -89,15 +88,9 @@ def test_names_and_modules_give_cuts_for_from_module():
     assert estimate(nn.Sequential(tied, tied)) == 16
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [Placement.loop(2, 2), Placement.v(2), "v", fpipe.make_schedule("Interleaved1F1B", 2, 6)],
-    ids=str,
-)
-def test_placements(placement: Any):
-    made = fpipe.balance([1, 1, 1, 1, 1, 2], 2, placement)
-    assert made.schedule.stages == 4
-    assert made.schedule.placement in (Placement.loop(2, 2), Placement.v(2))
+def test_a_schedule_itself():
+    schedule = fpipe.make_schedule("Interleaved1F1B", 2, 6)
+    assert fpipe.balance([1, 1, 1, 1, 1, 2], 2, schedule).schedule is schedule
 
 
 def test_it_shows_what_it_gains():
@@ -108,7 +101,7 @@ def test_it_shows_what_it_gains():
 
 
 def test_many_items_do_not_take_long():
-    made = fpipe.balance([*[1.0] * 96, 7.0], ranks=16, placement="Interleaved1F1B", microbatches=64)
+    made = fpipe.balance([*[1.0] * 96, 7.0], ranks=16, schedule="Interleaved1F1B", microbatches=64)
     assert made.gain > 1
 
 
@@ -122,14 +115,10 @@ def test_many_items_do_not_take_long():
         (lambda: fpipe.balance({"a": "b"}, 1), "the cost of 'a' is 'b'"),
         (lambda: fpipe.balance(5, 1), "costs=5; give a list"),
         (lambda: fpipe.balance([1, 1], 2, "1G1B"), "1G1B"),
-        (lambda: fpipe.balance([1, 1], 2, 7), "placement=7; give 'loop', 'v'"),
+        (lambda: fpipe.balance([1, 1], 2, 7), "schedule=7; give a name"),
         (
             lambda: fpipe.balance([1, 1], 2, fpipe.make_schedule("1F1B", 3, 3)),
             "the schedule is for 3 ranks, not 2",
-        ),
-        (
-            lambda: fpipe.balance([1, 1, 1], 2, Placement.of([[0, 1], [2]])),
-            "pass the Schedule that will run",
         ),
         (lambda: spread([1, 2], 3), "2 items cannot be cut into 3 parts"),
     ],

@@ -15,7 +15,7 @@ import torch
 import fpipe
 from fpipe import Costs, Placement, Schedule, Solved, make_schedule, solve
 from fpipe.errors import ScheduleError
-from fpipe.products.search import exact, search, starts
+from fpipe.products.search import search, starts
 from fpipe.products.search.bounds import lower_bound
 from fpipe.products.search.problem import Problem
 from sample import also
@@ -207,14 +207,6 @@ def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None
         assert lower_bound(problem, Costs()) == 24 * p + idle
 
 
-@pytest.mark.parametrize(("p", "chunks"), [(4, 6), (8, 14), (16, 13), (16, 28)])
-def test_a_v_with_any_memory_is_solved_at_once(p: int, chunks: int) -> None:
-    s = quick(
-        Costs(), p, 4 * p, "V", memory=chunks, time_limit=60
-    )  # it ends when the best is known
-    assert s.gap == 0 and max(s.check().timeline.peak) <= chunks
-
-
 def test_the_bound_of_uneven_v_half_by_hand() -> None:
     """8 ranks, 32 microbatches, 10 chunks: what rank 7 must do, the ways from rank 0 to it and
     back; .1111 at least.
@@ -342,27 +334,6 @@ def test_microbatches_that_differ_are_put_in_order() -> None:
     assert max(s.check().timeline.peak_bytes) <= 9
 
 
-def test_layers_move_between_stages() -> None:
-    layers = Costs(
-        F=[1, 1, 1, 1, 1, 1, 1, 4],
-        I=[1, 1, 1, 1, 1, 1, 1, 4],
-        W=[1, 1, 1, 1, 1, 1, 1, 4],
-        saved=[1] * 8,
-    )
-    s = solve(Costs(comm=0.1), 2, 8, "one", layers=layers, memory=100, time_limit=1, progress=False)
-    assert s.cuts in ((5,), (6,)) and sorted(s.costs.F) == [5, 6] and sum(s.costs.saved) == 8  # type: ignore[arg-type]
-    even = quick(Costs(F=[4, 7], I=[4, 7], W=[4, 7], comm=0.1), 2, 8, "one", memory=100)
-    assert s.bound == 33 * 8 / 2 <= s.timeline.span < even.timeline.span
-    tight = solve(Costs(), 2, 8, "one", layers=layers, memory=10, time_limit=1, progress=False)
-    assert max(tight.timeline.peak_bytes) <= 10
-    for wrong, message in (
-        (Costs(), "no number for each layer"),
-        (Costs(F=[1]), "1 layers cannot fill 2 stages"),
-    ):
-        with pytest.raises(ScheduleError, match=message):
-            solve(Costs(), 2, 8, "one", layers=wrong)
-
-
 def dearness(length: int) -> float:
     """What a sequence costs where attention is quadratic."""
     return (length + length * length / 4096) / 1000
@@ -455,81 +426,3 @@ def test_what_a_user_gets_wrong_is_named() -> None:
     }.items():
         with pytest.raises(ScheduleError, match=error):
             call()
-
-
-# ---- exact search ----
-def small_case(draw: random.Random) -> tuple[Costs, int, int, str, float]:
-    """Costs, counts, placement and memory of up to 4 ranks and 6 microbatches."""
-    p, m, placement = draw.choice((2, 3, 4)), draw.choice((3, 4, 5, 6)), draw.choice(("one", "V"))
-    stages = p * (1 if placement == "one" else 2)
-    numbers = lambda low, high: [draw.randint(low, high) for _ in range(stages)]
-    costs = Costs(numbers(5, 20), numbers(5, 20), numbers(3, 15), comm=draw.choice((0, 1, 2)))
-    return costs, p, m, placement, float(draw.choice((2, 3, p, p + 1, 2 * p)) * stages // p)
-
-
-def test_exact_search_finds_what_brute_force_finds(long: bool) -> None:
-    pytest.importorskip("ortools")
-    draw = random.Random(3)
-    for _ in range(200 if long else 15):
-        path, m = draw.choice(TINY)
-        numbers = lambda path=path: [draw.choice((1, 2, 3, 5)) for _ in path]
-        costs = Costs(numbers(), numbers(), numbers(), comm=draw.choice((0, 0.5, 2)))
-        limit = float(max(path.count(rank) for rank in path) * draw.choice((1, 2, 3)))
-        s = quick(
-            costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=20
-        )  # type: ignore[arg-type]
-        assert s.gap == 0 and s.timeline.span == pytest.approx(
-            brute_force(costs, path, m, limit)
-        ), (path, costs, limit)
-
-
-def test_a_rank_begins_when_a_forward_arrives() -> None:
-    """No schedule begins a rank in between, but one may wait for a later microbatch to have less
-    time after it.
-
-    Before, a bound of 281 was said for the first of these, which nothing reaches, and the second
-    had no such wait.
-    """
-    pytest.importorskip("ortools")
-    costs = Costs([6, 20, 17, 7, 18, 11], [10, 15, 14, 20, 15, 18], [11, 6, 13, 15, 13, 15], comm=1)
-    s = quick(costs, 3, 3, "V", time_limit=60)
-    assert s.gap == 0 and s.timeline.span == 283
-    times = (
-        [17, 11, 5, 11, 10, 5, 13, 8],
-        [17, 17, 12, 6, 11, 10, 15, 20],
-        [11, 10, 3, 4, 3, 14, 12, 4],
-    )
-    problem = Problem.of(Costs(*times, comm=1), Placement.v(4).paths[0], 4, 6, (16.0,) * 4)
-    answer = exact.solve_exactly(problem, 481, 468, 60)
-    assert answer.bound == 470 and answer.rows is not None
-    found = problem.schedule(answer.rows).check()
-    assert found.simulate(Costs(*times, comm=1)).span == 470
-
-
-def test_the_fast_search_is_near_the_best_of_small_cases(
-    long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ortools")
-    draw = random.Random(4)
-    for _ in range(200 if long else 4):
-        case = small_case(draw)
-        best = quick(*case[:4], memory=case[4], time_limit=60)
-        with monkeypatch.context() as patch:
-            patch.setattr(exact, "available", lambda: False)
-            fast = quick(*case[:4], memory=case[4], time_limit=0.5)
-        assert best.gap == 0, case  # proved
-        near = 1.02 if long else 1.1  # other tests run beside this one
-        assert (
-            fast.bound
-            <= best.timeline.span
-            <= fast.timeline.span * (1 + 1e-9)
-            <= near * best.timeline.span
-        ), case
-
-
-def test_ctrl_c_while_the_exact_solver_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OR-tools returns the best it has after Ctrl-C, and does not raise."""
-    answer = exact.Answer(None, 1.0, interrupted=True)
-    monkeypatch.setattr(exact, "available", lambda: True)
-    monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: answer)
-    assert solve(Costs(F=3), 2, 5, "V", memory=3, time_limit=60, progress=False).check().gap > 0

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of actions for microbatches in slices of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .action import Action, AnyAction, Row, joined
+from .unit import Slice
+
+
+def sliced_rows(rows: Sequence[Row], slices: int) -> tuple[Row, ...]:
+    """The rows with each action as one for each slice: in order for F, else in reverse."""
+    return tuple(tuple(cell for action in row for cell in _sliced(action, slices)) for row in rows)
+
+
+def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
+    """An action as one for each slice; of a fused action, whose parts may go in different
+    directions, too.
+    """
+    for step in range(slices):
+
+        def at(part: Action, step: int = step) -> int:
+            return step if part.op == "F" else slices - 1 - step
+
+        yield joined(
+            [
+                part._replace(microbatch=Slice(part.microbatch, at(part), slices))
+                for part in action.parts
+            ]
+        )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of ``fpipe.pipeline``: their types, and those that a pass owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, Protocol, TypedDict
+
+import torch
+
+from ..actions.product import feature
+from ..collectives.group import Group
+from ..errors import StageError
+from ..lowering.plan import Feature
+from ..stage import Engine
+from .copies import Copies
+from .microbatches import Reduction
+from .request import Request
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of ``fpipe.pipeline`` on which the type of its result does not
+    depend.
+    """
+
+    microbatches: int | None
+    group: Group | None
+    reduction: Reduction
+    seed: int | None
+    frozen: Sequence[str]
+    tied: Sequence[Sequence[str]]
+    accumulate: torch.dtype | None
+    engine: Engine
+    compile: str | None
+    overlap: Literal["weave", "sequential"] | Callable[..., Any]
+    dp: Copies | Group | None
+    slices: int | None
+
+
+#: Options that a pass owns: the name of each, and the pass in ``fpipe.passes``. Its function
+#: ``option(value)`` checks a value and returns an ``Option``.
+PASSES: dict[str, str] = {}
+
+
+class Option(Protocol):
+    """What a pass makes of an option. Its ``repr`` is what ranks compare."""
+
+    def features(self, request: Request) -> Iterable[Feature]:
+        """What it adds to the plans of a call."""
+        ...
+
+
+def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
+    """The options of passes, checked; StageError for a name that no pass has.
+
+    >>> options_of({"overlop": 1})
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.StageError: pipeline() has no option 'overlop'; did you mean 'overlap'?
+    """
+    for name in given.keys() - PASSES.keys():
+        near = get_close_matches(name, [*Options.__annotations__, "loss", "outputs"], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; see help(fpipe.pipeline)"
+        raise StageError(f"pipeline() has no option {name!r}{hint}")
+    return tuple(feature(PASSES[name]).option(value) for name, value in given.items())

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline offers beside calls: variants of it, questions about it, and its parameters.
+
+Knows configurations and plans; calls and derivatives are in ``pipeline`` and ``gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+
+from .. import tree
+from ..actions.product import feature, product
+from ..collectives.group import Group
+from ..errors import StageError
+from ..schedule import Placement, Schedule
+from ..tree import Tree
+from . import calls
+from .arguments import Call
+from .choice import Chosen
+from .config import Config
+from .copies import Copies
+from .plan_cache import Cache
+from .plan_report import Plans
+from .signatures import P
+
+
+class PipelineBase:
+    """The methods of ``Pipeline`` that run nothing of its schedule."""
+
+    config: Config
+    cache: Cache
+    group: Group
+    copies: Copies | None
+    tied: tuple[tuple[str, ...], ...]
+    placement: Placement
+    stages: int
+    here: tuple[int, ...]
+    output_rank: int
+
+    def __init__(self, config: Config, cache: Cache | None = None):
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return repr(self.config)
+
+    def _repr_html_(self) -> str:
+        count = None if isinstance(self.config.schedule, Chosen) else self.config.microbatches
+        picture = self.schedule(count)._repr_html_() if count else ""
+        return product("pictures").table([repr(self)], []) + picture
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """The checked schedule for a number of microbatches.
+
+        Args:
+            microbatches: their number in a call.
+
+        Returns:
+            The schedule that such a call runs.
+
+        Raises:
+            ScheduleError: if the schedule has no form for this number, or breaks a rule.
+
+        >>> from fpipe import local, pipeline
+        >>> print(pipeline([torch.mul] * 2, "GPipe", group=local(2)).schedule(2))
+        [0F0, 0F1, 0B0, 0B1]
+        [1F0, 1F1, 1B0, 1B1]
+        """
+        return self.config.schedule_for(microbatches)
+
+    def under(self, schedule: Schedule) -> Self:
+        """The same pipeline with another schedule that places the stages on the same ranks; this
+        one is unchanged.
+
+        Args:
+            schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the schedule places stages on other ranks.
+
+        >>> from fpipe import local, make_schedule, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, "GPipe", group=local(2))
+        >>> pipe.under(make_schedule("1F1B", 2, 4))
+        <fpipe pipeline: 2 stages, schedule 1F1B, fpipe.local(2) on cpu>
+        """
+        if repr(schedule.placement) != repr(self.placement):
+            raise StageError(
+                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
+                f"({self.placement}); "
+                "make a pipeline with it, and place the parameters anew"
+            )
+        return type(self)(
+            replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
+        )
+
+    def train(self, training: bool = True) -> Self:
+        """The same pipeline with its modules in training, whatever mode they were cut in; this one
+        is unchanged.
+
+        Stages that are functions have no modes. A norm whose running statistics are constants,
+        since it was cut in evaluation, cannot be trained.
+
+        Args:
+            training: whether modules are in training; False is ``eval()``.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import from_module, local, pipeline
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+        >>> stages, params = from_module(model, cuts=["1"])
+        >>> pipe = pipeline(stages, microbatches=1, group=local(2), seed=0)
+        >>> y, mean = pipe.train()(params, torch.ones(1, 2)), pipe.eval()(params, torch.ones(1, 2))
+        >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
+        True
+        """
+        return type(self)(*self.cache.in_mode(self.config, training))
+
+    def eval(self) -> Self:
+        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
+        :meth:`train`.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=1, group=local(2))
+        >>> pipe.eval()([torch.tensor(2.0)] * 2, torch.ones(1))
+        tensor([4.])
+        """
+        return self.train(False)
+
+    def captured(self) -> Self:
+        """The same pipeline whose steps are recorded as graphs of kernels; this one is unchanged.
+
+        Steps of ``value_and_grad`` and ``grad`` are recorded once for each signature and started
+        in later steps, with the same bits: for stages so small that starting kernels takes longer
+        than they run. All ranks are in this process on one GPU. The memory of a graph stays
+        allocated; arguments that move in memory are copied in each step. A step that cannot be
+        recorded runs without, with a warning.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the ranks are not on one accelerator, or there are copies of the
+                pipeline.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).captured()
+        Traceback (most recent call last):
+        ...
+        fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
+        """
+        return type(self)(replace(self.config, capture=True))
+
+    def _choose(
+        self,
+        auto: Chosen,
+        call: Call,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
+    ) -> None:
+        """Choose the schedule for a number of microbatches, by plans of others with the same
+        placement.
+        """
+
+        def plans_of(schedule):
+            return self.under(schedule).plan(params, x, *targets, **side)
+
+        rates = feature("weaving.estimates").RATES
+        latency = rates.get(self.config.device.type, rates["cuda"]).latency / 1000
+        auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one refuses the arguments of the next call.
+
+        They raise at once instead of waiting. The caller raises the error itself.
+
+        Args:
+            error: what is wrong with the arguments.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).refuse(ValueError("no target"))
+        """
+        calls.refuse(self.config, error)
+
+    @property
+    def why(self) -> str:
+        """What ``schedule="auto"`` chose and why; print it.
+
+        >>> from fpipe import local, pipeline
+        >>> print(pipeline([torch.mul] * 2, "auto", microbatches=2, group=local(2)).why)
+        the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1:
+        [1])
+        """
+        auto = self.config.schedule
+        if not isinstance(auto, Chosen):
+            return f"{self.config!r}: the schedule was given"
+        if not auto.chosen:
+            return (
+                "the first call that computes gradients chooses; stages are on ranks as "
+                f"{self.placement}"
+            )
+        return "\n\n".join(
+            f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items())
+        )
+
+    @property
+    def parts(self) -> Group | None:
+        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
+        return self.copies.group if self.copies is not None and self.copies.cut else None
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
+        its copies too.
+
+        Every process must call it. Quantities of the whole model, such as a norm, are sums over
+        stages.
+
+        Args:
+            tensor: this process's part of the sum, of one shape on all processes.
+
+        Returns:
+            The sum, on every process.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
+        tensor([1.])
+        """
+        total = self.group.all_reduce(tensor)
+        return total if self.parts is None else self.parts.all_reduce(total)
+
+    def gather(self, obj: object) -> list[Any]:
+        """What every process of the pipeline passed, by rank. Every process must call it.
+
+        Args:
+            obj: numbers, text, plain tensors on the CPU, and containers of them.
+
+        Returns:
+            A list with one entry for each rank, the same on all.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).gather({"process": 0})
+        [{'process': 0}, {'process': 0}]
+        """
+        return self.group.gather_objects(obj)
+
+    def place(self, params: Sequence[P]) -> list[P]:
+        """The parameters of the stages of this process, on their rank's device; ``None`` for the
+        others.
+
+        Args:
+            params: one pytree for each stage, in stage order; the entries of other processes'
+                stages are not read.
+
+        Returns:
+            The same list, with None for stages of other processes. Tensors that are there already
+            are not copied.
+
+        Raises:
+            StageError: if ``params`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).place([torch.ones(1), torch.zeros(1)])
+        [tensor([1.]), tensor([0.])]
+        """
+        self.config.check_params(params)
+        out: list[Any] = [None] * self.stages
+        for stage in self.here:
+            device = self.group.device(self.config.rank_here(stage))
+
+            def move(leaf, device=device):
+                return (
+                    leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+                )
+
+            out[stage] = tree.tree_map(move, params[stage])
+        return out
+
+    def shard(self, params: Sequence[P]) -> list[P]:
+        """This process's part of whole parameters, placed. With ``zero=`` calls take such parts.
+
+        The trees keep their structure; a leaf becomes one axis with the elements of this copy,
+        perhaps none, and any elementwise operation can be applied to it. Without ``zero=`` it is
+        ``place``. The pipeline records the shapes of whole leaves here: where parts are read from a
+        checkpoint, call it with tensors on the device "meta".
+
+        Args:
+            params: whole parameters, one pytree for each stage, as for ``place``.
+
+        Returns:
+            A list of the same trees, with None for stages of other processes.
+
+        Raises:
+            StageError: if ``params`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).shard([torch.ones(2), torch.zeros(2)])
+        [tensor([1., 1.]), tensor([0., 0.])]
+        """
+        self.config.check_params(params)
+        shares = self.cache.shares
+        if shares is None or self.parts is None:
+            return self.place(params)
+        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
+        parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
+        return self.place(parts)
+
+    def unshard(self, parts: Sequence[P]) -> list[P]:
+        """The inverse of ``shard``, for a checkpoint: whole trees of the stages of this process.
+
+        Every process must call it.
+
+        Args:
+            parts: parameters as ``shard`` returns them, or any trees of that structure, such as the
+                moments of an optimizer.
+
+        Returns:
+            A list of whole trees, with None for stages of other processes.
+
+        Raises:
+            StageError: if ``parts`` does not have one entry for each stage.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, group=local(2))
+        >>> pipe.unshard(pipe.shard([torch.ones(2), torch.zeros(2)]))
+        [tensor([1., 1.]), tensor([0., 0.])]
+        """
+        self.config.check_params(parts)
+        shares = self.cache.shares if self.parts is not None else None
+        if shares is None:
+            return list(parts)
+        whole: list[Any] = [
+            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
+        ]
+        return whole
+
+    def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
+        """What each rank of this process will run for these arguments, and its peak memory. Nothing
+        runs.
+
+        Args:
+            params, x, targets, side: as for a call.
+
+        Returns:
+            A value that prints one line for each instruction: sends, receives, programs and frees.
+            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
+            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
+        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
+        >>> sorted(plan.peak)
+        [0, 1]
+        """
+        call = Call.of(
+            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
+        )
+        with self.config.claim:
+            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
+
+    def rehearse(
+        self,
+        ranks: Sequence[int],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        copies: int = 1,
+        zero: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> tuple[dict[int, Any], Any]:
+        """The plans that ranks of this local group would have if each were a process, beside
+        ``copies`` of the pipeline. Nothing runs.
+
+        Args:
+            ranks: those whose plans are wanted.
+            params, x, targets: as for a call; tensors on the device meta will do. ``x`` and
+                ``targets`` are those of one copy.
+            copies: how many copies of the pipeline there are.
+            zero: what they share, as in ``fpipe.pipeline``.
+            note: called with what is done next.
+
+        Returns:
+            By rank its ``plan``, the bytes of its ``parameters``, and of ``sent`` and ``received``
+            messages number and bytes; and the seconds of tracing and lowering.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
+        >>> by_rank, spent = pipe.rehearse([1], [torch.ones(1)] * 2, torch.ones(4))
+        >>> by_rank[1].received, by_rank[1].parameters
+        ((2, 16), 4)
+        """
+        return feature("rehearsal").rehearse(
+            self, ranks, params, x, *targets, copies=copies, zero=zero, note=note
+        )

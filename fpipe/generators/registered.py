@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules whose functions users registered, and the error for a name that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+from ..schedule import Schedule
+
+refuse_name = partial(ScheduleError, rule="name")
+
+
+class Registered(NamedTuple):
+    """A name and a function of a user."""
+
+    name: str
+    make: Callable[..., Schedule]
+
+
+#: By key of the name.
+REGISTERED: dict[str, Registered] = {}
+
+
+def make_registered(
+    entry: Registered, ranks: int, microbatches: int, stages: int | None, slices: int
+) -> Schedule:
+    """The schedule of a registered function, if it is one for these counts."""
+    who = f"the function registered as {entry.name!r}"
+    keywords = {"stages": stages} if _takes_stages(entry.make) else {}
+    made = returned(entry.make(ranks, microbatches, **keywords), who)
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
+        if number not in (None, getattr(made, what)):
+            raise ScheduleError(
+                f"{who} was called for {what}={number} and returned a schedule with "
+                f"{getattr(made, what)}; request that number, or correct the function",
+                rule=what,
+            )
+    return made if made.slices == slices else made.sliced(slices)
+
+
+def returned(result: object, who: str) -> Schedule:
+    """What a function of the user returned, if that is a Schedule."""
+    if not isinstance(result, Schedule):
+        raise refuse_name(
+            f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule"
+        )
+    return result
+
+
+def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
+    """The error for a name that is not ``known``, which has names by their keys."""
+    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
+    remedy = f"there are {', '.join(known.values())}"
+    if close:
+        remedy = f"did you mean {' or '.join(known[near] for near in close)}?"
+    return refuse_name(f"no schedule is called {name!r}; {remedy}")
+
+
+def _takes_stages(fn: Callable[..., Schedule]) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return "stages" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about schedules by name, and the registration of further names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar, overload
+
+from ..schedule import Schedule
+from .catalogue import BUILT_IN, key
+from .registered import REGISTERED, Registered, refuse_name
+
+Maker = TypeVar("Maker", bound=Callable[..., Schedule])
+
+
+def about_schedule(name: str) -> str:
+    """One line on a schedule: the first sentences of its function's docstring.
+
+    >>> about_schedule("GPipe")
+    'All forwards, then all backwards, both in ascending order.'
+    """
+    entry = BUILT_IN.get(key(name)) or REGISTERED[key(name)]
+    summary = (inspect.getdoc(entry.make) or "").partition("\n\n")[0]
+    return " ".join(summary.split())
+
+
+def orders_slices(name: str) -> bool:
+    """Whether a schedule has an order of its own for slices of sequences.
+
+    >>> orders_slices("Seq1F1B"), orders_slices("1F1B")
+    (True, False)
+    """
+    return key(name) in BUILT_IN and BUILT_IN[key(name)].sliced
+
+
+@overload
+def register_schedule(name: str, fn: Maker) -> Maker: ...
+@overload
+def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
+def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
+    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`;
+    also a decorator.
+
+    Args:
+        name: of the schedule; a registered name is replaced, a built-in one is refused.
+        fn: ``fn(ranks, microbatches)``, which may take ``stages=`` too, the requested number or
+            None.
+
+    Returns:
+        ``fn``; without ``fn`` a decorator.
+
+    Raises:
+        ScheduleError: if the name is built in, or ``fn`` is no function.
+
+    >>> @register_schedule("OneByOne")
+    ... def one_by_one(ranks, microbatches):
+    ...     return make_schedule("GPipe", ranks, microbatches)
+    >>> from fpipe import make_schedule
+    >>> make_schedule("onebyone", 2, 3).microbatches
+    3
+    >>> unregister_schedule("OneByOne")
+    """
+    if fn is None:
+        return partial(register_schedule, name)
+    if not isinstance(name, str) or not key(name):
+        raise refuse_name(f"a schedule cannot be called {name!r}; use letters or digits")
+    if key(name) in BUILT_IN:
+        raise refuse_name(
+            f"{name!r} is built in (as {BUILT_IN[key(name)].name}) and is not replaced; register "
+            "another name"
+        )
+    if not callable(fn):
+        raise refuse_name(
+            f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; a Schedule "
+            "needs no name, it can be passed wherever a name can"
+        )
+    REGISTERED[key(name)] = Registered(name, fn)
+    return fn
+
+
+def unregister_schedule(name: str) -> None:
+    """Remove a registered name.
+
+    >>> unregister_schedule("GPipe")
+    Traceback (most recent call last):
+    ...
+    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be
+    removed
+    """
+    if key(name) not in REGISTERED:
+        raise refuse_name(
+            f"no schedule is registered as {name!r}; only registered names can be removed"
+        )
+    del REGISTERED[key(name)]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors about counts for which a schedule has no form."""
+
+from __future__ import annotations
+
+from ..errors import ScheduleError
+
+
+def wrong_count(what: str, value: object) -> ScheduleError:
+    """The error for a number of ranks, microbatches, stages or slices that is none."""
+    return ScheduleError(
+        f"{what}={value!r}, but there must be a whole number of {what}, 1 or more", rule=what
+    )
+
+
+def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> ScheduleError:
+    """The error for a number of stages that a schedule cannot place: other than ``only``, or no
+    multiple of ``step`` for each rank.
+    """
+    if only:
+        return ScheduleError(
+            f"{name} takes {only} stages on {ranks} ranks, not {stages}; give stages={only} or "
+            f"leave it out, and a pipeline {only} functions",
+            rule="stages",
+        )
+    unit = ranks * step
+    above = -(-stages // unit) * unit
+    fits = f"{above - unit} or {above}" if above > unit else f"{above}"
+    return ScheduleError(
+        f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
+        f"stages={fits}",
+        rule="stages",
+    )
+
+
+def too_large(stages: int, microbatches: int, slices: int, most: int) -> ScheduleError:
+    """The error for a schedule of more than so many forwards and backwards."""
+    of_slices = f" of {slices} slices" if slices > 1 else ""
+    actions = 2 * stages * microbatches * slices
+    return ScheduleError(
+        f"{stages} stages and {microbatches} microbatches{of_slices} are {actions:,} forwards and "
+        f"backwards; at most {most:,} are allowed, which take gigabytes. Give fewer ranks or "
+        "microbatches",
+        rule="size",
+    )

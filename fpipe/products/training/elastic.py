@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a pipeline of which some may be lost: the others go on, and a copy can come back.
+
+Each copy is a job of its own. torchft decides which copies take part in a step, and which of them
+sends its state to another one: a lighthouse serves all copies, and each copy has a manager. This
+module does the rest: it adds up gradients in the order of the copies, and moves state between them.
+It must not know pipelines and optimizers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from ...collectives import Group
+from ...errors import GroupError
+from ...tree import Tree
+from .outcome import store
+from .peers import Peers
+
+#: Environment variables of torchft: the address of the lighthouse, this copy, and how many there
+#: are.
+LIGHTHOUSE, COPY, COPIES = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
+#: What a request to the lighthouse may take. One is lost with the lighthouse, and made again.
+_ANSWER = timedelta(seconds=6)
+_PAUSE = 0.05  #: seconds between two attempts to meet
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """One of several copies: its number, how many there are, where their lighthouse is, and how
+    many seconds the others wait for a copy that does not answer.
+    """
+
+    copy: int
+    copies: int
+    lighthouse: str
+    timeout: float
+
+
+def elastic(*, timeout: float = 60.0) -> Elastic | None:
+    """The copy of which this process is part, by the environment variables of torchft, which
+    ``fpipe copies`` sets.
+
+    Args:
+        timeout: how many seconds the others wait for a copy that neither goes on nor is known to be
+            lost. A step must not take longer.
+
+    Returns:
+        What ``Loop(elastic=)`` takes; ``None`` without ``TORCHFT_LIGHTHOUSE``: there is one copy.
+
+    Raises:
+        GroupError: if the environment variables contradict each other.
+
+    >>> print(elastic())
+    None
+    """
+    lighthouse = os.environ.get(LIGHTHOUSE)
+    if lighthouse is None:
+        return None
+    try:
+        copy, copies = int(os.environ[COPY]), int(os.environ[COPIES])
+    except (KeyError, ValueError) as error:
+        raise GroupError(
+            f"{LIGHTHOUSE}={lighthouse} with {COPY} or {COPIES} wrong: {error}; give each copy "
+            "its number, from 0, and the number of copies"
+        ) from error
+    if not 0 <= copy < copies:
+        raise GroupError(f"{COPY}={copy} with {COPIES}={copies}; copies are numbered from 0")
+    return Elastic(copy, copies, lighthouse, timeout)
+
+
+class _Manager(Protocol):
+    """What is used of ``torchft.Manager``."""
+
+    def start_quorum(self) -> None: ...
+    def should_commit(self) -> bool: ...
+    def errored(self) -> Exception | None: ...
+    def report_error(self, e: Exception) -> None: ...
+    def current_step(self) -> int: ...
+    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class Members:
+    """The copies that take part in a run, as one process of one of them sees them.
+
+    Each rank of a copy makes one, and calls every method. To the manager of torchft it is the
+    process group and the transport of checkpoints too.
+    """
+
+    def __init__(self, elastic: Elastic, group: Group):
+        self._elastic, self._group = elastic, group
+        self._peers, self._changed = Peers(), True
+        self._state: Tree = None
+        self._last = 0  # the quorum of the last step that counted; 0: none yet
+        self._manager = self._connected()
+
+    def _connected(self) -> _Manager:
+        """A manager of torchft; the first rank serves the store of those of this copy."""
+        rank = self._group.here[0] // len(self._group.here)
+        host = _host(self._elastic.lighthouse)
+        self._store = store(host) if rank == 0 else None
+        address = None if self._store is None else (host, self._store.port)
+        host, port = self._group.gather_objects(address)[0]
+        seconds = timedelta(seconds=self._elastic.timeout)
+        try:
+            return import_torchft().Manager(
+                pg=self,
+                load_state_dict=self._load,
+                state_dict=lambda: (self._state, self._last),
+                min_replica_size=1,
+                use_async_quorum=False,
+                init_sync=False,
+                timeout=seconds,
+                quorum_timeout=min(seconds, _ANSWER),
+                connect_timeout=seconds,
+                rank=rank,
+                world_size=self._group.size // len(self._group.here),
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=self._elastic.lighthouse,
+                replica_id=f"{self._elastic.copy:06}",  # torchft sorts the copies by this text
+                hostname=host,
+                checkpoint_transport=self,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise GroupError(
+                f"the lighthouse at {self._elastic.lighthouse} cannot be reached: {error}"
+            ) from error
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The numbers of the copies that take part, ascending."""
+        return self._peers.copies
+
+    @property
+    def leads(self) -> bool:
+        """Whether this copy writes log and checkpoints."""
+        return self._elastic.copy == self.copies[0]
+
+    # ---- steps ----
+    def join(self, state: Tree, step: int) -> tuple[Tree, int]:
+        """Meet the other copies before a step. One that has done fewer steps takes over the state
+        of another one.
+
+        Args:
+            state: a pytree of tensors and data with the form of that of the others.
+            step: how many steps it has.
+
+        Returns:
+            ``(state, step)``, the same on all copies that take part.
+
+        Raises:
+            GroupError: if the lighthouse does not answer, or the states have different forms.
+        """
+        self._state = state
+        self._go_to(step)
+        end = time.monotonic() + self._elastic.timeout
+        while not self._met(end):
+            time.sleep(_PAUSE)
+        return self._state, self._manager.current_step()
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The means over the members, the same bits on each; ``None`` if a member was lost: join
+        the others, and compute the step again.
+
+        Args:
+            tensors: of this rank; those of rank r of each member have the same shapes and dtypes.
+        """
+        means = None
+        try:
+            means = self._peers.means(tensors)
+        except RuntimeError as error:
+            self._lost(error)
+        if not self._manager.should_commit():
+            return None
+        self._last = self._peers.quorum
+        return means
+
+    def leave(self) -> None:
+        """Leave the others, which go on without this copy."""
+        self._manager.shutdown()
+
+    def _met(self, end: float) -> bool:
+        """Meet once.
+
+        Returns:
+            Whether all members have one state now, and no others are expected before ``end``.
+        """
+        self._start(end)
+        if not self._changed:
+            return True
+        found = self._group.gather_objects(self._marks(time.monotonic() < end))
+        if None in found:  # on some rank of this copy
+            self._manager.should_commit()  # it does not, so that the next set of members is new
+            return False
+        marks: list[tuple[int, bool]] = found[0]
+        latest = max(last for last, _ in marks)
+        if any(last < latest for last, _ in marks):
+            # The steps are as many, and the last one counted among other members: what those have
+            # who met last is valid, and the others take it over.
+            if self._last < latest:
+                self._go_to(0)
+            return False
+        few = latest == 0 and len(marks) < self._elastic.copies
+        self._changed = few and all(waits for _, waits in marks)
+        return not self._changed
+
+    def _start(self, end: float) -> None:
+        """Let torchft find the members, also if the lighthouse is away for some time."""
+        while True:
+            try:
+                return self._manager.start_quorum()
+            except (RuntimeError, TimeoutError) as error:
+                if time.monotonic() > end:
+                    raise GroupError(
+                        f"the lighthouse at {self._elastic.lighthouse} or a process of this copy "
+                        f"did not answer for {self._elastic.timeout:g} s: {error}"
+                    ) from error
+                step = self._manager.current_step()
+                self._manager.shutdown()  # after an error it has no further quorum
+                _wait_for(self._elastic.lighthouse, end)
+                self._manager = self._connected()
+                self._go_to(step)
+
+    def _marks(self, waits: bool) -> list[tuple[int, bool]] | None:
+        """Of each member: the quorum of its last step, and whether it waits for more members;
+        ``None`` if one was lost.
+        """
+        failure = self._manager.errored()
+        if failure is not None:
+            cause = getattr(failure, "original_exception", failure)
+            if isinstance(cause, GroupError):
+                raise cause
+            self._lost(cause)
+            return None
+        try:
+            rows = self._peers.gathered(torch.tensor([self._last, waits]))
+        except RuntimeError as error:
+            self._lost(error)
+            return None
+        return [(int(last), bool(waiting)) for last, waiting in rows]
+
+    def _lost(self, error: Exception) -> None:
+        """Let the other members notice at once that this one misses a member."""
+        self._peers.abort()
+        self._manager.report_error(error)
+
+    def _go_to(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _load(self, state: tuple[Tree, int]) -> None:
+        self._state, self._last = state
+
+    # ---- what torchft calls ----
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int,
+        group_rank: int,
+        group_world_size: int,
+        global_ranks: list[int],
+    ) -> None:
+        """Connect to new members."""
+        self._changed = True
+        self._peers.abort()
+        copies = tuple(number // group_world_size for number in global_ranks)
+        self._peers = Peers.connect(store_addr, rank, copies, quorum_id, self._elastic.timeout)
+
+    def errored(self) -> Exception | None:
+        """Nothing fails behind the program."""
+
+    def metadata(self) -> str:
+        """Tell others where this state is: they have a connection already."""
+        return ""
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+    ) -> None:
+        """Send this state to members that have another one."""
+        for member in dst_ranks:
+            self._peers.send(state_dict["user"]["default"], member)
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        """Receive the state of a member."""
+        state = self._peers.receive((self._state, self._last), src_rank)
+        return {"user": {"default": state}, "torchft": {"step": step, "batches_committed": 0}}
+
+    def disallow_checkpoint(self) -> None:
+        """A state is sent before the step begins, and not kept."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Close the connections."""
+        self._peers.abort()
+
+
+def import_torchft(name: str = "torchft") -> Any:
+    """A module of torchft; GroupError, which says how to install it, if there is none."""
+    os.environ.setdefault("RUST_LOG", "error")  # else it prints several lines a step
+    logging.getLogger("torchft.manager").setLevel(logging.ERROR)
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise GroupError(
+            f"elastic= needs torchft ({error}); pip install '.[elastic]' in a checkout of fpipe"
+        ) from error
+
+
+def _host(lighthouse: str) -> str:
+    """The address of this machine in the network of the lighthouse.
+
+    >>> _host("http://127.0.0.1:29510")
+    '127.0.0.1'
+    """
+    url = urlsplit(lighthouse)
+    if url.hostname is None or url.port is None:
+        raise GroupError(f"{LIGHTHOUSE}={lighthouse} is no address, such as http://host:29510")
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((url.hostname, url.port))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _wait_for(lighthouse: str, end: float) -> None:
+    """Wait until the lighthouse accepts connections, at most until ``end``."""
+    at = urlsplit(lighthouse)
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection((at.hostname, at.port), timeout=1.0):
+            return
+        time.sleep(_PAUSE)
