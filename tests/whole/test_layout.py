@@ -289,7 +289,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 304_500
+    assert tokens <= 304_600
     assert tokens / lines <= 9.41
     assert PACKAGE.total("anys") <= 450
 
