@@ -143,7 +143,7 @@ class C10dGroup(Group):
 
         def send(tensors: Tensors) -> Work:
             self._monitor.check()
-            buffers = form.pack(tensors, src, dst)
+            buffers = list(form.pack(tensors, src, dst))
             if self._staged:
                 buffers = [buffer.cpu() for buffer in buffers]
             works = self._post(pg.send, buffers, dst, "to send to")

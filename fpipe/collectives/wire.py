@@ -53,22 +53,13 @@ def as_planned(tensors: Tensors, specs: Specs, src: int, dst: int) -> Tensors:
     >>> as_planned((row,), (Spec.of(row),), 0, 1)[0] is row
     True
     """
+    if len(tensors) == len(specs) and all(map(_fits, tensors, specs)):
+        return tensors
     if len(tensors) != len(specs):
         raise MismatchError(
             f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both "
             "must run one plan"
         )
-    for tensor, (shape, stride, dtype) in zip(tensors, specs, strict=True):
-        if (
-            tensor.stride() != stride
-            or tensor.shape != shape
-            or tensor.dtype is not dtype
-            or tensor.is_neg()
-            or (dtype.is_complex and tensor.is_conj())
-        ):
-            break
-    else:
-        return tensors
     for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
         if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
             raise MismatchError(
@@ -78,11 +69,23 @@ def as_planned(tensors: Tensors, specs: Specs, src: int, dst: int) -> Tensors:
     return tuple(map(lay_out, tensors, specs))
 
 
+def _fits(tensor: Tensor, spec: Spec) -> bool:
+    """Whether the memory of a tensor is laid out as its Spec says."""
+    shape, stride, dtype = spec
+    return (
+        tensor.stride() == stride
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and not tensor.is_neg()
+        and not (dtype.is_complex and tensor.is_conj())
+    )
+
+
 def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
     """The tensor with the strides of its Spec; itself if it has them. Lazy conjugates and negations
     are resolved.
     """
-    if tensor.stride() == spec.stride and not tensor.is_conj() and not tensor.is_neg():
+    if _fits(tensor, spec):
         return tensor
     for axis, step in enumerate(spec.stride):
         if step == 0:
@@ -143,11 +146,11 @@ class WireFormat(NamedTuple):
     sizes: tuple[int, ...]
     plain: bool
 
-    def pack(self, tensors: Tensors, src: int, dst: int) -> list[Tensor]:
+    def pack(self, tensors: Tensors, src: int, dst: int) -> Sequence[Tensor]:
         """The buffers to send; checks every tensor against its Spec."""
         tensors = as_planned(tensors, self.specs, src, dst)
         if self.plain:
-            return list(tensors)
+            return tensors
         flat = [
             tensor.as_strided((spec.stored,), (1,), tensor.storage_offset()).view(torch.uint8)
             for tensor, spec in zip(tensors, self.specs, strict=True)

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...errors import GroupError
-from ...tree import Spec
 from ..wire import ALIGN
 from . import _native
 
@@ -42,39 +40,29 @@ _REMEDY = (
 
 
 class Piece(NamedTuple):
-    """What is copied at once: parts of buffers as (buffer, offset in it, bytes, offset in the
-    piece).
-    """
+    """Bytes of one buffer that are copied at once, and the bytes that they take in the area."""
 
-    parts: tuple[tuple[int, int, int, int], ...]
+    buffer: int
+    start: int
+    bytes: int
     size: int
 
 
 @lru_cache(maxsize=4096)
 def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
-    """A message of buffers of these sizes: one piece, or several so that no piece needs most of the
-    area.
+    """The pieces of a message of buffers of these sizes; none of them needs most of the area.
 
     >>> pieces((4, 100))
-    (Piece(parts=((0, 0, 4, 0), (1, 0, 100, 64)), size=192),)
+    (Piece(buffer=0, start=0, bytes=4, size=64), Piece(buffer=1, start=0, bytes=100, size=128))
     >>> [piece.size // LARGE for piece in pieces((2 * LARGE,))]
     [1, 1]
     """
-    if sum(map(_padded, sizes)) <= LARGE:
-        parts, at = [], 0
-        for index, size in enumerate(sizes):
-            parts.append((index, 0, size, at))
-            at += _padded(size)
-        return (Piece(tuple(parts), max(at, ALIGN)),)
-    return tuple(
-        Piece(((index, start, min(LARGE, size - start), 0),), _padded(min(LARGE, size - start)))
-        for index, size in enumerate(sizes)
-        for start in range(0, size, LARGE)
-    )
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    found = []
+    for buffer, size in enumerate(sizes):
+        for start in range(0, size, LARGE):
+            nbytes = min(LARGE, size - start)
+            found.append(Piece(buffer, start, nbytes, -(-nbytes // ALIGN) * ALIGN))
+    return tuple(found)
 
 
 class _End:
@@ -103,7 +91,7 @@ class LaneWriter(_End):
     >>> writer.write([torch.arange(3.)], pieces((12,)))
     True
     >>> tensor = torch.empty(3)
-    >>> reader.has(0), reader.read([tensor], pieces((12,))[0]), tensor
+    >>> reader.has(), reader.read([tensor], pieces((12,))[0]), tensor
     (True, True, tensor([0., 1., 2.]))
     """
 
@@ -117,60 +105,26 @@ class LaneWriter(_End):
     def write(self, buffers: Sequence[Tensor], message: Sequence[Piece]) -> bool:
         """Copy a message in; False if some of it did not fit and is queued for :meth:`retry`."""
         for piece in message:
-            if self.queued or not self._write(buffers, piece):
+            if self.queued or not self.put(buffers, piece):
                 self.queued.append((buffers, piece))
         return not self.queued
-
-    def sender(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
-        """:meth:`write` for messages of one tensor that is laid out as its Spec says.
-
-        The function returns False, and writes nothing, if the tensor is laid out differently or a
-        message is still queued. Every message of a plan passes here, so the methods are written
-        out: a third of the time.
-        """
-        (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size = spec, piece.size
-        copy, fence, wake = _native.copy, _native.fence, _native.wake
-        area, notes, sent, asleep, bell = self.area, self.notes, self.sent, self.asleep, self.bell
-        live, queued, room, head = self._live, self.queued, self._room, self.head
-
-        def send(tensor: Tensor) -> bool:
-            planned = tensor.stride() == stride and tensor.shape == shape and tensor.dtype is dtype
-            if not planned or tensor.is_neg() or queued:
-                return False
-            start = room(size)
-            if start < 0:
-                return False
-            copy(area + start, tensor.data_ptr(), nbytes)
-            count = self.count
-            note = 2 * (count % NOTES)
-            notes[note], notes[note + 1] = start, size + head[0]
-            live.append((start, start + size))
-            self.count = count + 1
-            sent[0] = (count + 1) & _MASK
-            fence()
-            if asleep[0]:
-                wake(bell)
-            return True
-
-        return send
 
     def retry(self) -> bool:
         """Write queued pieces that fit now; whether none is left."""
         while self.queued:
-            if not self._write(*self.queued[0]):
+            if not self.put(*self.queued[0]):
                 return False
             self.queued.popleft()
         return True
 
-    def _write(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
-        parts, size = piece
+    def put(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
+        """Copy a piece in if it fits now; only where none is queued."""
+        buffer, skip, nbytes, size = piece
         start = self._room(size)
         if start < 0:
             return False
-        at, count, notes = self.area + start, self.count, self.notes
-        for index, skip, nbytes, place in parts:
-            _native.copy(at + place, buffers[index].data_ptr() + skip, nbytes)
+        _native.copy(self.area + start, buffers[buffer].data_ptr() + skip, nbytes)
+        count, notes = self.count, self.notes
         note = 2 * (count % NOTES)
         notes[note], notes[note + 1] = start, size + self.head[0]
         self._live.append((start, start + size))
@@ -226,73 +180,40 @@ class LaneWriter(_End):
 class LaneReader(_End):
     """The receiver's end."""
 
-    def sleep(self, number: int, seconds: float) -> None:
-        """Sleep until the piece of this number has arrived, at most some seconds; may return
-        earlier.
-        """
+    def sleep(self, seconds: float) -> None:
+        """Sleep until a piece has arrived, at most some seconds; may return earlier."""
         seen = self.sent[0]
         self.asleep[0] = 1
         _native.fence()
-        if not self.has(number):
+        if not self.has():
             _native.sleep(self.bell, seen, seconds)
         self.asleep[0] = 0
 
-    def has(self, number: int) -> bool:
-        """Whether the piece of this number has arrived."""
-        return (self.sent[0] - number - 1) & _MASK < 1 << 31
+    def has(self, count: int = 1) -> bool:
+        """Whether so many pieces have arrived that were not read."""
+        return (self.sent[0] - self.count) & _MASK >= count
 
     def skip(self) -> None:
         """Drop all pieces that have arrived."""
         self.count += (self.sent[0] - self.count) & _MASK
         self.taken[0] = self.count & _MASK
 
-    def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
-        """:meth:`read` for messages of one contiguous tensor, written out as for sends.
-
-        The function returns None, and reads nothing, if the next message has not arrived, has
-        another size or belongs to another call.
-        """
-        (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size, new = spec, piece.size, torch.empty_strided
-        copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
-        head, last, cpu = self.head, AREA - piece.size, torch.device("cpu")
-
-        def fetch() -> Tensor | None:
-            count = self.count
-            note = 2 * (count % NOTES)
-            if sent[0] == count & _MASK or notes[note + 1] != size + head[0]:
-                return None
-            start = notes[note]
-            if start > last:
-                raise _overwritten(start, size)
-            tensor = new(shape, stride, dtype=dtype, device=cpu)
-            copy(tensor.data_ptr(), area + start, nbytes)
-            self.count = count + 1
-            taken[0] = (count + 1) & _MASK
-            return tensor
-
-        return fetch
-
     def read(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
-        """Copy the next piece, which has arrived, into buffers; False if it has another size or
-        header.
+        """Copy the next piece into buffers; False if it has not arrived, or is another one: its
+        size or header differ.
         """
-        parts, size = piece
-        note = 2 * (self.count % NOTES)
-        if self.notes[note + 1] != size + self.head[0]:
+        buffer, skip, nbytes, size = piece
+        count, notes = self.count, self.notes
+        note = 2 * (count % NOTES)
+        if self.sent[0] == count & _MASK or notes[note + 1] != size + self.head[0]:
             return False
-        start = self.notes[note]
+        start = notes[note]
         if start > AREA - size:
-            raise _overwritten(start, size)
-        at = self.area + start
-        for index, skip, nbytes, place in parts:
-            _native.copy(buffers[index].data_ptr() + skip, at + place, nbytes)
-        self.count = count = self.count + 1
+            raise GroupError(
+                f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; "
+                f"{_REMEDY}"
+            )
+        _native.copy(buffers[buffer].data_ptr() + skip, self.area + start, nbytes)
+        self.count = count = count + 1
         self.taken[0] = count & _MASK
         return True
-
-
-def _overwritten(start: int, size: int) -> GroupError:
-    return GroupError(
-        f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; {_REMEDY}"
-    )

@@ -43,13 +43,7 @@ _DIGESTS = slice(128, 128 + 8 * NUMBERS)  #: of the same page: the calls that th
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
-_CPU = torch.device("cpu")
-
-
-def _direct(form: WireFormat) -> bool:
-    """Whether messages are one contiguous tensor in one piece, as most are."""
-    single = form.plain and len(pieces(form.sizes)) == 1
-    return single and not form.specs[0].dtype.is_complex
+_CPU, _CLOCK = torch.device("cpu"), time.perf_counter
 
 
 class Address(NamedTuple):
@@ -118,7 +112,9 @@ class SharedMemory:
             for kind in _LANES
         }
         self._inboxes = {
-            (src, kind): _Inbox(self, src, LaneReader(peer.outbox.lane(monitor.rank, kind), head))
+            (src, kind): _Inbox(
+                self, src, LaneReader(peer.outbox.lane(monitor.rank, kind), head), deque()
+            )
             for src, peer in peers.items()
             for kind in _LANES
         }
@@ -136,15 +132,15 @@ class SharedMemory:
         later.
         """
         monitor, writer, message = self._monitor, self._writers[dst, PLANS], pieces(form.sizes)
-        pack, src = form.pack, monitor.rank
-        direct = writer.sender(form.specs[0], form.sizes[0]) if _direct(form) else None
+        pack, put, src = form.pack, writer.put, monitor.rank
+        single = message[0] if len(message) == 1 else None
 
         def send(tensors: Tensors) -> None:
             if monitor.broken is not None:
                 monitor.check()
-            if direct is not None and not self._late and len(tensors) == 1 and direct(tensors[0]):
-                return
-            self._write(writer, pack(tensors, src, dst), message)
+            buffers = pack(tensors, src, dst)
+            if self._late or single is None or not put(buffers, single):
+                self._write(writer, buffers, message)
 
         return send
 
@@ -200,42 +196,34 @@ class SharedMemory:
         return self._inboxes[src, PLANS].request(form)
 
     def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensors | None]:
-        """A function that returns the next message if it is one tensor, and arrives within the time
-        of polling.
-
-        It returns None also where an earlier message was requested and not read.
+        """A function that returns the next message if it arrives within the time of polling, and no
+        earlier one was requested and not read.
         """
-        if not _direct(form):
-            return lambda: None
-        inbox, monitor, poll = self._inboxes[src, PLANS], self._monitor, self._poll
-        requested, clock = inbox.requested, time.perf_counter
-        read = inbox.reader.fetcher(form.specs[0], form.sizes[0])
+        inbox, monitor, poll, clock = self._inboxes[src, PLANS], self._monitor, self._poll, _CLOCK
+        requested, arrived, message = inbox.requested, inbox.reader.has, pieces(form.sizes)
 
         def fetch() -> Tensors | None:
             if requested or monitor.broken is not None:
                 return None
-            tensor = read()
-            if tensor is None and poll:
+            if message and not arrived():
                 end = clock() + poll
-                while tensor is None and clock() < end:
-                    tensor = read()
-            return None if tensor is None else (tensor,)
+                while not arrived():
+                    if clock() >= end:
+                        return None
+            return inbox.receive(form, message)
 
         return fetch
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Poll, then sleep, until the next piece has arrived."""
 
-        def arrived() -> bool:
-            return reader.has(reader.count)
-
         def sleep() -> None:
-            reader.sleep(reader.count, _SLICE if self._retry() else _RETRY)
+            reader.sleep(_SLICE if self._retry() else _RETRY)
 
-        end = time.perf_counter() + self._poll
-        while not arrived():
-            if time.perf_counter() >= end:
-                self._until(arrived, src, "for a message from", sleep)
+        end = _CLOCK() + self._poll
+        while not reader.has():
+            if _CLOCK() >= end:
+                self._until(reader.has, src, "for a message from", sleep)
 
     def refuse(self, src: int, nbytes: int) -> None:
         """Raise for a message that is not the one that this rank expects."""
@@ -255,29 +243,33 @@ class SharedMemory:
         return self._peers[peer].gone()
 
 
-class _Inbox:
+class _Inbox(NamedTuple):
     """One lane from a rank, and the receives that were requested and not read yet."""
 
-    def __init__(self, memory: SharedMemory, src: int, reader: LaneReader):
-        self.memory, self.src, self.reader = memory, src, reader
-        self.requested: deque[Pending] = deque()
-        self.number = 0  # pieces that were read or requested
+    memory: SharedMemory
+    src: int
+    reader: LaneReader
+    requested: deque[Pending]
 
     def request(self, form: WireFormat) -> Pending:
         """Request the next message."""
         message = pieces(form.sizes)
-        self.number = len(message) + (self.number if self.requested else self.reader.count)
-        last = self.number - 1
+        return in_order(
+            self.requested,
+            lambda: self.receive(form, message),
+            lambda before: before == 0 and self.reader.has(len(message)),
+        )
 
-        def receive() -> Tensors:
-            buffers = form.empty(_CPU)
-            for piece in message:
-                self.memory.wait(self.src, self.reader)
-                if not self.reader.read(buffers, piece):
-                    self.memory.refuse(self.src, piece.size)
-            return form.unpack(buffers, _CPU)
-
-        return in_order(self.requested, receive, lambda _: self.reader.has(last))
+    def receive(self, form: WireFormat, message: Sequence[Piece]) -> Tensors:
+        """The next message, in pieces that may have to be waited for."""
+        buffers, reader = form.empty(_CPU), self.reader
+        for piece in message:
+            if reader.read(buffers, piece):
+                continue
+            self.memory.wait(self.src, reader)
+            if not reader.read(buffers, piece):
+                self.memory.refuse(self.src, piece.size)
+        return form.unpack(buffers, _CPU)
 
 
 def connect(
