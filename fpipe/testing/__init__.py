@@ -6,7 +6,8 @@ and with chosen faults; a fault that does not occur is an error.
 """
 
 from .faults import Corrupt, Delay, Drop, Duplicate, Kill, Refuse
-from .play import Outcome, outcomes, run
+from .play import outcomes, run
+from .world import Outcome
 
 __all__ = [
     "Corrupt",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -12,26 +11,10 @@ from ..collectives.local import check_ranks
 from ..errors import GroupError, LaunchError, PeerError, StalledError
 from .fake import FakeGroup, Network
 from .faults import Fault
-from .world import Killed, RankState, World
+from .world import Outcome, World
 
 T = TypeVar("T")
 Order: TypeAlias = Literal["buffered", "lockstep"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by
-    a fault.
-
-    >>> outcomes(lambda group: group.rank, ranks=2)[1].value
-    1
-    """
-
-    rank: int
-    value: Any = None
-    error: BaseException | None = None
-    killed: bool = False
-    nth: int = -1
 
 
 def run(
@@ -77,23 +60,24 @@ def run(
     if not callable(fn):
         raise GroupError(f"run takes a function of the group of a rank, not {fn!r}")
     ends = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
-    for end in _first_failure(ends):
-        assert end.error is not None
-        end.error.add_note(f"on fake rank {end.rank} of {ranks}, order={order!r}, seed={seed}")
-        raise end.error
+    failure = _first_failure(ends)
+    if failure is not None and failure.error is not None:
+        place = f"on fake rank {failure.rank} of {ranks}, order={order!r}, seed={seed}"
+        failure.error.add_note(place)
+        raise failure.error
     dead = [outcome.rank for outcome in ends if outcome.killed]
     if dead:
         raise LaunchError(f"ranks {dead} were killed by faults, and no other rank noticed")
     return [outcome.value for outcome in ends]
 
 
-def _first_failure(ends: list[Outcome]) -> list[Outcome]:
-    """The earliest failure, if there is one. Errors about other ranks are consequences, and count
-    as later ones.
-    """
-    failed = [end for end in ends if end.error is not None]
-    failed.sort(key=lambda end: (isinstance(end.error, (PeerError, StalledError)), end.nth))
-    return failed[:1]
+def _first_failure(ends: list[Outcome]) -> Outcome | None:
+    """The earliest error. Errors about other ranks are consequences, and count as later ones."""
+    return min(
+        (end for end in ends if end.error is not None),
+        key=lambda end: (isinstance(end.error, (PeerError, StalledError)), end.nth),
+        default=None,
+    )
 
 
 def outcomes(
@@ -127,13 +111,9 @@ def outcomes(
     world = World(ranks, seed, timeout)
     network = Network(world, order, faults)
     world.play([partial(fn, FakeGroup(network, rank)) for rank in range(ranks)])
-    ends = [_outcome(state) for state in world.ranks]
+    ends = [state.outcome for state in world.ranks if state.outcome is not None]
     unused = network.unused()
     if unused:
-        raise GroupError(unused) from next((end.error for end in _first_failure(ends)), None)
+        failure = _first_failure(ends)
+        raise GroupError(unused) from failure and failure.error
     return ends
-
-
-def _outcome(state: RankState) -> Outcome:
-    killed = isinstance(state.error, Killed)
-    return Outcome(state.rank, state.value, None if killed else state.error, killed, state.nth)

@@ -38,19 +38,33 @@ class Waiting(NamedTuple):
     deadline: float
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by
+    a fault.
+
+    >>> from fpipe.testing import outcomes
+    >>> outcomes(lambda group: group.rank, ranks=2)[1].value
+    1
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    killed: bool = False
+    nth: int = -1
+
+
 @dataclass
 class RankState:
-    """One rank: its turn, why it waits, whether it ended, with which result or (``nth``) error, its
-    calls of the group so far, and its last journal entry.
+    """One rank: its turn, why it waits, how it ended, its calls of the group so far, and its last
+    journal entry.
     """
 
     rank: int
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waiting: Waiting | None = None
-    ended: bool = False
-    value: Any = None
-    error: BaseException | None = None
-    nth: int = -1
+    outcome: Outcome | None = None
     calls: int = 0
     note: str = ""
 
@@ -91,6 +105,8 @@ class World:
         while not self._over.wait(LIMIT):
             if before == self._turns:
                 self._given_up = True
+                for state in self.ranks:
+                    state.turn.release()
                 raise DeadlockError(
                     f"rank {self._running} has run for {LIMIT:g} s without a call of its group; it "
                     "computes without an end, or waits for something else than the group"
@@ -100,17 +116,18 @@ class World:
             thread.join(_END)
 
     def _take_turn(self, state: RankState) -> None:
-        while not state.turn.acquire(timeout=LIMIT):
-            if self._given_up:
-                raise Killed(f"rank {state.rank} never got its turn again")
+        state.turn.acquire()
+        if self._given_up:
+            raise Killed(f"rank {state.rank} never got its turn again")
 
     def _run(self, state: RankState, part: Callable[[], object]) -> None:
         try:
             self._take_turn(state)
-            state.value = part()
+            state.outcome = Outcome(state.rank, part())
+        except Killed:
+            state.outcome = Outcome(state.rank, killed=True, nth=next(self._failures))
         except BaseException as error:
-            state.error, state.nth = error, next(self._failures)
-        state.ended = True
+            state.outcome = Outcome(state.rank, error=error, nth=next(self._failures))
         self._end_turn()
 
     def pause(self, rank: int, ready: Callable[[], bool], what: str) -> bool:
@@ -130,7 +147,7 @@ class World:
         self.clock += _TICK
         if self._given_up:
             return
-        while alive := [state for state in self.ranks if not state.ended]:
+        while alive := [state for state in self.ranks if state.outcome is None]:
             able = [
                 state
                 for state in alive
@@ -167,15 +184,16 @@ class World:
     # ---- state of ranks ----
     def gone(self, rank: int) -> bool:
         """Whether a rank was killed or raised."""
-        return self.ranks[rank].ended and self.ranks[rank].error is not None
+        outcome = self.ranks[rank].outcome
+        return outcome is not None and outcome.nth >= 0
 
     def describe(self, rank: int) -> str:
         """The last action and the error of a rank, as a sentence."""
         state = self.ranks[rank]
-        error = state.error
+        error = state.outcome and state.outcome.error
         action = f"Nothing is known of rank {rank}"
         if state.note:
             action = f"Rank {rank}'s last known action was {state.note}"
-        if error is None or isinstance(error, (GroupError, Killed)):
+        if error is None or isinstance(error, GroupError):
             return action
         return f"{action}; it raised {type(error).__name__}: {error}"
