@@ -348,7 +348,7 @@ HIDDEN = {
     "fpipe.Programs": "held added_by adding known_adding",
     "fpipe.Placement": "path_index",
     "fpipe.Costs": "spread links of_units",
-    "fpipe.devices": "Streams distrusted drawn exclusive keep_freed restore_streams save_streams",
+    "fpipe.devices": "exclusive keep_freed",
 }
 
 

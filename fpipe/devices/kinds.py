@@ -8,14 +8,11 @@ stages.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 
 from ..errors import GroupError
 
@@ -173,22 +170,6 @@ def _count(type: str) -> int:
         raise GroupError(
             f"device {type!r} is not available in this build of torch; leave device= out"
         ) from error
-
-
-def distrusted(devices: Iterable[torch.device]) -> str | None:
-    """The type of the given devices on which torch.compile is not trusted, since several are used,
-    here or elsewhere.
-
-    >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0),
-    ...     torch.device("xpu", 1)])
-    (True, 'xpu')
-    """
-    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    counts = Counter(device.type for device in set(devices))
-    return next(
-        (type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many),
-        None,
-    )
 
 
 def _current(device: torch.device) -> bool:

@@ -7,17 +7,13 @@ A generator is a pure function of counts. It knows nothing of tensors or process
 """
 
 from .catalogue import is_path, make_schedule, schedule_from, schedule_names
-from .memory_limit import Memory, in_bytes, limits
 from .registry import about_schedule, orders_slices, register_schedule, unregister_schedule
 from .sources import Source, read_schedule
 
 __all__ = [
-    "Memory",
     "Source",
     "about_schedule",
-    "in_bytes",
     "is_path",
-    "limits",
     "make_schedule",
     "orders_slices",
     "read_schedule",

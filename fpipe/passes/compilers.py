@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
-from ..devices import distrusted
+from ..devices import kind
 from ..programs.operations import fill
 from ..programs.program import Program, Programs
 from ..stage import Stage
@@ -62,13 +64,25 @@ def without_unsafe_compilers(
     ['inductor']
     """
     compilers = [stage.compile for stage in stages if stage.compile]
-    kind = distrusted(devices) if compilers else None
-    if kind is None:
+    type = _distrusted(devices) if compilers else None
+    if type is None:
         return tuple(stages)
     warnings.warn(
-        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at "
+        f"compile={compilers[0]!r} is left out: where several devices of type {type!r} are at "
         "work torch.compile is "
         "not trusted; the programs run as they were traced. Leave compile= out, or use one device",
         stacklevel=stacklevel + 1,
     )
     return tuple(replace(stage, compile=None) for stage in stages)
+
+
+def _distrusted(devices: Iterable[torch.device]) -> str | None:
+    """The type of the given devices on which torch.compile is not trusted, since several are used,
+    here or elsewhere.
+    """
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    counts = Counter(device.type for device in set(devices))
+    return next(
+        (type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many),
+        None,
+    )

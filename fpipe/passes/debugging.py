@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..devices import drawn
 from ..engine.execute import DEBUGGING
 from ..errors import ActionError, FpipeError
 from ..lowering.instruction import Check, Instruction, Registers, RunFn
@@ -22,6 +21,7 @@ from ..lowering.instructions import Run
 from ..lowering.plan import Plan
 from ..programs.operations import Input, Operation, fill
 from ..programs.program import Program
+from .streams import drawn
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..actions.unit import Slice
-from ..devices import drawn
 from ..lowering.instruction import Instruction, Machine, Registers, RunFn
 from ..lowering.instructions import Run
+from .streams import drawn
 
 
 def drawing(

@@ -13,6 +13,7 @@ import fpipe
 from fpipe import devices
 from fpipe.collectives.local import LocalGroup
 from fpipe.errors import GroupError
+from fpipe.passes import streams
 
 
 @pytest.fixture
@@ -76,10 +77,10 @@ def test_every_kind_says_how_it_talks():
 @pytest.mark.gpu
 def test_a_real_accelerator():
     device = devices.pick()
-    state = devices.save_streams([device])
+    state = streams.save_streams([device])
     draw = lambda _: torch.rand(4, device=device)
-    assert torch.equal(devices.drawn(draw, [], device, 3)[0], devices.drawn(draw, [], device, 3)[0])
-    assert torch.equal(state[0][1], devices.save_streams([device])[0][1])
+    assert torch.equal(streams.drawn(draw, [], device, 3)[0], streams.drawn(draw, [], device, 3)[0])
+    assert torch.equal(state[0][1], streams.save_streams([device])[0][1])
 
 
 # ---- what devices are trusted with ----

@@ -16,7 +16,6 @@ import torch
 
 from ... import tree
 from ...actions.product import feature
-from ...devices import drawn
 from ...engine.arguments import Call
 from ...engine.config import Loss
 from ...engine.microbatches import Microbatches, joined
@@ -27,6 +26,7 @@ from ...programs.signature import check_aux, check_scalar, result_of, stage_that
 from ...stage import as_stage
 from ...tree import Tree
 from ..drawing import numbered, seed_of
+from ..streams import drawn
 from .chosen import Chosen
 
 

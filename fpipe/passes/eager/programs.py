@@ -28,7 +28,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.hooks import RemovableHandle
 
 from ... import tree
-from ...devices import Streams, restore_streams, save_streams
 from ...errors import StageError
 from ...programs.internals import Ambient, ambient, resolved, versions, without_autocast
 from ...programs.program import Held, Program, Programs
@@ -37,6 +36,7 @@ from ...programs.wrappers import Remat
 from ...stage import Stage
 from ...tree import AbstractLeaf, Aval, arriving
 from ..explain import sparse_gradient_error
+from ..streams import Streams, restore_streams, save_streams
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
 from .shape_probe import (
     Groups,

@@ -22,7 +22,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ... import tree
-from ...devices import restore_streams, save_streams
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.internals import (
     Args,
@@ -60,6 +59,7 @@ from ..explain import (
     where,
     write_error,
 )
+from ..streams import restore_streams, save_streams
 from .autograd_split import all_nodes, both, saved_tensors, survey
 from .meter import Meter, gradient_bytes, meter
 

@@ -15,7 +15,6 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...collectives._store import gather_members, time_members
 from ...collectives.faults import watched
 from ...errors import MismatchError
 from ...lowering.builder import lower
@@ -23,6 +22,7 @@ from ...lowering.job import LoweringInput
 from ...lowering.plan import Plan
 from .estimates import LINKS, Link
 from .fused import Weaving
+from .members import gather_members, time_members
 from .segments import collectives_of
 
 _LEAST, _MOST = 1024, 4 << 20  #: bytes of the exchanges by which a communicator is measured

@@ -13,10 +13,11 @@ import click
 
 from ...actions import progress, write_bytes
 from ...errors import ScheduleError
-from ...generators import about_schedule, in_bytes
+from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
 from ..search.comparison import Entry
+from ..search.memory_limit import in_bytes
 from ..search.solve import solve as solve_schedule
 from .options import (
     INVALID,

@@ -13,7 +13,6 @@ import click
 
 from ...actions import progress, write_bytes
 from ...errors import ScheduleError
-from ...generators import in_bytes
 from ..clusters.hardware import GIB, TABLE, find_gpu
 from ..clusters.layout import Job, Layout
 from ..clusters.layouts import Found, search
@@ -21,6 +20,7 @@ from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
 from ..clusters.sizes import operations
+from ..search.memory_limit import in_bytes
 from .options import (
     Count,
     File,

@@ -19,8 +19,8 @@ from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs
 from ...collectives import Group
 from ...errors import ScheduleError, StageError
-from ...generators import in_bytes
 from .choose import choose
+from .memory_limit import in_bytes
 
 #: op or figure -> stage -> its value
 Figures = Mapping[str, Mapping[int, float]]

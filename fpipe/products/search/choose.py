@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ... import Costs, Placement, Schedule, make_schedule, schedule_names
 from ...actions import number, plain
 from ...errors import ScheduleError
-from ...generators import Memory, limits
 from .bounds import Bound
+from .memory_limit import Memory, limits
 from .problem import ALMOST
 from .solve import Solved, solve
 

@@ -15,8 +15,8 @@ from ... import Costs, Placement, Schedule, Timeline
 from ...actions import as_costs
 from ...actions import progress as progress_line
 from ...errors import ScheduleError
-from ...generators import Memory, limits
 from .bounds import Bound, lower_bound
+from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
 from .search import Search
 

@@ -3,7 +3,8 @@
 
 Torch has one default generator per device and process, and operations such as dropout draw from it
 whatever the thread. Programs that draw therefore run one at a time in a process, each on a stream
-of its own. Knows no stages or programs.
+of its own. This module must not know
+stages or programs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from .lock import exclusive
+from ..devices import exclusive
 
 T = TypeVar("T")
 
@@ -45,9 +46,8 @@ def drawn(
         before = _state(device)
         try:
             if isinstance(start, int):
-                _seed(device, start)
-            else:
-                _set_state(device, start)
+                start = torch.Generator(device).manual_seed(start).get_state()
+            _set_state(device, start)
             return run(box), _state(device) if leaves else None
         finally:
             _set_state(device, before)
@@ -86,13 +86,6 @@ def _set_state(device: torch.device, state: torch.Tensor) -> None:
         torch.default_generator.set_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, *_index(device))
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        _set_state(device, torch.Generator(device).manual_seed(seed).get_state())
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fpipe import devices
+from fpipe.passes import streams
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_the_device_of_the_rank_is_seeded_and_not_the_current_one(monkeypatch: p
         assert torch.equal(generators[0].get_state(), before[0])
         return torch.rand(4, generator=generators[1])
 
-    found, state = devices.drawn(run, [], torch.device("cuda", 1), 5, leaves=True)
+    found, state = streams.drawn(run, [], torch.device("cuda", 1), 5, leaves=True)
     assert torch.equal(found, torch.rand(4, generator=real().manual_seed(5)))
     assert state is not None
     assert all(
@@ -40,5 +40,5 @@ def test_the_device_of_the_rank_is_seeded_and_not_the_current_one(monkeypatch: p
 def test_a_stream_is_as_before_after_an_error():
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
-        devices.drawn(lambda box: torch.rand(2) / (1 // 0), [], CPU, 3)
+        streams.drawn(lambda box: torch.rand(2) / (1 // 0), [], CPU, 3)
     assert torch.equal(torch.get_rng_state(), before)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeAlias
 
-from ..errors import ScheduleError
+from ...errors import ScheduleError
 
 Memory: TypeAlias = float | str | Sequence[float | str] | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

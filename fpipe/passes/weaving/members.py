@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges between the members of a process group, by its name. This module must not know
+plans.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...collectives._store import backends, resolved
+from ...collectives.codec import MOST_BYTES, decode, encode
+from ...errors import GroupError
+
+_TIMED = 4  #: exchanges that are timed together
+
+
+def gather_members(name: str, obj: object) -> list[Any] | None:
+    """The object of every member of a process group, by rank; None if there is no other member, or
+    a fake backend.
+
+    Objects are data, as those of a ``Rendezvous``.
+    """
+    pg = resolved(name)
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        return None
+    device = _device(pg)
+    mine = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(pg.size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pg)
+    counts = [int(size) for size in sizes]
+    if min(counts) <= 0 or max(counts) > MOST_BYTES:
+        raise GroupError(
+            f"the members of group {name} announced {counts} bytes; all must run the same program"
+        )
+    rows = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in counts]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(counts) - len(mine))), group=pg)
+    return [decode(bytes(row[:count].tolist())) for row, count in zip(rows, counts, strict=True)]
+
+
+def _device(pg: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors a process group carries: the CPU if it can."""
+    types = list(backends(pg))
+    return (
+        torch.device("cpu")
+        if "cpu" in types
+        else torch.device(types[0], torch.accelerator.current_device_index())
+    )
+
+
+def time_members(name: str, nbytes: int, device: str) -> float:
+    """Seconds that one exchange of so many bytes takes between all members of a process group; all
+    must call this.
+
+    The average of several exchanges without a pause, as in a step: over one connection the two
+    directions may or may not take turns.
+    """
+    pg = resolved(name)
+    sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=pg)  # the first one opens connections
+    best = float("inf")
+    for _ in range(2):  # the better of two: the first may contain a pause of one member
+        dist.barrier(group=pg)
+        start = time.perf_counter()
+        for _ in range(_TIMED):
+            dist.all_to_all_single(received, sent, group=pg)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, (time.perf_counter() - start) / _TIMED)
+    return best
