@@ -35,52 +35,40 @@ def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]
     if dy is None and config.placement.rank_of(config.stages - 1) not in config.group.here:
         return [() for _ in units]
     slices = call.x.slices
-    outputs = (
-        units
-        if slices == 1
-        else [_whole(units[n : n + slices]) for n in range(0, len(units), slices)]
-    )
-    if call.x.uniform and not isinstance(dy, Microbatches):
-        columns = [
-            _cut(leaf, avals)
-            for leaf, avals in zip(
-                _leaves(dy, outputs[0]), zip(*(y.leaves for y in outputs), strict=True), strict=True
-            )
-        ]
-        rows = list(zip(*columns, strict=True)) or [() for _ in outputs]
-    else:
-        parts = list(dy) if isinstance(dy, (Microbatches, list, tuple)) else []
-        if len(parts) != len(outputs):
-            raise BatchError(
-                f"dy must be Microbatches of {len(outputs)} parts, one for each microbatch of the "
-                "outputs; "
-                f"got {len(parts) or type(dy).__name__}"
-            )
-        rows = [_leaves(part, y) for part, y in zip(parts, outputs, strict=True)]
+    sliced = [units[n : n + slices] for n in range(0, len(units), slices)]
+    outputs = units if slices == 1 else list(map(_whole, sliced))
+    rows = _rows(dy, outputs, call.x.uniform)
     devices = {"cpu", *(config.group.device(rank).type for rank in config.group.here)}
-    checked = [
+    rows = [
         [_checked(leaf, aval, devices) for leaf, aval in zip(row, y.leaves, strict=True)]
         for row, y in zip(rows, outputs, strict=True)
     ]
-    if any(y.wanted for y in outputs) and not any(
-        leaf is not None for row in checked for leaf in row
-    ):
+    if any(y.wanted for y in outputs) and all(leaf is None for row in rows for leaf in row):
         raise BatchError(
             "dy is None for every output that carries a gradient; give one tensor at least"
         )
-    rows = (
-        checked
-        if slices == 1
-        else [
-            part
-            for m, row in enumerate(checked)
-            for part in _sliced(row, units[m * slices : (m + 1) * slices])
-        ]
-    )
+    if slices > 1:
+        pairs = zip(rows, sliced, strict=True)
+        rows = [part for row, ys in pairs for part in _sliced(row, ys)]
     return [
         [_zeros(aval) if leaf is None else leaf for leaf, aval in zip(row, y.leaves, strict=True)]
         for row, y in zip(rows, units, strict=True)
     ]
+
+
+def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequence[Any]]:
+    """The leaves of ``dy`` by microbatch; a tensor of the whole batch is cut."""
+    if uniform and not isinstance(dy, Microbatches):
+        columns = zip(*(y.leaves for y in outputs), strict=True)
+        cut = map(_cut, _leaves(dy, outputs[0]), columns)
+        return list(zip(*cut, strict=True)) or [() for _ in outputs]
+    parts = list(dy) if isinstance(dy, (Microbatches, list, tuple)) else []
+    if len(parts) != len(outputs):
+        raise BatchError(
+            f"dy must be Microbatches of {len(outputs)} parts, one for each microbatch of the "
+            f"outputs; got {len(parts) or type(dy).__name__}"
+        )
+    return list(map(_leaves, parts, outputs))
 
 
 def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> list[Row]:
@@ -95,13 +83,11 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
         return rows
     here, out = ranks[0] in config.group.here, list[Row]()
     for row, y in zip(rows, units, strict=True):
-        indices = [index for index, aval in y.avals.items() if aval.grad]
+        avals = {index: aval for index, aval in y.avals.items() if aval.grad}
         given = tuple(leaf for leaf in row if leaf is not None) if here else None
-        shared = config.group.share(
-            given, tuple(spec_of(y.avals[index]) for index in indices), ranks[0]
-        )
-        known = dict(zip(indices, shared, strict=True))
-        out.append([known.get(index) for index in range(len(y.leaves))])
+        shared = config.group.share(given, tuple(map(spec_of, avals.values())), ranks[0])
+        by_leaf = dict(zip(avals, shared, strict=True))
+        out.append([by_leaf.get(index) for index in range(len(y.leaves))])
     return out
 
 
@@ -111,18 +97,17 @@ def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
     """
 
     def joined(column: Sequence[AbstractLeaf]) -> AbstractLeaf:
-        first, shapes = column[0], [leaf.shape for leaf in column if isinstance(leaf, Aval)]
+        first, avals = column[0], [leaf for leaf in column if isinstance(leaf, Aval)]
         if not isinstance(first, Aval):
             return first
         axis = min(1, len(first.shape))
-        size = sum(shape[1] for shape in shapes) if len(first.shape) > 1 else len(shapes)
+        size = sum(y.shape[1] for y in avals) if len(first.shape) > 1 else len(avals)
         shape = (*first.shape[:axis], size, *first.shape[2:])
-        grad = any(isinstance(leaf, Aval) and leaf.grad for leaf in column)
+        grad = any(y.grad for y in avals)
         return first._replace(shape=shape, stride=contiguous(shape), grad=grad)
 
-    return replace(
-        slices[0], leaves=tuple(map(joined, zip(*(y.leaves for y in slices), strict=True)))
-    )
+    columns = zip(*(y.leaves for y in slices), strict=True)
+    return replace(slices[0], leaves=tuple(map(joined, columns)))
 
 
 def _sliced(row: Row, slices: Sequence[AbstractTree]) -> Iterable[Row]:
@@ -131,18 +116,12 @@ def _sliced(row: Row, slices: Sequence[AbstractTree]) -> Iterable[Row]:
     def cut(
         leaf: torch.Tensor | None, column: Sequence[AbstractLeaf]
     ) -> Sequence[torch.Tensor | None]:
-        shapes = [one.shape for one in column if isinstance(one, Aval)]
+        avals = [y for y in column if isinstance(y, Aval)]
         if leaf is None:
             return [None] * len(column)
-        parts = (
-            leaf.split([shape[1] for shape in shapes], 1)
-            if len(shapes[0]) > 1
-            else leaf.unbind(len(shapes[0]))
-        )
-        return [
-            part if isinstance(y, Aval) and y.grad else None
-            for part, y in zip(parts, column, strict=True)
-        ]
+        axes = len(avals[0].shape)
+        parts = leaf.split([y.shape[1] for y in avals], 1) if axes > 1 else leaf.unbind(axes)
+        return [part if y.grad else None for part, y in zip(parts, avals, strict=True)]
 
     columns = zip(*(y.leaves for y in slices), strict=True)
     return zip(*map(cut, row, columns), strict=True) if row else [()] * len(slices)
@@ -157,18 +136,15 @@ def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
     except ValueError as error:
         raise BatchError(
             f"dy does not have the structure of the outputs: {str(error)[:200]}; give a tree of "
-            "the same structure, "
-            "with None for leaves that have no cotangent"
+            "the same structure, with None for leaves that have no cotangent"
         ) from error
 
 
 def _cut(leaf: Any, avals: Sequence[AbstractLeaf]) -> Sequence[Any]:
     """A leaf of the whole batch by microbatch: the inverse of how the outputs were joined."""
-    if not isinstance(leaf, torch.Tensor) or not all(
-        isinstance(aval, Aval) and aval.differentiable for aval in avals
-    ):
+    shapes = [y.shape for y in avals if isinstance(y, Aval) and y.differentiable]
+    if not isinstance(leaf, torch.Tensor) or len(shapes) < len(avals):
         return [leaf] * len(avals)
-    shapes = [aval.shape for aval in avals if isinstance(aval, Aval)]
     rows = [shape[0] if shape else 1 for shape in shapes]
     whole = (sum(rows), *shapes[0][1:])
     if tuple(leaf.shape) != whole:
@@ -184,11 +160,9 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     if leaf is None or not isinstance(y, Aval) or not y.differentiable:
         return None
     if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != y.shape or leaf.dtype != y.dtype:
-        what = tree.describe([leaf]) if isinstance(leaf, torch.Tensor) else _in_short(leaf)
         raise BatchError(
-            f"dy has the leaf {what} per microbatch where the output is {y}; give a tensor of its "
-            "shape and dtype, or "
-            "None for zeros"
+            f"dy has the leaf {_described(leaf)} per microbatch where the output is {y}; give a "
+            "tensor of its shape and dtype, or None for zeros"
         )
     if leaf.device.type not in devices:
         raise BatchError(
@@ -197,10 +171,12 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     return leaf if y.grad else None
 
 
-def _in_short(leaf: object) -> str:
-    """A leaf that is no tensor, for a message; a container may hold a whole batch."""
-    numbers = isinstance(leaf, (int, float, complex, str))
-    return f"the {type(leaf).__name__} {leaf!r}" if numbers else f"a {type(leaf).__name__}"
+def _described(leaf: object) -> str:
+    """A leaf for a message; a container may hold a whole batch."""
+    if isinstance(leaf, torch.Tensor):
+        return tree.describe([leaf])
+    kind = type(leaf).__name__
+    return f"the {kind} {leaf!r}" if isinstance(leaf, (int, float, complex, str)) else f"a {kind}"
 
 
 def _zeros(y: AbstractLeaf) -> torch.Tensor | None:
