@@ -33,29 +33,15 @@ DOUBLE_DEVICES = ("cpu", "cuda")
 class Over(Protocol):
     """The part of a pipeline that a transform uses.
 
-    ``tied`` is such as ``(("0.wte", "7.wte"),)``. ``all_sum`` returns its sum on every process and
-    does not change its argument.
+    ``tied`` are groups of names of leaves that are one parameter, such as
+    ``(("0.wte", "7.wte"),)``. ``all_sum`` returns its sum on every process and does not change its
+    argument.
     """
 
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-        ...
-
-    @property
-    def here(self) -> tuple[int, ...]:
-        """The stages on this process."""
-        ...
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        ...
-
-    @property
-    def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names of leaves that are one parameter."""
-        ...
+    group: Group  # the ranks
+    here: tuple[int, ...]  # the stages on this process
+    stages: int  # how many there are
+    tied: tuple[tuple[str, ...], ...]
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the processes."""
@@ -124,8 +110,10 @@ def board_device(tree: Tree, over: Over | None) -> torch.device:
     """The device on which this process reduces."""
     if over is not None:
         return over.group.device(over.group.here[0])
-    every = optree.tree_iter(tree, namespace=NAMESPACE)  # no list: the first leaf will do
-    return next((leaf.device for leaf in every if isinstance(leaf, Tensor)), torch.device("cpu"))
+    for leaf in optree.tree_iter(tree, namespace=NAMESPACE):
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    return torch.device("cpu")
 
 
 def wide(device: torch.device) -> torch.dtype:

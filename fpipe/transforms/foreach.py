@@ -112,8 +112,7 @@ def fused_adamw(
     ``columns`` are those from before, each with whether its memory may be written. The kernel walks
     memory, so it runs on contiguous tensors of one dtype.
     """
-    work = [_contiguous(xs, given) for xs, given in columns]
-    ps, ms, vs = work
+    ps, ms, vs = work = [_contiguous(xs, given) for xs, given in columns]
     torch._fused_adamw_(
         ps,
         [g.contiguous() for g in gs],
@@ -129,22 +128,26 @@ def fused_adamw(
         amsgrad=False,
         maximize=False,
     )
-    return tuple(
-        [
-            w if x.is_contiguous() else (x if given else torch.empty_like(x)).copy_(w)
-            for w, x in zip(written, xs, strict=True)
-        ]
-        for written, (xs, given) in zip(work, columns, strict=True)
-    )
+    return tuple(map(_in_place_of, work, columns))
 
 
 def _contiguous(xs: Tensors, given: bool) -> Tensors:
     """Contiguous tensors to write: those of ``xs`` that are given and contiguous, and copies of all
     others.
     """
-    if given or not all(x.is_contiguous() for x in xs):
-        return [
-            x if given and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-            for x in xs
-        ]
-    return list(torch._foreach_mul(xs, xs[0].new_ones(())))  # allocates faster than clone
+    contiguous = [x.is_contiguous() for x in xs]
+    if not given and all(contiguous):
+        return list(torch._foreach_mul(xs, xs[0].new_ones(())))  # allocates faster than clone
+    pairs = zip(xs, contiguous, strict=True)
+    plain = torch.contiguous_format
+    return [x if given and is_plain else x.clone(memory_format=plain) for x, is_plain in pairs]
+
+
+def _in_place_of(written: Tensors, column: tuple[Tensors, bool]) -> Tensors:
+    """What was written, with the strides of the tensors from before, or in their memory."""
+    after = []
+    for new, old in zip(written, column[0], strict=True):
+        if not old.is_contiguous():
+            new = (old if column[1] else torch.empty_like(old)).copy_(new)
+        after.append(new)
+    return after

@@ -85,23 +85,24 @@ class Places(NamedTuple):
         """
         if self.spec.type not in (list, tuple):
             return [0] * len(self.leaves)
-        stages = [
-            stage for stage, part in enumerate(self.spec.children()) for _ in range(part.num_leaves)
-        ]
+        stages: list[int] = []
+        for stage, part in enumerate(self.spec.children()):
+            stages += [stage] * part.num_leaves
         return [stages[index] for index in self.where]
+
+    def all_names(self) -> list[str]:
+        """The dotted names of all places, with and without a leaf."""
+        return names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
 
     def names(self, indices: Iterable[int]) -> list[str]:
         """The dotted names of some of the leaves."""
-        every = self._every_name()
+        every = self.all_names()
         return [every[self.where[index]] for index in indices]
 
     def missing(self) -> list[str]:
-        """The dotted paths of the places without a leaf."""
-        here = set(self.where)
-        return [name for index, name in enumerate(self._every_name()) if index not in here]
-
-    def _every_name(self) -> list[str]:
-        return names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
+        """The dotted names of the places without a leaf."""
+        present = set(self.where)
+        return [name for index, name in enumerate(self.all_names()) if index not in present]
 
     def _flat(self, other: Tree, what: str) -> Column:
         try:
@@ -169,15 +170,17 @@ def map_kinds(
     return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0] if columns[0] else []
 
 
-def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Every leaf times a number, or times a tensor without axes in the leaf's dtype."""
+def scaled(leaves: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
+    """Every leaf times a number, or times a tensor without axes in the leaf's dtype; None stands
+    for 1.
+    """
 
     def kernel(xs: list[Tensor]) -> list[Tensor]:
-        return F.mul(
-            xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor
-        )
+        if isinstance(factor, Tensor):
+            return F.mul(xs, factor.to(xs[0].device, xs[0].dtype))
+        return F.mul(xs, factor)
 
-    return map_kinds(kernel, leaves)
+    return leaves if factor is None else map_kinds(kernel, leaves)
 
 
 @contextmanager

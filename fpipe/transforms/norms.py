@@ -49,93 +49,50 @@ class ClipState(NamedTuple):
     norm: Tensor
 
 
-class Norm(NamedTuple):
-    """Which norm, and over what."""
+class _StageNorm(NamedTuple):
+    """How the norm of a stage is computed."""
 
-    over: Over | None
     p: float
     exact: bool
-    copies: frozenset[str]  # names of leaves that a tied leaf already counts for
-    shards: Group | None
+    repeated: set[str]  # names of leaves that a tied leaf already counts for
+    device: torch.device  # of the results
 
-    @classmethod
-    def of(
-        cls, over: Over | None, p: float, exact: bool, tied: Tied | None, shards: Group | None
-    ) -> Norm:
-        """The norm that the arguments of :func:`global_norm` ask for."""
-        if not isinstance(p, (Real, Tensor)) or not p > 0:
-            raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
-        over = as_over(over)
-        groups = tied if tied is not None else over.tied if over is not None else ()
-        copies = frozenset(name for group in groups for name in tuple(group)[1:])
-        return cls(over, p, exact, copies, shards)
-
-    def total(self, tree: Tree) -> Tensor:
-        """The norm of all stages, on every process."""
-        warn_of_parts(tree, self.over)
-        if self.copies:
-            every, at = names(tree), places(tree)
-            fault = unmatched(self.copies.difference(every), every, at.missing())
-            if fault:
-                raise TransformError(f"tied= names {fault}")
-        group, differing = copies_of(self.over)
-        gathers = self.exact and differing == EVERY_LEAF
-        if self.shards is not None:
-            group, differing, gathers = self.shards, EVERY_LEAF, False
-        device = board_device(tree, self.over)
-        norms: dict[int, Tensor] = {}
-        for stage, part in stages_here(tree, self.over).items():
-            alone = (
-                [part if stage == s else None for s in range(len(tree))] if listed(tree) else tree
-            )
-            whole = self.over.unshard(alone) if gathers else alone  # type: ignore[union-attr]
-            if gathers and not _is_cut(alone, whole):
-                norms[stage] = self._of_stage(whole, device, None, ())
-            else:
-                norms[stage] = self._of_stage(alone, device, group, differing)
-        return torch.linalg.vector_norm(by_stage(tree, self.over, norms), self.p)
-
-    def _of_stage(
-        self, tree: Tree, device: torch.device, group: Group | None, differing: tuple[str, ...]
-    ) -> Tensor:
+    def of(self, tree: Tree, group: Group | None, differing: tuple[str, ...]) -> Tensor:
         """The norm of a tree that has one stage alone; over the copies ``group`` for leaves that
         match ``differing``.
         """
         leaves = places(tree).leaves
-        every = names(tree) if self.copies or differing else [""] * len(leaves)
+        every = names(tree) if self.repeated or differing else [""] * len(leaves)
         pairs = zip(leaves, every, strict=True)
-        chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.copies]
+        chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.repeated]
         alike, others = list[Tensor](), list[Tensor]()
         norms = map_kinds(self._of_leaves, [leaf for leaf, _ in chosen])
         for (_, name), norm in zip(chosen, norms, strict=True):
             differs = differing != () and matches(name, differing)
             (others if differs else alike).append(norm)
         if group is None:
-            return self._joined(alike, device)
+            return self._joined(alike)
         # in one dtype everywhere: a process without elements of a stage does not know the dtype of
         # its leaves
-        norm = self._joined(others, device)
-        norm = norm.to(wide(norm.device))
+        norm = self._joined(others).to(wide(self.device))
         if math.isinf(self.p):
             norm = group.all_reduce(norm, "max")
         else:
             norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
-        return self._joined([self._joined(alike, device), norm], device) if alike else norm
+        return self._joined([self._joined(alike), norm]) if alike else norm
 
     def _of_leaves(self, leaves: list[Tensor]) -> list[Tensor]:
         if self.exact:
             return [_by_rows(leaf.reshape(-1), self.p) for leaf in leaves]
         return F.norms(leaves, self.p)
 
-    def _joined(self, norms: list[Tensor], device: torch.device) -> Tensor:
+    def _joined(self, norms: list[Tensor]) -> Tensor:
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
-            return torch.zeros((), device=device)
-        kinds = {(norm.device, norm.dtype) for norm in norms}
-        dtype = reduce(torch.promote_types, [dtype for _, dtype in kinds])
-        if kinds != {(device, dtype)}:
-            norms = [norm.to(device, dtype) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms), self.p)
+            return torch.zeros((), device=self.device)
+        dtype = reduce(torch.promote_types, [norm.dtype for norm in norms])
+        parts = [norm.to(self.device, dtype) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(parts), self.p)
 
 
 def _is_cut(shards: Tree, whole: Tree) -> bool:
@@ -190,7 +147,37 @@ def global_norm(
     >>> global_norm([torch.tensor([3.0]), torch.tensor([-4.0])], p=float("inf")).item()
     4.0
     """
-    return Norm.of(over, p, exact, tied, shards).total(tree)
+    over = _checked(over, p)
+    groups = tied if tied is not None else over.tied if over is not None else ()
+    repeated = {name for group in groups for name in tuple(group)[1:]}
+    warn_of_parts(tree, over)
+    if repeated:
+        every = names(tree)
+        fault = unmatched(repeated.difference(every), every, places(tree).missing())
+        if fault:
+            raise TransformError(f"tied= names {fault}")
+    group, differing = copies_of(over)
+    gathers = exact and differing == EVERY_LEAF
+    if shards is not None:
+        group, differing, gathers = shards, EVERY_LEAF, False
+    norm = _StageNorm(p, exact, repeated, board_device(tree, over))
+    norms: dict[int, Tensor] = {}
+    for stage, part in stages_here(tree, over).items():
+        alone = tree
+        if listed(tree):
+            alone = [part if stage == s else None for s in range(len(tree))]
+        whole = over.unshard(alone) if gathers else alone  # type: ignore[union-attr]
+        if gathers and not _is_cut(alone, whole):
+            norms[stage] = norm.of(whole, None, ())
+        else:
+            norms[stage] = norm.of(alone, group, differing)
+    return torch.linalg.vector_norm(by_stage(tree, over, norms), p)
+
+
+def _checked(over: Over | None, p: float) -> Over | None:
+    if not isinstance(p, (Real, Tensor)) or not p > 0:
+        raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
+    return as_over(over)
 
 
 def clip_by_global_norm(
@@ -226,18 +213,15 @@ def clip_by_global_norm(
     """
     if not isinstance(max_norm, (Real, Tensor)) or not max_norm > 0:
         raise TransformError(f"max_norm={max_norm!r}; clipping needs a norm above 0")
-    options = Norm.of(over, p, exact, tied, shards)
+    over = _checked(over, p)
 
-    def init(params):
+    def init(params: Params) -> State:
         return ClipState(torch.zeros((), device=board_device(params, over)))
-
-    def clipping(norm: Tensor) -> Tensor:
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def factor(grads: Updates) -> tuple[Tensor | None, State]:
         with recording(places(grads).leaves):
-            norm = options.total(grads)
-            by = clipping(norm)
+            norm = global_norm(grads, over=over, p=p, exact=exact, tied=tied, shards=shards)
+            by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             # item() would wait for a device, and under torch.func there may be several values
             unclipped = by.device.type == "cpu" and not F.differentiated() and by.item() == 1
             return None if unclipped else by, ClipState(norm.detach())

@@ -99,15 +99,23 @@ def optimizer(
         number, rate = state.step + 1, rate_at(lr, state.step)
         trees = state[1 : 1 + moments]
         before = [at.of(tree, "the state") for tree in trees]
-        weights = _weights(name, at, params, decay, how)
+        donate_params = how is not None and how.donate
+        weights: Column = [None] * len(at.leaves)
+        if how is not None or decay:
+            who = f"{name} with weight decay" if how is None else f"a step of {name}"
+            weights = weights_of(at, params, who)
+        if donate_params:
+            refuse_shared(at, weights)
         decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
 
         def kind(gs: Column, ps: Column, on: list[bool], *old: Column) -> tuple[Column, ...]:
-            donate_params = how is not None and how.donate
+            gs = gs if how is None else scaled(gs, how.factor)
             step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
-            if how is None:
-                return arithmetic(step, *old)
-            return _in_one_pass(how, arithmetic, kernel, step, old)
+            after = None if how is None or kernel is None else kernel(step, *old)
+            if after is None:
+                us, *after = arithmetic(step, *old)
+                after = us if how is None else added(ps, us, donate_params), *after
+            return after
 
         if how is None:
             keys = _blocks((before or [at.leaves])[0], decays, math.inf)
@@ -121,30 +129,6 @@ def optimizer(
         return at.tree(after[0], None if how is None else params), state_type(number, *states)
 
     return one_pass(init, body, lambda state: rate_at(lr, state.step))
-
-
-def _weights(name: str, at: Places, params: Params, decay: float, how: Pass | None) -> Column:
-    """The parameters, or None for each where they are not needed."""
-    if how is None and not decay:
-        return [None] * len(at.leaves)
-    who = f"{name} with weight decay" if how is None else f"a step of {name}"
-    weights = weights_of(at, params, who)
-    if how is not None and how.donate:
-        refuse_shared(at, weights)
-    return weights
-
-
-def _in_one_pass(
-    how: Pass, arithmetic: Arithmetic, kernel: Kernel | None, step: Step, moments: Sequence[Column]
-) -> tuple[Column, ...]:
-    """New parameters and moments of leaves of one kind."""
-    if how.factor is not None:
-        step = step._replace(grads=scaled(step.grads, how.factor))
-    after = None if kernel is None else kernel(step, *moments)
-    if after is None:
-        us, *rest = arithmetic(step, *moments)
-        after = added(step.params, us, how.donate), *rest
-    return after
 
 
 def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:

@@ -165,18 +165,18 @@ def adamw(
             f"betas={betas}, eps={eps}, weight_decay={weight_decay}; "
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"
         )
-    how = _Adam(betas, eps, fused)
+    adam = _Adam(betas, eps, fused)
     return optimizer(
         "adamw",
         AdamState,
-        how.updates,
+        adam.updates,
         lr,
         moments=2,
         decay=weight_decay,
         mask=mask,
         dtype=dtype,
         donate=donate,
-        kernel=how.parameters,
+        kernel=adam.parameters,
     )
 
 
@@ -190,8 +190,8 @@ class _Adam(NamedTuple):
         p = step.params[0]
         if not self._has_kernel(p) or p.is_complex() or p.dtype != ms[0].dtype:
             return None
-        gs = F.cast(step.grads, p.dtype)
-        return self._fused(step, (step.params, step.donate_params), gs, ms, vs, step.decay)
+        ps = step.params, step.donate_params
+        return self._fused(step, ps, F.cast(step.grads, p.dtype), ms, vs, step.decay)
 
     def updates(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...]:
         """Updates and moments; the updates start as the decay alone."""
@@ -202,11 +202,12 @@ class _Adam(NamedTuple):
             us = [torch.zeros_like(m) for m in ms]
         columns = us, F.cast(step.grads, dtype), ms, vs
         if not dtype.is_complex:
-            return self._moments(step, *columns)
-        real = self._moments(step, *([torch.view_as_real(x) for x in xs] for xs in columns))
-        return tuple([torch.view_as_complex(x) for x in xs] for xs in real)
+            return self._updates(step, *columns)
+        real = ([torch.view_as_real(x) for x in xs] for xs in columns)
+        after = self._updates(step, *real)
+        return tuple([torch.view_as_complex(x) for x in xs] for xs in after)
 
-    def _moments(
+    def _updates(
         self, step: Step, us: Column, gs: Column, ms: Column, vs: Column
     ) -> tuple[Column, ...]:
         if not F.differentiated() and self._has_kernel(us[0]):

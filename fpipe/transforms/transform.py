@@ -47,15 +47,9 @@ class Pass(NamedTuple):
     factor: Tensor | None = None
 
 
-class Run(Protocol):
-    """An update, or a step if ``how`` is given: ``(grads, state, params, how) -> (tree, state)``.
-
-    The tree has updates, or the parameters after a step.
-    """
-
-    def __call__(
-        self, grads: Updates, state: State, params: Params, how: Pass | None, /
-    ) -> tuple[Tree, State]: ...
+#: An update, or a step if ``how`` is given: ``(grads, state, params, how) -> (tree, state)``, where
+#: the tree has updates, or the parameters after a step.
+Run: TypeAlias = Callable[[Updates, State, Params, Pass | None], tuple[Tree, State]]
 
 
 @dataclass(frozen=True)
@@ -246,16 +240,23 @@ def chain(*transforms: Transform) -> Transform:
             )
     if not transforms:
         return identity()
-    rates = [(index, tx.rate) for index, tx in enumerate(transforms) if tx.rate is not None]
 
-    def call(
-        grads: Updates, state: State, params: Params, how: Pass | None
-    ) -> tuple[Tree, tuple[State, ...]]:
-        _check_state(state, len(transforms))
+    def init(params: Params) -> State:
+        return tuple(tx.init(params) for tx in transforms)
+
+    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+        if not isinstance(state, Sequence) or len(state) != len(transforms):
+            given = f"the state {state!r}"
+            if isinstance(state, Sequence):
+                given = f"a state of {len(state)} parts"
+            raise TransformError(
+                f"{given} for a chain of {len(transforms)} transforms; pass the state that this "
+                "chain's init, update or step returned, or what was saved of it"
+            )
         after = []
         factor = None if how is None else how.factor  # what gradients are yet to be multiplied by
         for index, (tx, part) in enumerate(zip(transforms, state, strict=True), 1):
-            if grads is None:
+            if grads is None:  # no step
                 pass
             elif how is not None and index == len(transforms):
                 params, part = run(tx, grads, part, params, Pass(how.donate, factor))
@@ -268,27 +269,11 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return times(grads, factor) if how is None else params, tuple(after)
 
-    def only_rate(state: State) -> float:
-        ((index, rate),) = rates
-        return rate(state[index])
-
-    return both_ways(
-        lambda params: tuple(tx.init(params) for tx in transforms),
-        call,
-        only_rate if len(rates) == 1 else None,
-    )
-
-
-def _check_state(state: State, parts: int) -> None:
-    if isinstance(state, Sequence) and len(state) == parts:
-        return
-    given = (
-        f"a state of {len(state)} parts" if isinstance(state, Sequence) else f"the state {state!r}"
-    )
-    raise TransformError(
-        f"{given} for a chain of {parts} transforms; pass the state that this chain's init, "
-        "update or step returned, or what was saved of it"
-    )
+    rates = [(index, tx.rate) for index, tx in enumerate(transforms) if tx.rate is not None]
+    if len(rates) != 1:
+        return both_ways(init, call)
+    ((place, rate),) = rates
+    return both_ways(init, call, lambda state: rate(state[place]))
 
 
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
