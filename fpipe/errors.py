@@ -7,7 +7,7 @@
     │   ├── TraceError       a function that cannot become straight-line programs
     │   └── ActionError      a stage raised while the plan ran (chains the user's own exception)
     ├── BatchError           a batch that cannot be split, or microbatches that do not fit
-    ├── WeaveError           a hand-written weave that breaks one of its programs
+    ├── WeaveError           a way to run fused actions that does not exist
     ├── CheckpointError      files of a checkpoint, or trees to save, that do not fit
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     ├── PlanError            a model, a machine or a job for which no layout can be planned
@@ -72,7 +72,7 @@ class BatchError(FpipeError, ValueError):
 
 
 class WeaveError(FpipeError, ValueError):
-    """A hand-written weave of two programs that breaks the order of one of them."""
+    """A way to run fused actions that does not exist."""
 
 
 class CheckpointError(FpipeError, ValueError):

@@ -21,7 +21,7 @@ from .. import tree
 from ..actions.product import feature
 from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import GroupError, StageError
+from ..errors import GroupError, StageError, WeaveError
 from ..generators import Source, is_path, schedule_from
 from ..generators.forward import forwards_alone
 from ..programs.signature import loss_sides
@@ -31,7 +31,7 @@ from ..tree import Tree
 from .choice import Chosen
 from .copies import Copies
 from .microbatches import Reduction, Weighted
-from .options import Option
+from .options import Option, Overlap
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
 Loss: TypeAlias = Callable[..., Any] | Stage
@@ -57,7 +57,7 @@ class Config:
     tied: tuple[tuple[str, ...], ...] = ()
     outputs: Outputs = "zeros"
     accumulate: torch.dtype | None = None
-    overlap: Any = "weave"
+    overlap: Overlap = "weave"
     copies: Copies | None = None
     sliced: int | None = None
     capture: bool = False
@@ -87,6 +87,8 @@ class Config:
             )
         if self.outputs not in get_args(Outputs):
             raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
+        if self.overlap not in get_args(Overlap):
+            raise WeaveError(f"overlap={self.overlap!r}; give 'weave' or 'sequential'")
         if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
             raise StageError(
                 f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32"

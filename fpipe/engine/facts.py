@@ -63,7 +63,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "outputs=": config.outputs,
         "options of passes": str(list(config.more)),
         "copies": "none" if config.copies is None else config.copies.description,
-        "overlap": getattr(config.overlap, "how", config.overlap),
+        "overlap": config.overlap,
         "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
         "debug()": "on" if request.debug else "off",
         "the strides of x": _strides([kind[0] for kind in request.kinds]),

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Literal, Protocol, TypeAlias, TypedDict
 
 import torch
 
@@ -17,6 +17,8 @@ from ..stage import Engine
 from .copies import Copies
 from .microbatches import Reduction
 from .request import Request
+
+Overlap: TypeAlias = Literal["weave", "sequential"]
 
 
 class Options(TypedDict, total=False):
@@ -33,7 +35,7 @@ class Options(TypedDict, total=False):
     accumulate: torch.dtype | None
     engine: Engine
     compile: str | None
-    overlap: Literal["weave", "sequential"] | Callable[..., Any]
+    overlap: Overlap
     dp: Copies | Group | None
     slices: int | None
 

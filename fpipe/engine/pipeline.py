@@ -29,7 +29,7 @@ from .choice import Choice, Chosen
 from .config import Config, Loss, Outputs
 from .copies import Copies, copies
 from .microbatches import Reduction
-from .options import Options, options_of
+from .options import Options, Overlap, options_of
 from .pipeline_base import PipelineBase
 from .plan_cache import Cache
 from .request import Mode
@@ -262,7 +262,7 @@ def pipeline(
     accumulate: torch.dtype | None = None,
     engine: Engine = "trace",
     compile: str | None = None,
-    overlap: Any = "weave",
+    overlap: Overlap = "weave",
     dp: Copies | Group | None = None,
     slices: int | None = None,
     **more: object,
@@ -309,8 +309,8 @@ def pipeline(
             tensors. ``Stage(engine=)`` overrides it.
         compile: a backend of ``torch.compile`` for the programs, such as ``"inductor"``. None: they
             run as traced.
-        overlap: how fused actions, as of DualPipeV, run: ``"weave"``, ``"sequential"``, or a
-            function of both parts that returns both results.
+        overlap: how fused actions, as of DualPipeV, run: ``"weave"`` computes one part while the
+            other communicates, ``"sequential"`` runs one after the other.
         dp: ``fpipe.copies(group, zero=1, ...)``, or the group alone: copies of this pipeline, each
             of which gets a different part of the batch. Loss and gradients are averaged over the
             copies, or summed with ``reduction="sum"`` and ``fpipe.weighted``, whose weights are
@@ -380,18 +380,12 @@ def pipeline(
             else (),
             outputs=outputs,
             accumulate=accumulate,
-            overlap=_overlap(overlap),
+            overlap=overlap,
             copies=_copies(dp, reduction),
             sliced=slices,
             more=options_of(more) if more else (),
         )
     )
-
-
-def _overlap(option: Any) -> Any:
-    """How fused actions run: "weave", "sequential", or the value of another option."""
-    named = isinstance(option, str) and option in ("weave", "sequential")
-    return option if named else feature("weaving.weave").Overlap.of(option)
 
 
 def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:

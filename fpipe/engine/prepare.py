@@ -159,8 +159,7 @@ def _features(
         any(isinstance(action, Fused) for row in request.schedule for action in row)
         or _starts_collectives(inputs)
     ):
-        weaving = feature("weaving.fused")
-        yield weaving.Weaving(weaving.Overlap.of(config.overlap))
+        yield feature("weaving.fused").Weaving()
     if apart and sends_loss_early(config, request):
         yield feature("early_loss").EarlyLoss()
     for option in config.more:

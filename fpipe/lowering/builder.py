@@ -167,7 +167,7 @@ class Builder:
         return (graph.source(programs, stage, name), mb)
 
     # ---- actions ----
-    def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
+    def programs(self, part: Action) -> Iterator[tuple[Programs, int, Program]]:
         """What a part of an action runs, in order: the loss's program after F of the last stage, or
         before its B.
         """
@@ -175,16 +175,15 @@ class Builder:
         kind = self.job.kind(mb)
         own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
         if loss is not None and op in "BI":
-            yield loss, loss.b, stage + 1
+            yield loss, stage + 1, loss.b
         plain = own.f if op == "F" else own.i
-        yield own, plain if op in "FI" else self._with_adds(own, op, stage), stage
+        yield own, stage, plain if op in "FI" else self._with_adds(own, op, stage)
         if loss is not None and op == "F":
-            yield loss, loss.f, stage + 1
+            yield loss, stage + 1, loss.f
 
     def act(self, part: Action) -> None:
         """Emit an action whose programs run one after the other."""
-        pieces = [(0, part, own, stage, program) for own, program, stage in self.programs(part)]
-        self.emit((part,), pieces)
+        self.emit((part,), [(0, part, *run) for run in self.programs(part)])
 
     def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
         """Emit the pieces of an action's parts in this order, what is sent after each, and the end

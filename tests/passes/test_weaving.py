@@ -123,7 +123,7 @@ def test_memory_is_counted_by_storage_and_freed_at_the_last_look():
 
 @pytest.mark.parametrize("said", ["wave", 3, None])
 def test_overlap_is_refused_with_a_word(said: Any):
-    with pytest.raises(WeaveError, match="give 'weave', 'sequential', a function"):
+    with pytest.raises(WeaveError, match="give 'weave' or 'sequential'"):
         fpipe.pipeline([lambda p, x: x], "GPipe", group=fpipe.local(1), overlap=said)
 
 
@@ -178,12 +178,6 @@ def pipe_of(
     )
 
 
-def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
-    """A user's overlap: the backward first."""
-    back = backward()
-    return forward(), back
-
-
 @pytest.mark.xdist_group("weaving")
 @pytest.mark.parametrize(
     ("name", "stages"), [("DualPipeV", 4), ("DualPipe", 2), ("Overlapped1F1B", 2)]
@@ -197,15 +191,6 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(
         for how in ("sequential", "weave")
     }
     assert same(step(made["sequential"]), step(made["weave"])), "no collectives"
-    apart = pipe_of(
-        moe_stage(None), name, 2, stages, fpipe.local(2), by_turns, seed=None, microbatches=6
-    )
-    plain = pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), by_turns)
-    assert same(
-        step(plain),
-        step(pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), "sequential")),
-    )
-    assert len(step(apart)) == len(step(plain))
     woven = pipe_of(moe_stage(members), name, 2, stages, fpipe.local(2))
     plan = woven.plan(parameters(stages), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     assert "woven" in str(plan)
@@ -213,15 +198,6 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(
     assert any(
         ins.program is not None and ins.program.label == "F1" for ins in plan[0].instructions
     )
-
-
-@pytest.mark.xdist_group("weaving")
-def test_a_function_that_returns_too_little_is_reported(members: Any):
-    pipe = pipe_of(
-        moe_stage(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1])
-    )
-    with pytest.raises(WeaveError, match="return a tuple of both parts' results"):
-        step(pipe)
 
 
 @pytest.mark.xdist_group("weaving")

@@ -9,9 +9,10 @@ even these orders differ, an error reports it. Knows plans and process groups by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ...errors import MismatchError
 from ...lowering.builder import lower
 from ...lowering.job import LoweringInput
 from ...lowering.plan import Plan
-from .estimates import LINKS, Link
+from .estimates import LINKS, Collective, Link
 from .fused import Weaving
 from .members import gather_members, time_members
 from .segments import collectives_of
@@ -39,16 +40,22 @@ class Start(NamedTuple):
     signature: str
     action: str = ""
 
+    def __str__(self) -> str:
+        return (
+            f"starts {self.kind} {self.number} of {self.program} ({self.signature}) in "
+            f"{self.action}"
+        )
 
-def in_one_order(inputs: Mapping[int, LoweringInput], known: Mapping[int, Plan]) -> dict[int, Plan]:
+
+def in_one_order(
+    inputs: Mapping[int, LoweringInput], resized: Mapping[int, Plan]
+) -> dict[int, Plan]:
     """The plans of the ranks of this process, with one order of collectives on every communicator.
 
-    ``known`` are plans that need not be made.
+    ``resized`` are plans that need not be made.
     """
     _measure_links(inputs)
-    plans = {
-        rank: known[rank] if rank in known else lower(job, rank) for rank, job in inputs.items()
-    }
+    plans = {rank: resized.get(rank) or lower(job, rank) for rank, job in inputs.items()}
     reason = _difference(plans, inputs)
     if reason:
         plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in inputs.items()}
@@ -63,11 +70,8 @@ def in_one_order(inputs: Mapping[int, LoweringInput], known: Mapping[int, Plan])
 
 def _in_turn(job: LoweringInput, reason: str) -> LoweringInput:
     """The same without weaves."""
-    features = tuple(
-        Weaving(replace(each.overlap, refused=reason)) if isinstance(each, Weaving) else each
-        for each in job.features
-    )
-    return replace(job, features=features)
+    features = [Weaving(reason) if isinstance(one, Weaving) else one for one in job.features]
+    return replace(job, features=tuple(features))
 
 
 def _difference(plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]) -> str:
@@ -77,7 +81,7 @@ def _difference(plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]) 
     """
     reasons = [
         difference(name, _gathered(name, order) or [])
-        for name, order in sorted(starts_of(plans, inputs).items())
+        for name, order in sorted(_starts_of(plans, inputs).items())
     ]
     return next(filter(None, reasons), "")
 
@@ -92,21 +96,7 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     """Have the members of each communicator measure it, once, where something is woven around
     it.
     """
-    weaving = (
-        job
-        for job in inputs.values()
-        if any(isinstance(each, Weaving) and each.overlap.how == "weave" for each in job.features)
-    )
-    started = (
-        collective
-        for job in weaving
-        for kind in job.kinds
-        for programs in kind.programs.values()
-        if not programs.compiled
-        for program in (programs.f, programs.b)
-        for collective in collectives_of(program)
-    )
-    largest = {c.members: c for c in sorted(started, key=lambda c: c.nbytes)}
+    largest = {c.members: c for c in sorted(_woven(inputs), key=attrgetter("nbytes"))}
     for name, collective in sorted(largest.items()):
         reports = _gathered(name, (name in LINKS, collective.nbytes))
         if reports is None or all(known for known, _ in reports):
@@ -119,7 +109,18 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / more)
 
 
-def starts_of(
+def _woven(inputs: Mapping[int, LoweringInput]) -> Iterator[Collective]:
+    """The collectives around which something may be woven."""
+    for job in inputs.values():
+        if not any(isinstance(feature, Weaving) for feature in job.features):
+            continue
+        for kind in job.kinds:
+            for own in kind.programs.values():
+                if not own.compiled:
+                    yield from (*collectives_of(own.f), *collectives_of(own.b))
+
+
+def _starts_of(
     plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]
 ) -> dict[str, list[Start]]:
     """What the ranks of this process start, by communicator, in their order."""
@@ -130,9 +131,7 @@ def starts_of(
         for ins in plan.instructions:
             if ins.program is None or ins.action is None:
                 continue
-            program = ins.action.op
-            if ins.program in of_losses:
-                program = f"{program} of the loss"
+            program = ins.action.op + " of the loss" * (ins.program in of_losses)
             for c in collectives_of(ins.program):
                 start = Start(program, c.number, c.op, c.signature, str(ins.action))
                 starts.setdefault(c.members, []).append(start)
@@ -143,16 +142,9 @@ def difference(name: str, orders: Sequence[Sequence[Start]]) -> str:
     """Where the orders of the members of a communicator differ first; "" where they are alike."""
     for row in zip_longest(*orders):
         if len({start and start[:-1] for start in row}) > 1:
-            members = [f"member {m} {_described(start)}" for m, start in enumerate(row)]
+            members = [f"member {m} {start or 'has no more'}" for m, start in enumerate(row)]
             return (
                 f"the members of group {name} would start its collectives in different orders: "
                 f"{'; '.join(members)}"
             )
     return ""
-
-
-def _described(start: Start | None) -> str:
-    if start is None:
-        return "has no more"
-    program, number, kind, signature, action = start
-    return f"starts {kind} {number} of {program} ({signature}) in {action}"

@@ -9,266 +9,139 @@ others, so they are freed and counted alike. Knows steps and keys; no tensors an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from ...actions.action import Action, AnyAction, Fused
-from ...errors import WeaveError
+from ...actions.action import AnyAction
 from ...lowering.builder import Builder, Piece
-from ...lowering.instruction import Instruction
-from ...lowering.instructions import Run
+from ...lowering.job import LoweringInput
 from ...lowering.plan import Feature, Plan
 from ...programs.operations import CALLERS
-from ...programs.program import Held, Program, Programs
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
-from .weave import Overlap, Task, Transfer, Weave
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One side of a fused action, for the user's function, which calls it to run it."""
-
-    action: Action
-    program: Program
-    inputs: list[Any]
-
-    def __call__(self) -> Sequence[object]:
-        """Run the program; this empties ``inputs``."""
-        return self.program(self.inputs)
+from .weave import Task, Transfer, Weave
 
 
 @dataclass(frozen=True)
 class Weaving(Feature):
-    """Runs fused actions, and actions that start collectives, by a weave or the user's function."""
+    """Runs fused actions, and actions that start collectives, by a weave.
 
-    overlap: Overlap
+    ``refused`` is the reason why nothing must be woven.
+    """
+
+    refused: str = ""
     interleaves = True
 
     def start(self, builder: Builder) -> Feature:
-        return _OnRank(self.overlap, builder)
+        return _OnRank(self.refused, builder)
 
 
 class _OnRank(Feature):
-    def __init__(self, overlap: Overlap, builder: Builder):
-        self.overlap, self.builder = overlap, builder
+    def __init__(self, refused: str, builder: Builder):
+        self.refused, self.builder = refused, builder
         self.weaves: dict[str, Weave] = {}  # by action
-        self.known: dict[Hashable, Weave] = {}
+        self.planned: dict[Hashable, Weave] = {}  # by what is woven, or why nothing is
 
     def act(self, action: AnyAction, position: int) -> bool:
-        how, alone = self.overlap.how, not isinstance(action, Fused)
-        if alone and (how != "weave" or self.builder.job.phased):
+        fused, job = len(action.parts) > 1, self.builder.job
+        runs = [
+            (line, part, *run)
+            for line, part in enumerate(action.parts)
+            for run in self.builder.programs(part)
+        ]
+        exchanges = any(not own.compiled and collectives_of(run) for _, _, own, _, run in runs)
+        if not fused and (job.phased or not exchanges):
             return False
-        if alone and not starts_collectives(self, action):
+        reason = self.refused or _obstacle(job, action, runs, exchanges)
+        if reason:
+            if fused:
+                in_turn = self.planned.setdefault(reason, Weave(reason=reason))
+                self.weaves[str(action)] = in_turn
             return False
-        pieces = woven_pieces(self, action)
-        if pieces is None:
-            return False
-        if how == "function":
-            act_jointly(self, action)
-        else:
-            self.builder.emit(action.parts, pieces)
+        pieces = list(_cut(runs, coarse=not exchanges))
+        made = self._woven(tuple(map(str, action.parts)), pieces)
+        if not fused and made.total >= made.one_after_another:
+            return False  # no transfer overlaps with compute
+        self.weaves[str(action)] = made
+        self.builder.emit(action.parts, [pieces[number][0] for number in made.order])
         return True
 
     def complete(self, plan: Plan) -> Plan:
         return replace(plan, weaves=self.weaves)
 
-
-def starts_collectives(on: _OnRank, action: AnyAction) -> bool:
-    """Whether any of an action's programs starts a collective."""
-    return any(
-        not programs.compiled and bool(collectives_of(program))
-        for part in action.parts
-        for programs, program, _ in on.builder.programs(part)
-    )
-
-
-def woven_pieces(on: _OnRank, action: AnyAction) -> list[Piece] | None:
-    """The pieces of an action in the order of its weave; None: it is not woven.
-
-    With a function of the user's, the list is empty: the function runs the action.
-    """
-    overlap, carries = on.overlap, starts_collectives(on, action)
-    reason = _reason(on, action, carries)
-    if reason:
-        if len(action.parts) > 1:
-            in_turn = Weave(("F", "B"), (), (), (), (), reason=reason)
-            on.weaves[str(action)] = on.known.setdefault(reason, in_turn)
-        return None
-    if overlap.how == "function":
-        return []
-    lines = tuple(map(str, action.parts))
-    segments = list(_segments(on, action, coarse=not carries))
-    weave = _weave(on, lines, segments)
-    if len(lines) == 1 and weave.total >= weave.one_after_another:
-        return None  # no transfer overlaps with compute
-    on.weaves[str(action)] = weave
-    return [segments[number][0] for number in weave.order]
+    def _woven(self, lines: tuple[str, ...], pieces: Sequence[tuple[Piece, Segment]]) -> Weave:
+        """The weave of some segments; one for all actions that have the same."""
+        same = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in pieces)
+        if same not in self.planned:
+            sizes: dict[Hashable, tuple[Hashable, int]] = {}
+            for piece, _ in pieces:
+                sizes |= _sizes(self.builder, piece)
+            tasks = [_task(self.builder, *each) for each in pieces]
+            self.planned[same] = weave(lines, tasks, sizes=sizes)
+        return self.planned[same]
 
 
-def _segments(on: _OnRank, action: AnyAction, coarse: bool) -> Iterator[tuple[Piece, Segment]]:
-    """The segments of an action's parts, each part in its program order."""
-    for line, part in enumerate(action.parts):
-        for programs, program, stage in on.builder.programs(part):
-            if program.traced or program.outputs or programs.eager:
-                cut = (
-                    segments_of(programs, program, coarse)
-                    if stage == part.stage
-                    else (whole(program),)
-                )
-                for segment in cut:
-                    yield (line, part, programs, stage, segment.program), segment
-
-
-def _reason(on: _OnRank, action: AnyAction, carries: bool) -> str:
-    """Why a fused action is not woven; "" where it is."""
-    job, how = on.builder.job, on.overlap.how
-    if on.overlap.refused:
-        return on.overlap.refused
+def _obstacle(job: LoweringInput, action: AnyAction, runs: Sequence[Piece], exchanges: bool) -> str:
+    """Why the programs of an action are not woven; "" where they are."""
     if job.strict:
         return "this backend takes messages in one order only"
     for ops in ("F", "BW"):
         stages = [part.stage for part in action.parts if part.op in ops]
         if len(set(stages)) < len(stages):
             return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
-    if how == "function" and len(action.parts) != 2:
-        return f"a function takes two parts, here are {len(action.parts)}"
-    if how == "weave" and any(
-        run.compiled for part in action.parts for run, _, _ in on.builder.programs(part)
-    ):
+    if any(own.compiled for _, _, own, _, _ in runs):
         return "compiled programs run whole"
-    if how == "weave" and not job.wired and not carries:
-        return "nothing is sent while it runs"
-    return ""
+    return "" if job.wired or exchanges else "nothing is sent while it runs"
 
 
-def _weave(on: _OnRank, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]) -> Weave:
-    """The weave of some segments; one for all actions that have the same."""
-    key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
-    if key not in on.known:
-        tasks, sizes = _tasks(on, segments)
-        on.known[key] = weave(lines, tasks, sizes=sizes)
-    return on.known[key]
+def _cut(runs: Sequence[Piece], coarse: bool) -> Iterator[tuple[Piece, Segment]]:
+    """The segments of an action's programs, each program in its order; that of a loss is whole."""
+    for line, part, own, stage, program in runs:
+        if not (program.traced or program.outputs or own.eager):
+            continue
+        of_loss = stage != part.stage
+        segments = [whole(program)] if of_loss else segments_of(own, program, coarse)
+        for segment in segments:
+            yield (line, part, own, stage, segment.program), segment
 
 
-def _tasks(
-    on: _OnRank, segments: Sequence[tuple[Piece, Segment]]
-) -> tuple[list[Task], dict[Hashable, tuple[Hashable, int]]]:
-    """The segments as tasks of the search, and the storage and bytes of the values that cross
-    between them.
-    """
-    tasks: list[Task] = []
-    sizes: dict[Hashable, tuple[Hashable, int]] = {}
-    for piece, segment in segments:
-        line, action, programs, stage, program = piece
-        roles, key = programs.roles, partial(_key, on, piece)
-        for name in (*program.inputs, *program.outputs):
-            held = programs.memory.get(name)
-            if held is not None and not (
-                held.given and roles.get(held.root, ("", 0))[0] in CALLERS
-            ):
-                # a received value has the name that it has where it is computed
-                sizes[key(name)] = (
-                    key(held.root) if held.given else (line, stage, held.root),
-                    held.nbytes,
-                )
-        tasks.append(
-            Task(
-                line,
-                "loss" if stage != action.stage else segment.name,
-                segment.nanoseconds,
-                tuple(map(key, program.inputs)),
-                tuple(map(key, program.outputs)),
-                tuple(
-                    Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts
-                ),
-                tuple(map(key, segment.waits)),
-                segment.loose,
-            )
-        )
-    return tasks, sizes
-
-
-def _key(on: _OnRank, piece: Piece, name: str) -> Hashable:
-    """The key of a value without its microbatch, which is that of the line: alike for all actions
-    of one weave.
-    """
-    line, action, programs, stage, _ = piece
-    source, mb = on.builder.key(programs, stage, action.microbatch, name)
-    return (line, source) if mb == action.microbatch else (source, mb)
-
-
-# ---- a function of the user's ----
-def act_jointly(on: _OnRank, action: AnyAction) -> None:
-    """One step for the programs of both stages; the loss's programs run before and after it."""
-    builder, function = on.builder, on.overlap.function
-    assert function is not None
-    runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
-    mains = [run for run in runs if run[3] == run[0].stage]
-    losses = [run for run in runs if run[3] != run[0].stage]
-    for run in losses:
-        if run[0].op != "F":
-            builder.run(*run)
-    reads = [key for run in mains for key in builder.reads(*run)]
-    writes = [
-        key
-        for part, _, program, stage in mains
-        for key in builder.writes(program, stage, part.microbatch)
-    ]
-    builder.here.update(writes)
-    first, owner, _, _ = mains[0]
-    joined = _joined([(part, program) for part, _, program, _ in mains], function)
-    step = Run(joined, first.stage, replace(owner, memory=_memory([run[1] for run in mains])))
-    builder.out.append(Instruction(step, first, tuple(reads), tuple(writes)))
-    for run in losses:
-        if run[0].op == "F":
-            builder.run(*run)
-    builder.emit(action.parts, ())
-
-
-def _joined(mains: Sequence[tuple[Action, Program]], function: Callable[..., Any]) -> Program:
-    """The programs of both stages as one program, which calls the user's function."""
-    programs = [program for _, program in mains]
-
-    def run(box: list[Any]) -> tuple[object, ...]:
-        parts = []
-        for action, program in mains:
-            count = len(program.inputs)
-            parts.append(Part(action, program, box[:count]))
-            del box[:count]
-        outs = function(*parts)
-        _check_results(outs, [len(program.outputs) for program in programs])
-        return tuple(value for out in outs for value in out)
-
-    return Program(
-        "F",
-        "",
-        run,
-        tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs),
-        tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs),
-        random=any(program.random for program in programs),
-        label=f"with {mains[1][0]}",
+def _task(builder: Builder, piece: Piece, segment: Segment) -> Task:
+    """A segment as a task of the search."""
+    line, action, _, stage, program = piece
+    key = partial(_key, builder, piece)
+    starts = [Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts]
+    return Task(
+        line,
+        segment.name if stage == action.stage else "loss",
+        segment.nanoseconds,
+        tuple(map(key, program.inputs)),
+        tuple(map(key, program.outputs)),
+        tuple(starts),
+        tuple(map(key, segment.waits)),
+        segment.loose,
     )
 
 
-def _check_results(outs: object, wanted: Sequence[int]) -> None:
-    """Raise WeaveError where a function did not return what both of its parts returned."""
-    got = []
-    if isinstance(outs, tuple):
-        got = [len(out) if isinstance(out, (tuple, list)) else None for out in outs]
-    if got != wanted:
-        raise WeaveError(
-            f"the overlap function returned {got or type(outs).__name__}; return a tuple of both "
-            f"parts' results, of {' and '.join(map(str, wanted))} values, as calling a part does"
-        )
+def _sizes(builder: Builder, piece: Piece) -> dict[Hashable, tuple[Hashable, int]]:
+    """The storage and bytes of the values that a piece reads and writes, but for the caller's."""
+    line, _, own, stage, program = piece
+    key = partial(_key, builder, piece)
+    sizes: dict[Hashable, tuple[Hashable, int]] = {}
+    for name in (*program.inputs, *program.outputs):
+        held = own.memory.get(name)
+        if held is None or (held.given and own.roles.get(held.root, ("", 0))[0] in CALLERS):
+            continue
+        # a received value has the name that it has where it is computed
+        storage = key(held.root) if held.given else (line, stage, held.root)
+        sizes[key(name)] = storage, held.nbytes
+    return sizes
 
 
-def _memory(owners: Sequence[Programs]) -> dict[str, Held]:
-    """The memory behind the values of both programs."""
-    return {
-        f"{k}.{name}": held._replace(root=f"{k}.{held.root}")
-        for k, programs in enumerate(owners)
-        for name, held in programs.memory.items()
-    }
+def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
+    """The key of a value without its microbatch, which is that of the line: alike for all actions
+    of one weave.
+    """
+    line, action, own, stage, _ = piece
+    source, mb = builder.key(own, stage, action.microbatch, name)
+    return (line, source) if mb == action.microbatch else (source, mb)

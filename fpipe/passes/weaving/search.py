@@ -14,21 +14,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .weave import Memory, Task, Weave, play, woven
+from .weave import Clocks, Memory, Task, Weave, play
 
 _WIDTH = 24  #: beginnings of an order that are kept
+_ALIKE = 4  #: of them, with the same tasks
 
 
-class _State(NamedTuple):
-    """The beginning of an order; states are compared by these fields, in this order."""
+class _Beginning(NamedTuple):
+    """The first tasks of an order; ``done`` is their mask."""
 
-    score: int  # no order that begins so can end before
-    peak: int
-    clock: int
-    link_free: int
+    score: int = 0  # no order that begins so can end before
+    peak: int = 0
+    clocks: Clocks = Clocks()
     order: tuple[int, ...] = ()
-    done: int = 0  # a mask of tasks
-    arrivals: tuple[tuple[Hashable, int], ...] = ()
+    done: int = 0
 
 
 def weave(
@@ -52,19 +51,21 @@ def weave(
     >>> [w.tasks[k].name for k in w.order], w.total, w.one_after_another
     (['dispatch', 'attention', 'experts'], 70, 120)
     """
-    tasks, sizes, in_turn = tuple(tasks), sizes or {}, tuple(range(len(tasks)))
-    memory, before = Memory(tasks, sizes), tuple(_before(tasks))
+    tasks, sizes, order = tuple(tasks), sizes or {}, tuple(range(len(tasks)))
+    memory = Memory(tasks, sizes)
+    in_turn = memory.peak(order)
     if bound is None:
-        in_flight = sum(
-            sizes[t.value][1] for task in tasks for t in task.starts if t.value in sizes
-        )
-        bound = memory.peak(in_turn) + in_flight
+        sent = [t.value for task in tasks for t in task.starts]
+        bound = in_turn + sum(sizes[value][1] for value in sent if value in sizes)
+    before = _before(tasks)
     search = _Search(tasks, before, _tails(tasks, before), memory)
-    beam = [_State(0, 0, 0, 0)]
+    beam = [_Beginning()]
     for _ in tasks:
-        beam = _best([new for old in beam for new in search.following(old) if new.peak <= bound])
-    faster = bool(beam) and min(beam).score < play(tasks, in_turn)[0]
-    return woven(tuple(lines), tasks, min(beam).order if faster else in_turn, memory)
+        longer = [new for old in beam for new in search.following(old)]
+        beam = _best([new for new in longer if new.peak <= bound])
+    if beam and beam[0].score < play(tasks, order).total:
+        order = beam[0].order
+    return Weave(tuple(lines), tasks, order, memory.peak(order), in_turn)
 
 
 class _Search(NamedTuple):
@@ -75,58 +76,57 @@ class _Search(NamedTuple):
     tails: Sequence[int]
     memory: Memory
 
-    def following(self, old: _State) -> Iterator[_State]:
-        """The orders that are one task longer."""
+    def following(self, old: _Beginning) -> Iterator[_Beginning]:
+        """The beginnings that are one task longer."""
         left = [k for k in range(len(self.tasks)) if not old.done >> k & 1]
         for number in left:
             if self.before[number] & ~old.done:
                 continue
-            task, link_free, arrivals = self.tasks[number], old.link_free, dict(old.arrivals)
-            clock = task.begin(old.clock, arrivals) + task.nanoseconds
-            for transfer in task.starts:
-                link_free = arrivals[transfer.value] = max(clock, link_free) + transfer.nanoseconds
-            score = self._score([k for k in left if k != number], clock, link_free, arrivals)
+            clocks = old.clocks.after(self.tasks[number])
+            score = self._score([k for k in left if k != number], clocks)
             peak = max(old.peak, self.memory.during(number, old.done))
-            order, done = (*old.order, number), old.done | 1 << number
-            yield _State(score, peak, clock, link_free, order, done, tuple(arrivals.items()))
+            yield _Beginning(score, peak, clocks, (*old.order, number), old.done | 1 << number)
 
-    def _score(
-        self, left: Sequence[int], clock: int, link_free: int, arrivals: Mapping[Hashable, int]
-    ) -> int:
-        transfers = sum(t.nanoseconds for k in left for t in self.tasks[k].starts)
-        return max(
-            [
-                clock + sum(self.tasks[k].nanoseconds for k in left),
-                max(clock, link_free) + transfers if transfers else link_free,
-                *(self.tasks[k].begin(clock, arrivals) + self.tails[k] for k in left),
-            ]
+    def _score(self, left: Sequence[int], clocks: Clocks) -> int:
+        """The least time in which an order can end that has these tasks left."""
+        tasks = [self.tasks[k] for k in left]
+        transfers = sum(t.nanoseconds for task in tasks for t in task.starts)
+        first = max(clocks.compute, clocks.link) if transfers else clocks.link
+        paths = [clocks.start(self.tasks[k]) + self.tails[k] for k in left]
+        work = sum(task.nanoseconds for task in tasks)
+        return max([clocks.compute + work, first + transfers, *paths])
+
+
+def _best(beginnings: list[_Beginning]) -> list[_Beginning]:
+    """The best ones, without those that one with the same tasks beats in both clocks."""
+    kept: dict[int, list[_Beginning]] = {}
+    for new in sorted(beginnings, key=_rank):
+        alike = kept.setdefault(new.done, [])
+        beaten = any(
+            old.clocks.compute <= new.clocks.compute and old.clocks.link <= new.clocks.link
+            for old in alike
         )
+        if len(alike) < _ALIKE and not beaten:
+            alike.append(new)
+    return sorted((one for alike in kept.values() for one in alike), key=_rank)[:_WIDTH]
 
 
-def _best(states: list[_State]) -> list[_State]:
-    """The best states, without those that one with the same tasks beats in both clocks; at most
-    four per set.
-    """
-    kept: dict[int, list[_State]] = {}
-    for state in sorted(states):
-        others = kept.setdefault(state.done, [])
-        if len(others) < 4 and not any(
-            o.clock <= state.clock and o.link_free <= state.link_free for o in others
-        ):
-            others.append(state)
-    return sorted(state for others in kept.values() for state in others)[:_WIDTH]
+def _rank(one: _Beginning) -> tuple[object, ...]:
+    return one.score, one.peak, one.clocks.compute, one.clocks.link, one.order
 
 
-def _before(tasks: Sequence[Task]) -> Iterator[int]:
+def _before(tasks: Sequence[Task]) -> list[int]:
     """For every task the mask of those that must come before it."""
     makers = {value: k for k, task in enumerate(tasks) for value in task.writes}
     last: dict[int, int] = {}
+    masks = []
     for number, task in enumerate(tasks):
         first = {makers.get(value, number) for value in (*task.reads, *task.waits)} - {number}
         if not task.loose:
             first |= {last[task.line]} if task.line in last else set()
             last[task.line] = number
-        yield sum(1 << k for k in first)
+        masks.append(sum(1 << k for k in first))
+    return masks
 
 
 def _tails(tasks: Sequence[Task], before: Sequence[int]) -> list[int]:
@@ -137,9 +137,7 @@ def _tails(tasks: Sequence[Task], before: Sequence[int]) -> list[int]:
         paths = [t.nanoseconds for t in task.starts]
         for later in range(number + 1, len(tasks)):
             if before[later] >> number & 1:
-                travel = max(
-                    (t.nanoseconds for t in task.starts if t.value in tasks[later].waits), default=0
-                )
-                paths.append(travel + tails[later])
+                awaited = [t.nanoseconds for t in task.starts if t.value in tasks[later].waits]
+                paths.append(max(awaited, default=0) + tails[later])
         tails[number] = task.nanoseconds + max(paths, default=0)
     return tails

@@ -9,10 +9,11 @@ schedules, ranks or orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ...programs.internals import draws
@@ -34,27 +35,23 @@ class Segment:
 
     name: str
     program: Program
-    loose: bool
-    starts: tuple[Collective, ...]
-    waits: tuple[str, ...]
     nanoseconds: int
+    loose: bool = False
+    starts: tuple[Collective, ...] = ()
+    waits: tuple[str, ...] = ()
 
+
+_Readers: TypeAlias = Mapping[str, Sequence[Operation]]
 
 #: The segments of each stage's programs, coarse and fine, as long as the programs exist.
-_SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], tuple[Segment, ...]]] = (
+_SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], Sequence[Segment]]] = (
     WeakKeyDictionary()
 )
 #: The collectives of each program, as long as the program exists.
 _COLLECTIVES: WeakKeyDictionary[Program, tuple[Collective, ...]] = WeakKeyDictionary()
 
 
-class _Key(NamedTuple):
-    loose: bool
-    phase: int  # how many waits it depends on, one after another
-    start: int  # which of the phase's collectives it leads to; past the last: none
-
-
-def segments_of(programs: Programs, program: Program, coarse: bool = False) -> tuple[Segment, ...]:
+def segments_of(programs: Programs, program: Program, coarse: bool = False) -> Sequence[Segment]:
     """The segments of one of a stage's programs, in an order in which they can run.
 
     ``coarse`` segments are two at most: the values that others wait for, and the rest of a
@@ -62,20 +59,13 @@ def segments_of(programs: Programs, program: Program, coarse: bool = False) -> t
     """
     cached = _SEGMENTS.setdefault(programs, {})
     if (program, coarse) not in cached:
-        cached[program, coarse] = tuple(_cut(programs, program, coarse))
+        cached[program, coarse] = _cut(programs, program, coarse)
     return cached[program, coarse]
 
 
 def whole(program: Program) -> Segment:
     """A program as one segment."""
-    return Segment(
-        program.label or program.name,
-        program,
-        False,
-        (),
-        (),
-        sum(map(nanoseconds, program.operations)),
-    )
+    return Segment(program.label or program.name, program, _total(program.operations))
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
@@ -93,121 +83,110 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
 
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
-    return (
-        sum(map(nanoseconds, program.operations))
-        + sum(c.nanoseconds for c in collectives_of(program))
-    ) / 1e3
+    transfers = sum(c.nanoseconds for c in collectives_of(program))
+    return (_total(program.operations) + transfers) / 1e3
 
 
-def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
-    if (
-        not program.operations
-        or programs.compiled
-        or programs.eager
-        or (coarse and program.name == "F")
-    ):
-        yield whole(program)
-        return
-    keys, order = _keys(programs, program), _order(program)
-    nodes = sorted(program.operations, key=lambda node: (keys[node], order[node]))
-    if coarse:
-        pieces = [list(run) for _, run in groupby(nodes, lambda node: keys[node].loose)]
-    else:
-        grain = max(_GRAIN, sum(map(nanoseconds, nodes)) // _PIECES)
-        pieces = _merged(
-            [piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(run, grain)],
-            keys,
-        )
-    yield from _programs(program, pieces, keys)
+def _total(operations: Iterable[Operation]) -> int:
+    return sum(map(nanoseconds, operations))
+
+
+def _cut(programs: Programs, program: Program, coarse: bool) -> Sequence[Segment]:
+    runs_whole = not program.operations or programs.compiled or programs.eager
+    if runs_whole or (coarse and program.name == "F"):
+        return [whole(program)]
+    places, order = _places(programs, program), _order(program)
+    operations = sorted(program.operations, key=lambda one: (places[one], order[one]))
+    grain = math.inf if coarse else max(_GRAIN, _total(operations) // _PIECES)
+    pieces = list(_pieces(operations, places, grain))
+    return list(_segments(program, pieces, places))
 
 
 def _order(program: Program) -> dict[Operation, float]:
     """The program's order, except that waits and views come just before the first use of their
     result.
     """
-    order = {node: float(index) for index, node in enumerate(program.operations)}
-    step, readers = 1.0 / (1 + len(order)), users(program.operations)
-    for node in reversed(program.operations):
-        if waited(node) or _view(node):
-            order[node] = (
-                min((order[u] for u in readers.get(node.name, ())), default=float(len(order)))
-                - step
-            )
+    order = {one: float(index) for index, one in enumerate(program.operations)}
+    end, readers = float(len(order)), users(program.operations)
+    step = 1.0 / (1 + end)
+    for one in reversed(program.operations):
+        if waited(one) or _view(one):
+            uses = [order[reader] for reader in readers.get(one.name, ())]
+            order[one] = min(uses, default=end) - step
     return order
 
 
-# ---- which node goes where ----
-def _keys(programs: Programs, program: Program) -> dict[Operation, _Key]:
-    uses = _Uses.of(program)
-    main = _main(programs, program, uses)
+# ---- which operation goes where ----
+class _Place(NamedTuple):
+    """The segments are in this order; those of two places are two."""
+
+    loose: bool
+    phase: int  # how many waits it depends on, one after another
+    start: int  # which of the phase's collectives it leads to; past the last: none
+
+
+def _places(programs: Programs, program: Program) -> dict[Operation, _Place]:
+    readers = users(program.operations)
     phases: dict[str, int] = {}
     for one in program.operations:
         before = [phases[name] for name in one.inputs if name in phases]
         phases[one.name] = max(before, default=0) + (waited(one) and bool(before))
-    leads, last = _leads(program, uses, phases), len(program.operations)
-    keys: dict[str, _Key] = {}
+    awaited = _awaited(programs, program, readers)
+    leads, last = _leads(program, readers, phases), len(program.operations)
+    places: dict[str, _Place] = {}
     for one in program.operations:
         source = one.inputs[0] if _item(one) else ""  # an item is in the segment of its tuple
-        keys[one.name] = keys.get(source) or _Key(
-            one not in main, phases[one.name], leads.get(one, last)
+        places[one.name] = places.get(source) or _Place(
+            one.name not in awaited, phases[one.name], leads.get(one.name, last)
         )
     for one in reversed(program.operations):  # a view is in the segment that first uses it
-        readers = [keys[reader.name] for reader in uses.readers.get(one.name, ())]
-        if readers and _view(one):
-            keys[one.name] = min(readers)
-    return {one: keys[one.name] for one in program.operations}
+        uses = [places[reader.name] for reader in readers.get(one.name, ())]
+        if uses and _view(one):
+            places[one.name] = min(uses)
+    return {one: places[one.name] for one in program.operations}
 
 
-class _Uses(NamedTuple):
-    """The operations of a program by the value they compute, and those that read each value."""
-
-    computed: dict[str, Operation]
-    readers: dict[str, list[Operation]]
-
-    @classmethod
-    def of(cls, program: Program) -> _Uses:
-        return cls({one.name: one for one in program.operations}, users(program.operations))
-
-    def ancestors(
-        self, ends: Iterable[Operation], inside: Callable[[Operation], bool]
-    ) -> set[Operation]:
-        """The operations inside that some depend on, with the items of their tuples."""
-        seen: set[Operation] = set()
-        stack = list(ends)
-        while stack:
-            one = stack.pop()
-            if one not in seen and inside(one):
-                seen.add(one)
-                stack += [self.computed[name] for name in one.inputs if name in self.computed]
-                stack += filter(_item, self.readers.get(one.name, ()))
-        return seen
+def _awaited(programs: Programs, program: Program, readers: _Readers) -> set[str]:
+    """What others wait for, and all that it depends on: outputs, input gradients, collectives."""
+    ends = {one.name for one in program.operations if started(one)}
+    if program.name != "W":
+        results = *programs.ys, *programs.dxs, programs.aux, *programs.new_state
+        ends.update(filter(None, results))
+    return _ancestors(program.operations, ends, readers)
 
 
-def _main(programs: Programs, program: Program, uses: _Uses) -> set[Operation]:
-    """The ancestors of outputs, input gradients and collectives: what others wait for."""
-    wanted = {*programs.ys, *programs.dxs, programs.aux, *programs.new_state} - {None}
-    if program.name == "W":
-        wanted = set()
-    return uses.ancestors(
-        [one for one in program.operations if one.name in wanted or started(one)], lambda one: True
-    )
-
-
-def _leads(program: Program, uses: _Uses, phases: Mapping[str, int]) -> dict[Operation, int]:
-    """Operation -> the first collective of its phase that depends on it, by the order of the
-    program.
-    """
-    leads: dict[Operation, int] = {}
+def _leads(program: Program, readers: _Readers, phases: Mapping[str, int]) -> dict[str, int]:
+    """The first collective of its phase that depends on a value, by the order of the program."""
+    leads: dict[str, int] = {}
     for number, one in enumerate(filter(started, program.operations)):
-        for before in uses.ancestors(
-            [one], lambda other, phase=phases[one.name]: phases[other.name] == phase
-        ):
+        phase = [other for other in program.operations if phases[other.name] == phases[one.name]]
+        for before in _ancestors(phase, {one.name}, readers):
             leads.setdefault(before, number)
     return leads
 
 
+def _ancestors(operations: Sequence[Operation], ends: Iterable[str], readers: _Readers) -> set[str]:
+    """Those of some operations that the ends depend on, with the items of their tuples."""
+    computed = {one.name: one for one in operations}
+    seen: set[str] = set()
+    stack = list(ends)
+    while stack:
+        name = stack.pop()
+        if name in seen or name not in computed:
+            continue
+        seen.add(name)
+        stack += computed[name].inputs
+        stack += [reader.name for reader in readers.get(name, ()) if _item(reader)]
+    return seen
+
+
 def _view(one: Operation) -> bool:
-    return not (nanoseconds(one) or started(one) or waited(one) or _item(one))
+    return not (_works(one) or waited(one) or _item(one))
+
+
+def _works(one: Operation) -> bool:
+    """Whether an operation takes time or starts a collective."""
+    return bool(nanoseconds(one) or started(one))
 
 
 def _item(one: Operation) -> bool:
@@ -215,77 +194,60 @@ def _item(one: Operation) -> bool:
 
 
 # ---- pieces ----
-def _works(node: Operation) -> bool:
-    """Whether a node takes time or starts a collective."""
-    return bool(nanoseconds(node) or started(node))
+def _pieces(
+    operations: Iterable[Operation], places: Mapping[Operation, _Place], grain: float
+) -> Iterator[list[Operation]]:
+    """Operations cut where their place changes, before a wait, and where a piece gets long.
 
-
-def _split(run: Iterable[Operation], grain: int) -> Iterator[list[Operation]]:
-    """A run of nodes of one key, cut before a wait and where it gets long; items stay with their
-    tuple.
+    What takes no time joins the next piece of its kind, or, if it waits for nothing, the one
+    before. Items stay with their tuple.
     """
-    piece: list[Operation] = []
-    length = 0
-    for node in run:
-        long = length >= grain and not started(node)
-        if piece and not _item(node) and (long or (waited(node) and length > 0)):
-            yield piece
-            piece = []
-            length = 0
-        piece.append(node)
-        length += nanoseconds(node)
-    if piece:
-        yield piece
+    for _, alike in groupby(operations, lambda one: places[one].loose):
+        pieces: list[list[Operation]] = [[]]
+        length = 0
+        for one in alike:
+            piece = pieces[-1]
+            if any(map(_works, piece)) and not _item(one):
+                moved = places[one] != places[piece[-1]]
+                long = length >= grain and not started(one)
+                if moved or long or (waited(one) and length):
+                    pieces.append([])
+                    length = 0
+            pieces[-1].append(one)
+            length += nanoseconds(one)
+        if len(pieces) > 1 and not any(_works(one) or waited(one) for one in pieces[-1]):
+            pieces[-2:] = [pieces[-2] + pieces[-1]]
+        yield from pieces
 
 
-def _merged(pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> list[list[Operation]]:
-    """Pieces that cost nothing join the next one of their kind, or, if they wait for nothing, the
-    one before.
-    """
-    out: list[list[Operation]] = []
-    for _, run in groupby(pieces, lambda piece: keys[piece[0]].loose):
-        alike: list[list[Operation]] = []
-        for piece in run:
-            if alike and not any(map(_works, alike[-1])):
-                alike[-1] = alike[-1] + piece
-            else:
-                alike.append(piece)
-        if len(alike) > 1 and not any(_works(n) or waited(n) for n in alike[-1]):
-            alike[-2:] = [alike[-2] + alike[-1]]
-        out += alike
-    return out
-
-
-def _programs(
-    program: Program, pieces: list[list[Operation]], keys: dict[Operation, _Key]
+def _segments(
+    program: Program, pieces: Sequence[list[Operation]], places: Mapping[Operation, _Place]
 ) -> Iterator[Segment]:
-    later: list[set[str]] = [
-        set(program.outputs)
-    ]  # what is read after each piece, from the last on
+    later = [set(program.outputs)]  # what is read after each piece, from the last on
     for piece in reversed(pieces[1:]):
-        later.append(later[-1] | set(_reads(program, piece)))
+        later.append(later[-1] | {*_reads(program, piece)})
     numbers = {c.value: c.number for c in collectives_of(program)}
-    drawing = [i for i, piece in enumerate(pieces) if any(map(draws, piece))]
+    drawing = [index for index, piece in enumerate(pieces) if any(map(draws, piece))]
     for index, (piece, wanted) in enumerate(zip(pieces, reversed(later), strict=True)):
-        computed, used = {n.name for n in piece}, _reads(program, piece)
-        constants = {k: v for k, v in program.constants.items() if k in used}
-        adds = {n: into for n, into in program.adds.items() if n in computed}
-        inputs = [n for n in used if n not in computed and n not in constants]
-        inputs += [into for many in adds.values() for into in many]
-        outputs = [n.name for n in piece if n.name in wanted]
+        computed, used = {one.name for one in piece}, _reads(program, piece)
+        constants = {name: value for name, value in program.constants.items() if name in used}
+        adds = {name: into for name, into in program.adds.items() if name in computed}
+        inputs = [name for name in used if name not in computed and name not in constants]
+        inputs += [into for targets in adds.values() for into in targets]
+        outputs = [one.name for one in piece if one.name in wanted]
         part = Program.of(program.name, piece, inputs, outputs, constants, adds)
         several = index in drawing and len(drawing) > 1
         stream = (index != drawing[0], index != drawing[-1]) if several else None
         name = f"{program.name}{index}"
         part = replace(part, label=name, numbers=numbers, stream=stream)
-        waits = (n.inputs[0] for n in piece if waited(n))
+        waits = [one.inputs[0] for one in piece if waited(one)]
         yield Segment(
             name,
             part,
-            keys[piece[0]].loose,
+            _total(piece),
+            places[piece[0]].loose,
             collectives_of(part),
-            tuple(name for name in waits if name not in computed),
-            sum(map(nanoseconds, piece)),
+            tuple(value for value in waits if value not in computed),
         )
 
 

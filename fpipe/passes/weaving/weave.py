@@ -10,12 +10,13 @@ graphs or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ...actions.costs import Beside
-from ...errors import WeaveError
 
 
 class Transfer(NamedTuple):
@@ -47,13 +48,9 @@ class Task:
     waits: tuple[Hashable, ...] = ()
     loose: bool = False
 
-    def begin(self, clock: int, arrivals: Mapping[Hashable, int]) -> int:
-        """When it can start: all that it waits for has arrived."""
-        return max([clock, *(arrivals.get(value, 0) for value in self.waits)])
-
 
 class Moment(NamedTuple):
-    """When a segment runs by the scheduler's clock."""
+    """When a segment runs, or a transfer is on its way."""
 
     start: int
     end: int
@@ -63,33 +60,34 @@ class Moment(NamedTuple):
 class Weave:
     """An order of tasks, with what is expected of it.
 
-    ``order`` are numbers into ``tasks``; ``moments[k]`` is when the k-th of the order runs;
-    ``carried`` are the transfers with their moments. ``peak`` is the most bytes that crossing
-    values take, and ``alone`` the same one line after the other. ``reason`` says why nothing is
-    woven, where nothing is.
+    ``order`` are numbers into ``tasks``. ``peak`` is the most bytes that crossing values take, and
+    ``alone`` the same one line after the other. ``reason`` says why nothing is woven, where nothing
+    is.
 
     >>> a2a = Transfer("y", "all_to_all", "ep", 50)
     >>> first = Task(0, "dispatch", 10, writes=("y",), starts=(a2a,)), Task(0, "experts", 10,
     ...     ("y",), waits=("y",))
-    >>> tasks = (*first, Task(1, "mlp", 50))
-    >>> w = woven(("1F3", "2B0"), tasks, (0, 2, 1), Memory(tasks, {}))
+    >>> w = Weave(("1F3", "2B0"), (*first, Task(1, "mlp", 50)), (0, 2, 1))
     >>> w.total, w.compute, w.communication, w.one_after_another
     (70, 70, 50, 120)
     """
 
-    lines: tuple[str, ...]
-    tasks: tuple[Task, ...]
-    order: tuple[int, ...]
-    moments: tuple[Moment, ...]
-    carried: tuple[tuple[Transfer, Moment], ...]
+    lines: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    order: tuple[int, ...] = ()
     peak: int = 0
     alone: int = 0
     reason: str = ""
 
+    @cached_property
+    def course(self) -> Course:
+        """When its tasks and transfers are expected to run."""
+        return play(self.tasks, self.order)
+
     @property
     def total(self) -> int:
         """The time expected, in nanoseconds."""
-        return max((m.end for m in (*self.moments, *(m for _, m in self.carried))), default=0)
+        return self.course.total
 
     @property
     def compute(self) -> int:
@@ -110,43 +108,63 @@ class Weave:
 
     def beside(self) -> Beside:
         """What the simulator needs of it, in microseconds."""
-        carried = tuple(
-            (m.start / 1e3, m.end / 1e3, f"{t.name} over {t.members}") for t, m in self.carried
-        )
-        return Beside(self.total / 1e3, carried)
+        carried = [
+            (start / 1e3, end / 1e3, f"{transfer.name} over {transfer.members}")
+            for transfer, (start, end) in self.course.transfers
+        ]
+        return Beside(self.total / 1e3, tuple(carried))
 
     def __str__(self) -> str:
         return "\n".join(_listing(self))
 
 
-def woven(
-    lines: tuple[str, ...], tasks: tuple[Task, ...], order: tuple[int, ...], memory: Memory
-) -> Weave:
-    """An order with what is expected of it."""
-    _, moments, carried = play(tasks, order)
-    peak = memory.peak(order)
-    alone = memory.peak(range(len(tasks)))
-    return Weave(lines, tasks, order, tuple(moments), tuple(carried), peak, alone)
+# ---- the clocks ----
+class Clocks(NamedTuple):
+    """How far an order has come: the stream that computes, and the one that transfers.
+
+    ``arrivals`` has when each value of a transfer arrives.
+    """
+
+    compute: int = 0
+    link: int = 0
+    arrivals: Mapping[Hashable, int] = MappingProxyType({})
+
+    def start(self, task: Task) -> int:
+        """When a task can start: all that it waits for has arrived."""
+        return max([self.compute, *(self.arrivals.get(value, 0) for value in task.waits)])
+
+    def after(self, task: Task) -> Clocks:
+        """The clocks once a task has run next."""
+        compute = self.start(task) + task.nanoseconds
+        link, arrivals = self.link, dict(self.arrivals)
+        for transfer in task.starts:
+            link = arrivals[transfer.value] = max(compute, link) + transfer.nanoseconds
+        return Clocks(compute, link, arrivals)
 
 
-# ---- the clock ----
-def play(
-    tasks: Sequence[Task], order: Sequence[int]
-) -> tuple[int, list[Moment], list[tuple[Transfer, Moment]]]:
-    """Run an order by two clocks: one that computes, one that carries."""
-    clock = link_free = 0
-    arrivals: dict[Hashable, int] = {}
-    moments, carried = [], []
+class Course(NamedTuple):
+    """When tasks run in an order, and each transfer is on its way; ``total`` is when all have
+    ended.
+    """
+
+    total: int
+    moments: list[Moment]
+    transfers: list[tuple[Transfer, Moment]]
+
+
+def play(tasks: Sequence[Task], order: Sequence[int]) -> Course:
+    """Run an order by two clocks."""
+    clocks = Clocks()
+    moments, transfers = [], []
     for number in order:
         task = tasks[number]
-        start = task.begin(clock, arrivals)
-        clock = start + task.nanoseconds
-        moments.append(Moment(start, clock))
+        start = clocks.start(task)
+        clocks = clocks.after(task)
+        moments.append(Moment(start, clocks.compute))
         for transfer in task.starts:
-            begin = max(clock, link_free)
-            link_free = arrivals[transfer.value] = begin + transfer.nanoseconds
-            carried.append((transfer, Moment(begin, link_free)))
-    return max(clock, link_free), moments, carried
+            end = clocks.arrivals[transfer.value]
+            transfers.append((transfer, Moment(end - transfer.nanoseconds, end)))
+    return Course(max(clocks.compute, clocks.link), moments, transfers)
 
 
 class Memory:
@@ -154,22 +172,19 @@ class Memory:
 
     def __init__(self, tasks: Sequence[Task], sizes: Mapping[Hashable, tuple[Hashable, int]]):
         nbytes: dict[Hashable, int] = {}
-        computed: dict[
-            Hashable, int
-        ] = {}  # storage -> mask of the task that computes it; 0: it is an input
-        used: dict[
-            Hashable, int
-        ] = {}  # storage -> mask of the tasks that use it, and one bit more if it is kept
+        computed: dict[Hashable, int] = {}  # the mask of the task that computes it; 0: an input
+        used: dict[Hashable, int] = {}  # of the tasks that use it, and one bit more if it is kept
         read = {value for task in tasks for value in task.reads}
         for number, task in enumerate(tasks):
             for value in (*task.writes, *task.reads):
-                if value in sizes:
-                    storage, size = sizes[value]
-                    nbytes[storage] = max(size, nbytes.get(storage, 0))
-                    kept = value not in read
-                    used[storage] = used.get(storage, 0) | 1 << number | kept << len(tasks)
-                    if value in task.writes:
-                        computed.setdefault(storage, 1 << number)
+                if value not in sizes:
+                    continue
+                storage, size = sizes[value]
+                nbytes[storage] = max(size, nbytes.get(storage, 0))
+                kept = value not in read
+                used[storage] = used.get(storage, 0) | 1 << number | kept << len(tasks)
+                if value in task.writes:
+                    computed.setdefault(storage, 1 << number)
         self.storages = [
             (size, computed.get(storage, 0), used[storage]) for storage, size in nbytes.items()
         ]
@@ -177,11 +192,12 @@ class Memory:
     def during(self, number: int, done: int) -> int:
         """Bytes while a task runs; ``done`` is the mask of the tasks before it."""
         after = done | 1 << number
-        return sum(
+        held = [
             size
             for size, computed, used in self.storages
             if computed & after == computed and used & ~done
-        )
+        ]
+        return sum(held)
 
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes that an order takes."""
@@ -197,63 +213,30 @@ def _listing(weave: Weave) -> Iterator[str]:
     if weave.reason:
         yield f"fused actions, one after another: {weave.reason}"
         return
-
-    def us(ns):
-        return f"{ns / 1000:,.1f}"
-
     yield (
-        f"{' with '.join(weave.lines)}, woven: {us(weave.total)} us expected; compute "
-        f"{us(weave.compute)}, "
-        f"communication {us(weave.communication)}, one after another "
-        f"{us(weave.one_after_another)}; crossing values "
-        f"{weave.peak:,} bytes, one after another {weave.alone:,}"
+        f"{' with '.join(weave.lines)}, woven: {_us(weave.total)} us expected; compute "
+        f"{_us(weave.compute)}, communication {_us(weave.communication)}, one after another "
+        f"{_us(weave.one_after_another)}; crossing values {weave.peak:,} bytes, one after another "
+        f"{weave.alone:,}"
     )
     widths = [
         max(len(line), *(len(t.name) for t in weave.tasks if t.line == k))
         for k, line in enumerate(weave.lines)
     ]
-    yield "  ".join(
-        [
-            "   start us",
-            *(f"{x:{w}}" for x, w in zip(weave.lines, widths, strict=True)),
-            "on the way",
-        ]
-    )
-    transfers = {transfer.value: (transfer.name, moment) for transfer, moment in weave.carried}
-    for number, moment in zip(weave.order, weave.moments, strict=True):
+    heads = [f"{line:{width}}" for line, width in zip(weave.lines, widths, strict=True)]
+    yield "  ".join(["   start us", *heads, "on the way"])
+    transfers = {
+        transfer.value: (transfer.name, moment) for transfer, moment in weave.course.transfers
+    }
+    for number, (began, _) in zip(weave.order, weave.course.moments, strict=True):
         task = weave.tasks[number]
-        cells = [f"{task.name if k == task.line else '':{w}}" for k, w in enumerate(widths)]
+        cells = [f"{task.name if k == task.line else '':{width}}" for k, width in enumerate(widths)]
         events = [f"{transfers[value][0]} here" for value in task.waits if value in transfers]
-        for name, (start, end) in (transfers[t.value] for t in task.starts):
-            events.append(f"{name} goes, {us(start)} to {us(end)}")
-        yield "  ".join([f"{us(moment.start):>11}", *cells, "; ".join(events)]).rstrip()
+        for transfer in task.starts:
+            name, (start, end) = transfers[transfer.value]
+            events.append(f"{name} goes, {_us(start)} to {_us(end)}")
+        yield "  ".join([f"{_us(began):>11}", *cells, "; ".join(events)]).rstrip()
 
 
-# ---- the option of a pipeline ----
-@dataclass(frozen=True)
-class Overlap:
-    """How fused actions run: ``how`` is "weave", "sequential" or "function".
-
-    ``refused`` is the reason why nothing must be woven.
-
-    >>> Overlap.of("weave").how
-    'weave'
-    """
-
-    how: str = "sequential"
-    function: Callable[..., Any] | None = None
-    refused: str = ""
-
-    @classmethod
-    def of(cls, option: object) -> Overlap:
-        """From the user's option: a name or a function."""
-        if isinstance(option, Overlap):
-            return option
-        if option == "weave" or option == "sequential":
-            return cls(str(option))
-        if callable(option):
-            return cls("function", option)
-        raise WeaveError(
-            f"overlap={option!r}; give 'weave', 'sequential', a function of two parts that "
-            "returns both results"
-        )
+def _us(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1000:,.1f}"
