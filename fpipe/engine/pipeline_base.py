@@ -176,8 +176,8 @@ class PipelineBase:
         def plans_of(schedule):
             return self.under(schedule).plan(params, x, *targets, **side)
 
-        rates = feature("weaving.estimates").RATES
-        latency = rates.get(self.config.device.type, rates["cuda"]).latency / 1000
+        link = feature("weaving.estimates").rates_of(self.config.device.type).link
+        latency = link.latency / 1000
         auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
 
     def refuse(self, error: Exception) -> None:

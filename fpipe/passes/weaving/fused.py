@@ -39,12 +39,14 @@ class Weaving(Feature):
 
 class _OnRank(Feature):
     def __init__(self, refused: str, builder: Builder):
-        self.refused, self.builder = refused, builder
+        self.refused = refused
+        self.builder = builder
         self.weaves: dict[str, Weave] = {}  # by action
         self.planned: dict[Hashable, Weave] = {}  # by what is woven, or why nothing is
 
     def act(self, action: AnyAction, position: int) -> bool:
-        fused, job = len(action.parts) > 1, self.builder.job
+        job = self.builder.job
+        fused = len(action.parts) > 1
         runs = [
             (line, part, *run)
             for line, part in enumerate(action.parts)
@@ -74,10 +76,10 @@ class _OnRank(Feature):
         """The weave of some segments; one for all actions that have the same."""
         same = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in pieces)
         if same not in self.planned:
+            tasks = [_task(self.builder, *piece) for piece in pieces]
             sizes: dict[Hashable, tuple[Hashable, int]] = {}
             for piece, _ in pieces:
                 sizes |= _sizes(self.builder, piece)
-            tasks = [_task(self.builder, *each) for each in pieces]
             self.planned[same] = weave(lines, tasks, sizes=sizes)
         return self.planned[same]
 

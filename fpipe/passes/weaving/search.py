@@ -51,8 +51,9 @@ def weave(
     >>> [w.tasks[k].name for k in w.order], w.total, w.one_after_another
     (['dispatch', 'attention', 'experts'], 70, 120)
     """
-    tasks, sizes, order = tuple(tasks), sizes or {}, tuple(range(len(tasks)))
+    sizes = sizes or {}
     memory = Memory(tasks, sizes)
+    order = tuple(range(len(tasks)))
     in_turn = memory.peak(order)
     if bound is None:
         sent = [t.value for task in tasks for t in task.starts]
@@ -65,7 +66,7 @@ def weave(
         beam = _best([new for new in longer if new.peak <= bound])
     if beam and beam[0].score < play(tasks, order).total:
         order = beam[0].order
-    return Weave(tuple(lines), tasks, order, memory.peak(order), in_turn)
+    return Weave(tuple(lines), tuple(tasks), order, memory.peak(order), in_turn)
 
 
 class _Search(NamedTuple):
@@ -85,7 +86,9 @@ class _Search(NamedTuple):
             clocks = old.clocks.after(self.tasks[number])
             score = self._score([k for k in left if k != number], clocks)
             peak = max(old.peak, self.memory.during(number, old.done))
-            yield _Beginning(score, peak, clocks, (*old.order, number), old.done | 1 << number)
+            order = (*old.order, number)
+            done = old.done | 1 << number
+            yield _Beginning(score, peak, clocks, order, done)
 
     def _score(self, left: Sequence[int], clocks: Clocks) -> int:
         """The least time in which an order can end that has these tasks left."""
@@ -102,17 +105,16 @@ def _best(beginnings: list[_Beginning]) -> list[_Beginning]:
     kept: dict[int, list[_Beginning]] = {}
     for new in sorted(beginnings, key=_rank):
         alike = kept.setdefault(new.done, [])
-        beaten = any(
-            old.clocks.compute <= new.clocks.compute and old.clocks.link <= new.clocks.link
-            for old in alike
-        )
+        beaten = any(old.clocks.no_later(new.clocks) for old in alike)
         if len(alike) < _ALIKE and not beaten:
             alike.append(new)
-    return sorted((one for alike in kept.values() for one in alike), key=_rank)[:_WIDTH]
+    best = [one for alike in kept.values() for one in alike]
+    return sorted(best, key=_rank)[:_WIDTH]
 
 
 def _rank(one: _Beginning) -> tuple[object, ...]:
-    return one.score, one.peak, one.clocks.compute, one.clocks.link, one.order
+    clocks = one.clocks
+    return one.score, one.peak, clocks.compute, clocks.link, one.order
 
 
 def _before(tasks: Sequence[Task]) -> list[int]:
@@ -121,11 +123,11 @@ def _before(tasks: Sequence[Task]) -> list[int]:
     last: dict[int, int] = {}
     masks = []
     for number, task in enumerate(tasks):
-        first = {makers.get(value, number) for value in (*task.reads, *task.waits)} - {number}
+        first = {makers.get(value, number) for value in (*task.reads, *task.waits)}
         if not task.loose:
-            first |= {last[task.line]} if task.line in last else set()
+            first.add(last.get(task.line, number))
             last[task.line] = number
-        masks.append(sum(1 << k for k in first))
+        masks.append(sum(1 << k for k in first - {number}))
     return masks
 
 

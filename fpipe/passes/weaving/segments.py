@@ -74,10 +74,12 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     """
     if program not in _COLLECTIVES:
         operations = program.operations if program.collective else ()
-        collectives = enumerate(c for c in map(started, operations) if c is not None)
-        _COLLECTIVES[program] = tuple(
-            replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives
-        )
+        collectives = filter(None, map(started, operations))
+        numbered = [
+            replace(collective, number=program.numbers.get(collective.value, number))
+            for number, collective in enumerate(collectives)
+        ]
+        _COLLECTIVES[program] = tuple(numbered)
     return _COLLECTIVES[program]
 
 
@@ -95,7 +97,8 @@ def _cut(programs: Programs, program: Program, coarse: bool) -> Sequence[Segment
     runs_whole = not program.operations or programs.compiled or programs.eager
     if runs_whole or (coarse and program.name == "F"):
         return [whole(program)]
-    places, order = _places(programs, program), _order(program)
+    places = _places(programs, program)
+    order = _order(program)
     operations = sorted(program.operations, key=lambda one: (places[one], order[one]))
     grain = math.inf if coarse else max(_GRAIN, _total(operations) // _PIECES)
     pieces = list(_pieces(operations, places, grain))
@@ -107,7 +110,8 @@ def _order(program: Program) -> dict[Operation, float]:
     result.
     """
     order = {one: float(index) for index, one in enumerate(program.operations)}
-    end, readers = float(len(order)), users(program.operations)
+    readers = users(program.operations)
+    end = float(len(order))
     step = 1.0 / (1 + end)
     for one in reversed(program.operations):
         if waited(one) or _view(one):
@@ -132,13 +136,15 @@ def _places(programs: Programs, program: Program) -> dict[Operation, _Place]:
         before = [phases[name] for name in one.inputs if name in phases]
         phases[one.name] = max(before, default=0) + (waited(one) and bool(before))
     awaited = _awaited(programs, program, readers)
-    leads, last = _leads(program, readers, phases), len(program.operations)
+    leads = _leads(program, readers, phases)
+    last = len(program.operations)
     places: dict[str, _Place] = {}
     for one in program.operations:
-        source = one.inputs[0] if _item(one) else ""  # an item is in the segment of its tuple
-        places[one.name] = places.get(source) or _Place(
-            one.name not in awaited, phases[one.name], leads.get(one.name, last)
-        )
+        name = one.name
+        place = _Place(name not in awaited, phases[name], leads.get(name, last))
+        if _item(one):  # it is in the segment of its tuple
+            place = places.get(one.inputs[0], place)
+        places[name] = place
     for one in reversed(program.operations):  # a view is in the segment that first uses it
         uses = [places[reader.name] for reader in readers.get(one.name, ())]
         if uses and _view(one):
@@ -229,15 +235,17 @@ def _segments(
     numbers = {c.value: c.number for c in collectives_of(program)}
     drawing = [index for index, piece in enumerate(pieces) if any(map(draws, piece))]
     for index, (piece, wanted) in enumerate(zip(pieces, reversed(later), strict=True)):
-        computed, used = {one.name for one in piece}, _reads(program, piece)
+        computed = {one.name for one in piece}
+        used = _reads(program, piece)
         constants = {name: value for name, value in program.constants.items() if name in used}
         adds = {name: into for name, into in program.adds.items() if name in computed}
         inputs = [name for name in used if name not in computed and name not in constants]
         inputs += [into for targets in adds.values() for into in targets]
         outputs = [one.name for one in piece if one.name in wanted]
         part = Program.of(program.name, piece, inputs, outputs, constants, adds)
-        several = index in drawing and len(drawing) > 1
-        stream = (index != drawing[0], index != drawing[-1]) if several else None
+        stream = None
+        if index in drawing and len(drawing) > 1:
+            stream = (index != drawing[0], index != drawing[-1])
         name = f"{program.name}{index}"
         part = replace(part, label=name, numbers=numbers, stream=stream)
         waits = [one.inputs[0] for one in piece if waited(one)]

@@ -136,10 +136,15 @@ class Clocks(NamedTuple):
     def after(self, task: Task) -> Clocks:
         """The clocks once a task has run next."""
         compute = self.start(task) + task.nanoseconds
-        link, arrivals = self.link, dict(self.arrivals)
+        link = self.link
+        arrivals = dict(self.arrivals)
         for transfer in task.starts:
             link = arrivals[transfer.value] = max(compute, link) + transfer.nanoseconds
         return Clocks(compute, link, arrivals)
+
+    def no_later(self, other: Clocks) -> bool:
+        """Whether neither is past the other's."""
+        return self.compute <= other.compute and self.link <= other.link
 
 
 class Course(NamedTuple):
