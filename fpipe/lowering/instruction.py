@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -25,8 +25,8 @@ class Registers:
     seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
     #: by (sender, number), until awaited
     receives: dict[tuple[int, int], Work] = field(default_factory=dict)
-    #: of all copies, by number, until awaited
-    collectives: dict[int, Sequence[Work]] = field(default_factory=dict)
+    #: of all copies, until awaited
+    collectives: dict[Hashable, Sequence[Work]] = field(default_factory=dict)
     #: random states between segments
     streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
     each: Callable[[int, list[Any]], object] | None = None  # gets the outputs of a microbatch

@@ -183,7 +183,7 @@ class Names:
         here = spans(layout)
         leaves: list[StageLeaf] = []
         for index, (path, value) in enumerate(zip(tree.names(params), values, strict=True)):
-            shape = None if layout is None else layout.shapes[index]
+            shape = None if layout is None else layout.shapes.get(index)
             if shape is None:
                 shape = tuple(value.shape) if tree.is_tensor(value) else ()
             is_own = tree.matches(f"{stage}.{path}", own)

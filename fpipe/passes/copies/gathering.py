@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain
+from typing import TypeAlias
 
-import torch
-
-from ...actions.action import Action
+from ...actions.action import AnyAction
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction
 from ...lowering.job import LoweringInput
-from ...lowering.keys import Grad, Key
+from ...lowering.keys import Key
 from ...lowering.plan import Feature
 from ...lowering.value_graph import grad, param, reduced_grad, whole_param
-from .instructions import Landed, Reduce, Reshard, Unshard
+from .instructions import Landed, OfShare, Reduce, Reshard, Unshard
 from .sharding import Layout, Share
+
+#: What is done to the parameters of a stage.
+_Step: TypeAlias = tuple[type[OfShare], int]
 
 
 @dataclass(frozen=True)
@@ -39,202 +41,156 @@ class OfCopies(Feature):
     def start(self, builder: Builder) -> Feature:
         return _OnRank(self, builder)
 
-    def share(
-        self, stage: int, leaves: tuple[int, ...] | None = None, wide: torch.dtype | None = None
-    ) -> Share:
-        """The parameters of a stage or, with ``leaves``, gradients of some."""
-        gradients = leaves is not None
-        if leaves is None:
-            leaves = self.leaves(stage)
-        return Share(stage, self.layouts[stage], leaves, self.copies, gradients, wide)
-
-    def leaves(self, stage: int) -> tuple[int, ...]:
-        """The leaves of a stage that the copies share, by bucket."""
-        return tuple(leaf for bucket in self.layouts[stage].buckets for leaf in bucket.leaves)
+    def parameters(self, stage: int) -> Share:
+        """The parameters of a stage that the copies share."""
+        layout = self.layouts[stage]
+        return Share(stage, layout, layout.leaves, self.copies)
 
 
 class _OnRank(Feature):
     def __init__(self, of: OfCopies, builder: Builder):
-        self.of, self.builder = of, builder
+        self.of = of
+        self.out = builder.out
         self.steps = _steps(of, builder.job, builder.rank, builder.added)
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
-        sharded = self.of.copies.cut and self.of.layouts[stage].shapes[leaf] is not None
+        sharded = self.of.copies.cut and leaf in self.of.layouts[stage].shapes
         return whole_param(stage, leaf) if sharded else None
 
     def before(self) -> None:
-        self._emit()
-
-    def _emit(self) -> None:
-        out = self.builder.out
-        out += next(self.steps)
+        self.out.extend(next(self.steps))
 
     def finish(self) -> None:
-        self._emit()
+        self.out.extend(chain.from_iterable(self.steps))
 
     def results(self, keys: Iterable[Key]) -> list[Key]:
-        reduces = (ins.op for ins in self.builder.out if isinstance(ins.op, Reduce))
-        leaves = {(op.share.stage, leaf) for op in reduces for leaf in op.share.leaves}
-        kept = {*keys} - {grad(*leaf) for leaf in leaves}
-        return [*kept, *(reduced_grad(*leaf) for leaf in leaves)]
-
-
-@dataclass(frozen=True)
-class _Uses:
-    """Which sharded stages each position of a row reads, and the first position after the forward
-    phase, if any.
-    """
-
-    stages: Sequence[tuple[int, ...]]
-    backward: int
-
-    @classmethod
-    def of(cls, feature: OfCopies, job: LoweringInput, rank: int) -> _Uses:
-        """The uses in a rank's row."""
-        row = job.schedule[rank]
-        backward = next(
-            (n for n, entry in enumerate(row) if any(a.op != "F" for a in entry.parts)), len(row)
-        )
-        stages = [
-            tuple(dict.fromkeys(a.stage for a in entry.parts if _reads_shards(feature, job, a)))
-            for entry in row
-        ]
-        return cls(stages, backward if job.phased else 0)
-
-    def _end(self, position: int) -> int:
-        """The end of the phase of a position."""
-        return self.backward if position < self.backward else len(self.stages)
-
-    def next(self, stage: int, start: int) -> int:
-        """The next position in this phase that reads a stage; the length of the row: none."""
-        return next(
-            (n for n in range(start, self._end(start)) if stage in self.stages[n]), len(self.stages)
-        )
-
-    def furthest(self, stages: Iterable[int], start: int) -> list[int]:
-        """The stages in the order in which to free them: those that are needed again latest
-        first.
-        """
-        return sorted(stages, key=lambda stage: self.next(stage, start), reverse=True)
-
-    def ahead(self, position: int) -> tuple[int, ...]:
-        """The stages of the next position in this phase that reads any."""
-        return next(filter(None, self.stages[position + 1 : self._end(position)]), ())
+        shares = [ins.op.share for ins in self.out if isinstance(ins.op, Reduce)]
+        leaves = [(share.stage, leaf) for share in shares for leaf in share.leaves]
+        reduced = {grad(*leaf): reduced_grad(*leaf) for leaf in leaves}
+        return [reduced.get(key, key) for key in keys]
 
 
 def _steps(
-    feature: OfCopies, job: LoweringInput, rank: int, added: Set[Key]
+    of: OfCopies, job: LoweringInput, rank: int, added: Set[Key]
 ) -> Iterator[list[Instruction]]:
-    """The instructions before each position of the row, between phases, and after the row;
-    ``added`` grows meanwhile.
+    """The instructions before each position of the row, at the end of each phase, and after the
+    row; ``added`` grows meanwhile.
     """
-    copies = feature.copies
-    uses, numbers, shared = _Uses.of(feature, job, rank), count(), _summed_first(feature, job)
-    last = {
-        a.stage: n
-        for n, entry in enumerate(job.schedule[rank])
-        for a in entry.parts
-        if a.op in "BW"
-    }
-    limit = max([copies.unsharded if copies.zero == 3 else job.stages, *map(len, uses.stages)])
+    row = job.schedule[rank]
+    reads = [_stages_read(of, job, entry) for entry in row]
+    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
+    limit = max([allowed, *map(len, reads)])
+    summed_first = _summed_first(of, job, rank)
+    ends: dict[int, int] = {}  # by stage, the position after its last gradient
+    for position, entry in enumerate(row, 1):
+        ends |= {part.stage: position for part in entry.parts if part.op in "BW"}
+    phases = [(0, len(row))]
+    if job.phased:
+        backwards = (
+            n for n, entry in enumerate(row) if any(part.op != "F" for part in entry.parts)
+        )
+        split = next(backwards, len(row))
+        phases = [(0, split), (split, len(row))]
+    waits: list[Instruction] = []
+    for begin, end in phases:
+        for position, (unused, steps) in enumerate(_gathered(reads[begin:end], limit), begin):
+            ready = [stage for stage, place in ends.items() if place == position]
+            reduces = _reduces(of, job, [s for s in ready if s not in summed_first], added)
+            waits += [_instruction(Landed(op.share)) for op in reduces]
+            ops = [Reshard(of.parameters(stage)) for stage in unused]
+            ops += reduces
+            ops += [kind(of.parameters(stage)) for kind, stage in steps]
+            yield list(map(_instruction, ops))
+    reduces = _reduces(of, job, summed_first, added)
+    waits += [_instruction(Landed(op.share)) for op in reduces]
+    yield [*map(_instruction, reduces), *waits]
+
+
+def _gathered(
+    reads: Sequence[Sequence[int]], limit: int
+) -> Iterator[tuple[list[int], list[_Step]]]:
+    """Before each position of a phase, and at its end: the stages to free, then how those that it
+    reads become whole. At most ``limit`` stages are whole or on their way.
+    """
     whole: set[int] = set()
-    arriving: dict[int, Instruction] = {}
-    reductions: list[Instruction] = []
-    steps: list[Instruction] = []
-    for position in range(len(uses.stages) + 1):
-        previous = uses.stages[position - 1] if position else ()
-        unused = [
-            stage
-            for stage in previous
-            if uses.next(stage, position) == len(uses.stages) and stage in whole
-        ]
+    arriving: set[int] = set()
+
+    def gather(stages: Sequence[int], kept: Sequence[int]) -> Iterator[_Step]:
+        for stage in stages:
+            if stage in whole or stage in arriving:
+                continue
+            if len(whole) + len(arriving) == limit:
+                others = whole.difference(kept)
+                if not others:
+                    continue
+                furthest = max(others, key=lambda other: _next_use(other, upcoming))
+                whole.remove(furthest)
+                yield Reshard, furthest
+            arriving.add(stage)
+            yield Unshard, stage
+
+    for position in range(len(reads) + 1):
+        upcoming = reads[position:]
+        before = reads[position - 1] if position else ()
+        unused = [stage for stage in before if _next_use(stage, upcoming) == len(upcoming)]
         whole.difference_update(unused)
-        ready = [
-            stage for stage, place in last.items() if place == position - 1 and stage not in shared
-        ]
-        reduces = list(_reductions(feature, job, ready, added, numbers)) if job.training else []
-        reductions += reduces
-        steps = [*_reshards(feature, unused), *reduces]
-        if job.phased and position == uses.backward:
-            yield [*steps, *_reshards(feature, sorted(whole))]
-            steps, whole = [], set()
-        if position == len(uses.stages):
-            break
-        now, ahead = uses.stages[position], uses.ahead(position) if copies.cut else ()
-        for needed, kept in ((now, now), (ahead, now + ahead)):
-            for stage in [s for s in needed if s not in whole and s not in arriving]:
-                surplus = max(len(whole) + len(arriving) + 1 - limit, 0)
-                evictable = uses.furthest([s for s in whole if s not in kept], position)
-                whole.difference_update(evictable[:surplus])
-                steps += _reshards(feature, evictable[:surplus])
-                if len(evictable) >= surplus:
-                    steps.append(_unshard(feature, stage, next(numbers)))
-                    arriving[stage] = _wait(steps[-1])
-            if needed is now:
-                steps += [arriving.pop(stage) for stage in now if stage in arriving]
-                whole.update(now)
-        yield steps
-    late = sorted(shared & {source.stage for source, _ in added if isinstance(source, Grad)})
-    steps += _reshards(feature, sorted(whole))
-    reduces = list(_reductions(feature, job, late, added, numbers))
-    yield [*steps, *reduces, *map(_wait, reductions + reduces)]
+        now = upcoming[0] if upcoming else ()
+        ahead = next(filter(None, upcoming[1:]), ())
+        steps = list(gather(now, now))
+        steps += [(Landed, stage) for stage in now if stage in arriving]
+        arriving.difference_update(now)
+        whole.update(now)
+        steps += gather(ahead, [*now, *ahead])
+        yield unused, steps
 
 
-def _reads_shards(feature: OfCopies, job: LoweringInput, action: Action) -> bool:
-    """Whether an action reads parameters that are sharded."""
-    if not feature.copies.cut:
-        return False
-    programs, leaves = (
-        job.kind(action.microbatch).programs[action.stage],
-        feature.leaves(action.stage),
-    )
-    program = {"F": programs.f, "B": programs.b, "I": programs.i, "W": programs.w}[action.op]
-    named = programs.roles
-    return any(
-        name in named and named[name].role == "param" and named[name].leaf in leaves
-        for name in program.inputs
-    )
+def _next_use(stage: int, upcoming: Sequence[Sequence[int]]) -> int:
+    """How far the next position is that reads a stage; the number of positions: none does."""
+    return next((n for n, stages in enumerate(upcoming) if stage in stages), len(upcoming))
 
 
-def _summed_first(feature: OfCopies, job: LoweringInput) -> set[int]:
-    """Stages whose gradients are summed over ranks or stages before the copies reduce them."""
-    tied = {stage for group in feature.tied for stage, _ in group}
-    ranks_of = job.schedule.placement.ranks_of
-    return tied | {stage for stage in range(job.stages) if len(ranks_of(stage)) > 1}
+def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int]:
+    """The stages of which an entry of the row reads sharded parameters."""
+    stages: dict[int, None] = {}
+    for stage, op, mb in entry.parts if of.copies.cut else ():
+        own = job.kind(mb).programs[stage]
+        names = getattr(own, op.lower()).inputs
+        inputs = [own.roles[name] for name in names if name in own.roles]
+        shapes = of.layouts[stage].shapes
+        if any(role == "param" and leaf in shapes for role, leaf in inputs):
+            stages[stage] = None
+    return list(stages)
 
 
-def _unshard(feature: OfCopies, stage: int, number: int) -> Instruction:
-    share = feature.share(stage)
-    reads = tuple(param(stage, leaf) for leaf in share.leaves)
-    return Instruction(Unshard(share, number), reads=reads)
+def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
+    """Stages here whose gradients are summed over ranks or stages before the copies reduce them."""
+    tied = {stage for group in of.tied for stage, _ in group}
+    holders = {stage: job.schedule.placement.ranks_of(stage) for stage in range(job.stages)}
+    return [
+        stage
+        for stage, ranks in holders.items()
+        if rank in ranks and (stage in tied or len(ranks) > 1)
+    ]
 
 
-def _reductions(
-    feature: OfCopies,
-    job: LoweringInput,
-    stages: Iterable[int],
-    added: Set[Key],
-    numbers: Iterator[int],
-) -> Iterator[Instruction]:
+def _reduces(
+    of: OfCopies, job: LoweringInput, stages: Iterable[int], added: Set[Key]
+) -> list[OfShare]:
     """REDUCE of the gradients of each stage that has any."""
+    reduces: list[OfShare] = []
     for stage in stages:
-        leaves = tuple(leaf for leaf in feature.leaves(stage) if grad(stage, leaf) in added)
+        layout = of.layouts[stage]
+        leaves = tuple(leaf for leaf in layout.leaves if grad(stage, leaf) in added)
         if leaves:
-            op = Reduce(feature.share(stage, leaves, job.wide), next(numbers))
-            yield Instruction(op, reads=tuple(grad(stage, leaf) for leaf in leaves))
+            reduces.append(Reduce(Share(stage, layout, leaves, of.copies, True, job.wide)))
+    return reduces
 
 
-def _reshards(feature: OfCopies, stages: Iterable[int]) -> Iterator[Instruction]:
-    for stage in stages:
-        share = feature.share(stage)
-        reads = tuple(whole_param(stage, leaf) for leaf in share.leaves)
-        yield Instruction(Reshard(share), reads=reads)
-
-
-def _wait(started: Instruction) -> Instruction:
-    """The wait for the result of a REDUCE or an UNSHARD."""
-    op = started.op
-    assert isinstance(op, (Reduce, Unshard))
-    key = reduced_grad if op.share.gradients else whole_param
-    writes = tuple(key(op.share.stage, leaf) for leaf in op.share.leaves)
-    return Instruction(Landed(op.share, op.number), writes=writes)
+def _instruction(op: OfShare) -> Instruction:
+    share = op.share
+    after = reduced_grad if share.gradients else whole_param
+    keys = {Reduce: grad, Unshard: param, Reshard: whole_param, Landed: after}[type(op)]
+    values = tuple(keys(share.stage, leaf) for leaf in share.leaves)
+    if isinstance(op, Landed):
+        return Instruction(op, writes=values)
+    return Instruction(op, reads=values)

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ...collectives.wire import part_of
 from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ...lowering.memory import MemoryAccount
-from .sharding import Bucket, Share
+from .sharding import Share
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared(Op):
+class OfShare(Op):
     """What concerns leaves of a stage, ``share``."""
 
     share: Share
@@ -28,17 +25,15 @@ class _Shared(Op):
     def __str__(self) -> str:
         return f"stage {self.share.stage}"
 
-
-@dataclass(frozen=True, slots=True)
-class _Started(_Shared):
-    """A collective that is under way until the WAIT of the same number."""
-
-    number: int
-
     @property
     def memory(self) -> Hashable:
-        """The key of what is under way."""
-        return ("of all copies", self.number)
+        """The key of what is under way until the WAIT; a stage has one gathering at a time."""
+        return ("of all copies", self.share.stage, self.share.gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started(OfShare):
+    """A collective that is under way until its WAIT."""
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
         account.begin(self.memory, self.memory, self.share.bytes)
@@ -52,23 +47,22 @@ class Reduce(_Started):
     kind = "REDUCE"
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, frees, number = self.share, ins.frees, self.number
-        copies, slot_of = share.copies, dict(zip(share.leaves, ins.reads, strict=True))
+        share, key, frees = self.share, self.memory, ins.frees
+        copies = share.copies
         op = "mean" if copies.mean else "sum"
         buckets = [
-            (b, [slot_of.get(leaf, -1) for leaf in b.leaves], share.carried(b))
-            for b in share.buckets()
+            (bucket, slots, share.carried(bucket)) for bucket, slots in share.slots(ins.reads)
         ]
 
         def step(r: Registers) -> None:
-            slots, works = r.slots, []
+            works = []
             for bucket, reads, dtype in buckets:
-                leaves = [slots[i] if i >= 0 else None for i in reads]
+                leaves = [r.slots[i] if i >= 0 else None for i in reads]
                 memory = share.layout.pack(bucket, leaves, dtype)
                 works.append(copies.group.start_reduce(memory, op, scatter=copies.zero > 1))
             for i in frees:
-                slots[i] = None
-            r.collectives[number] = works
+                r.slots[i] = None
+            r.collectives[key] = works
 
         return step
 
@@ -80,21 +74,21 @@ class Unshard(_Started):
     kind = "UNSHARD"
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, number, group = self.share, self.number, self.share.copies.group
-        slot_of = dict(zip(share.leaves, ins.reads, strict=True))
-        buckets = [(b, [slot_of[leaf] for leaf in b.leaves]) for b in share.buckets()]
+        share, key = self.share, self.memory
+        buckets = share.slots(ins.reads)
 
         def step(r: Registers) -> None:
-            r.collectives[number] = [
-                group.start_gather(share.layout.fill(bucket, [r.slots[i] for i in reads]))
-                for bucket, reads in buckets
-            ]
+            works = []
+            for bucket, reads in buckets:
+                memory = share.layout.fill(bucket, [r.slots[i] for i in reads])
+                works.append(share.copies.group.start_gather(memory))
+            r.collectives[key] = works
 
         return step
 
 
 @dataclass(frozen=True, slots=True)
-class Reshard(_Shared):
+class Reshard(OfShare):
     """Free gathered parameters."""
 
     kind = "RESHARD"
@@ -110,7 +104,7 @@ class Reshard(_Shared):
 
 
 @dataclass(frozen=True, slots=True)
-class Landed(_Started):
+class Landed(OfShare):
     """WAIT for what was reduced or gathered. Parameters may be gathered again: earlier values
     have ended then.
     """
@@ -132,29 +126,17 @@ class Landed(_Started):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, number, buckets = self.share, self.number, self.share.buckets()
-        slot_of = dict(zip(share.leaves, ins.writes, strict=True))
+        share, key = self.share, self.memory
+        buckets = share.slots(ins.writes)
         journal, rank = machine.group.journal, machine.rank
         text = f"waiting for the {self} of other copies"
 
         def step(r: Registers) -> None:
             journal(rank, text)
-            for bucket, work in zip(buckets, r.collectives.pop(number), strict=True):
+            for (bucket, writes), work in zip(buckets, r.collectives.pop(key), strict=True):
                 (memory,) = work.wait()
-                for leaf, value in zip(bucket.leaves, _landed(share, bucket, memory), strict=True):
-                    if slot_of.get(leaf, -1) >= 0:
-                        r.slots[slot_of[leaf]] = value
+                for i, value in zip(writes, share.values(bucket, memory), strict=True):
+                    if i >= 0:
+                        r.slots[i] = value
 
         return step
-
-
-def _landed(share: Share, bucket: Bucket, memory: Tensor) -> list[Tensor]:
-    """The result of a collective as values of the leaves."""
-    layout = share.layout
-    if not share.gradients:
-        return layout.whole(bucket, memory)
-    memory = memory.to(share.dtype(bucket))
-    if not share.copies.cut:
-        return layout.whole(bucket, memory)
-    mine = part_of(memory, layout.part, layout.parts).clone() if share.copies.zero == 1 else memory
-    return layout.split(bucket, mine)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +54,7 @@ class Layout:
     [0, 5, 16]
     """
 
-    shapes: tuple[tuple[int, ...] | None, ...]  # by leaf; None: it is not shared
+    shapes: Mapping[int, tuple[int, ...]]  # by leaf that is shared
     buckets: tuple[Bucket, ...]
     part: int
     parts: int
@@ -69,24 +71,28 @@ class Layout:
         """Floating leaves into buckets of one dtype, in their order; those that are trained apart
         from the others.
         """
-        shared: dict[int, Tensor] = {}
-        rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        shapes: dict[int, tuple[int, ...]] = {}
+        rows: dict[tuple[torch.dtype, bool], list[dict[int, int]]] = {}  # elements by leaf
         for index, (leaf, flag) in enumerate(zip(leaves, trained, strict=True)):
             if flag is None or not tree.is_tensor(leaf) or not tree.is_floating(leaf):
                 continue
-            shared[index] = leaf
-            of_kind = rows.setdefault((leaf.dtype, flag), [[]])
-            held = sum(shared[i].nbytes for i in of_kind[-1])
-            if of_kind[-1] and held + leaf.nbytes > limit:
-                of_kind.append([])
-            of_kind[-1].append(index)
-        buckets = tuple(
-            _bucket(dtype, flag, {index: shared[index].numel() for index in row}, parts)
+            shapes[index] = tuple(leaf.shape)
+            of_kind = rows.setdefault((leaf.dtype, flag), [{}])
+            elements = sum(of_kind[-1].values()) + leaf.numel()
+            if of_kind[-1] and elements * leaf.itemsize > limit:
+                of_kind.append({})
+            of_kind[-1][index] = leaf.numel()
+        buckets = [
+            _bucket(dtype, flag, row, parts)
             for (dtype, flag), of_kind in rows.items()
             for row in of_kind
-        )
-        shapes = [tuple(shared[i].shape) if i in shared else None for i in range(len(leaves))]
-        return cls(tuple(shapes), buckets, part, parts)
+        ]
+        return cls(shapes, tuple(buckets), part, parts)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The leaves that are shared, by bucket."""
+        return tuple(leaf for bucket in self.buckets for leaf in bucket.leaves)
 
     # ---- this process's part ----
     def pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
@@ -97,14 +103,13 @@ class Layout:
         low, high = self.part * size, (self.part + 1) * size
         for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
             end = start + self.numel(leaf)
-            first, last = min(max(start, low), end), max(min(end, high), start)
-            yield (leaf, first - start, max(last, first) - start, max(first - low, 0))
+            first = min(max(start, low), end)
+            last = max(min(end, high), first)
+            yield leaf, first - start, last - start, max(first - low, 0)
 
     def numel(self, leaf: int) -> int:
         """Elements of a whole leaf."""
-        shape = self.shapes[leaf]
-        assert shape is not None
-        return torch.Size(shape).numel()
+        return prod(self.shapes[leaf])
 
     def cut(self, leaves: Sequence[object]) -> list[object]:
         """This process's pieces of whole leaves, as copies; leaves that are not shared as they
@@ -142,7 +147,7 @@ class Layout:
     def whole(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
         """The leaves of a bucket: views of its memory."""
         return [
-            memory[start : start + self.numel(leaf)].view(self.shapes[leaf])  # type: ignore[arg-type]
+            memory[start : start + self.numel(leaf)].view(self.shapes[leaf])
             for leaf, start in zip(bucket.leaves, bucket.starts, strict=True)
         ]
 
@@ -192,13 +197,16 @@ class Share:
     gradients: bool = False
     wide: torch.dtype | None = None
 
+    @property
     def buckets(self) -> list[Bucket]:
         """Those that hold one of the leaves."""
-        return [
-            bucket
-            for bucket in self.layout.buckets
-            if not set(self.leaves).isdisjoint(bucket.leaves)
-        ]
+        leaves = set(self.leaves)
+        return [bucket for bucket in self.layout.buckets if leaves.intersection(bucket.leaves)]
+
+    def slots(self, slots: Sequence[int]) -> list[tuple[Bucket, list[int]]]:
+        """The buckets, each with the slots of its leaves, given those of ``leaves``; -1: none."""
+        slot_of = dict(zip(self.leaves, slots, strict=True))
+        return [(b, [slot_of.get(leaf, -1) for leaf in b.leaves]) for b in self.buckets]
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of the values before and after."""
@@ -206,24 +214,37 @@ class Share:
 
     def carried(self, bucket: Bucket) -> torch.dtype:
         """Of the memory of a bucket under way."""
-        return (self.copies.dtype if self.gradients else None) or self.dtype(bucket)
+        reduced = self.copies.dtype if self.gradients else None
+        return reduced or self.dtype(bucket)
 
     @property
     def bytes(self) -> int:
         """Of what is under way."""
-        return sum(bucket.size * self.carried(bucket).itemsize for bucket in self.buckets())
+        return sum(bucket.size * self.carried(bucket).itemsize for bucket in self.buckets)
+
+    def values(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
+        """The result of a collective as values of the leaves of a bucket."""
+        layout = self.layout
+        if self.gradients:
+            memory = memory.to(self.dtype(bucket))
+        if not self.gradients or not self.copies.cut:
+            return layout.whole(bucket, memory)
+        if self.copies.zero == 1:  # all was reduced; this process keeps its part
+            memory = part_of(memory, layout.part, layout.parts).clone()
+        return layout.split(bucket, memory)
 
     def landed(self) -> list[int | None]:
         """Bytes of each leaf's value afterwards; None: it is a view of what was under way."""
-        found: dict[int, int | None] = {}
-        for bucket in self.buckets():
+        sizes: dict[int, int | None] = {}
+        for bucket in self.buckets:
             dtype = self.dtype(bucket)
-            same = not self.copies.cut and self.carried(bucket) == dtype
+            views = not self.copies.cut and self.carried(bucket) == dtype
             for leaf, first, last, _ in self.layout.pieces(bucket):
                 count = last - first if self.copies.cut else self.layout.numel(leaf)
-                views = same or not self.gradients
-                found[leaf] = None if views else count * dtype.itemsize
-        return [found[leaf] for leaf in self.leaves]
+                sizes[leaf] = count * dtype.itemsize
+                if views or not self.gradients:
+                    sizes[leaf] = None
+        return [sizes[leaf] for leaf in self.leaves]
 
 
 class Shares:
@@ -243,7 +264,8 @@ class Shares:
         return tree.unflatten(spec, layout.cut(leaves))
 
     def _layout(self, stage: int, value: tree.Tree, frozen: Sequence[str]) -> Layout:
-        copies, leaves = self.copies, tree.leaves(value)
+        copies = self.copies
+        leaves = tree.leaves(value)
         trained: list[bool | None] = [True] * len(leaves)
         if frozen or copies.own:
             for index, name in enumerate(tree.names(value)):
@@ -299,8 +321,10 @@ class Shares:
         """
         if not self.copies.cut:
             return list(leaves), self._layout(stage, value, frozen)
-        layout, whole = self.check(stage, leaves), list(leaves)
-        for index, (leaf, shape) in enumerate(zip(leaves, layout.shapes, strict=True)):
-            if shape is not None and tree.is_tensor(leaf):
+        layout = self.check(stage, leaves)
+        whole = list(leaves)
+        for index, shape in layout.shapes.items():
+            leaf = leaves[index]
+            if tree.is_tensor(leaf):
                 whole[index] = torch.empty(shape, dtype=leaf.dtype, device="meta")
         return whole, layout
