@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TypeAlias
 
-from ...actions.action import AnyAction
+from ...actions.action import AnyAction, Row
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction
@@ -77,41 +77,52 @@ def _steps(
     row; ``added`` grows meanwhile.
     """
     row = job.schedule[rank]
-    reads = [_stages_read(of, job, entry) for entry in row]
-    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
-    limit = max([allowed, *map(len, reads)])
     summed_first = _summed_first(of, job, rank)
     ends: dict[int, int] = {}  # by stage, the position after its last gradient
     for position, entry in enumerate(row, 1):
-        ends |= {part.stage: position for part in entry.parts if part.op in "BW"}
-    phases = [(0, len(row))]
-    if job.phased:
-        backwards = (
-            n for n, entry in enumerate(row) if any(part.op != "F" for part in entry.parts)
-        )
-        split = next(backwards, len(row))
-        phases = [(0, split), (split, len(row))]
-    waits: list[Instruction] = []
-    for begin, end in phases:
-        for position, (unused, steps) in enumerate(_gathered(reads[begin:end], limit), begin):
-            ready = [stage for stage, place in ends.items() if place == position]
-            reduces = _reduces(of, job, [s for s in ready if s not in summed_first], added)
-            waits += [_instruction(Landed(op.share)) for op in reduces]
-            ops = [Reshard(of.parameters(stage)) for stage in unused]
-            ops += reduces
-            ops += [kind(of.parameters(stage)) for kind, stage in steps]
-            yield list(map(_instruction, ops))
-    reduces = _reduces(of, job, summed_first, added)
-    waits += [_instruction(Landed(op.share)) for op in reduces]
-    yield [*map(_instruction, reduces), *waits]
+        for part in entry.parts:
+            if part.op in "BW" and part.stage not in summed_first:
+                ends[part.stage] = position
+    reduced: list[OfShare] = []
+    for position, unused, steps in _gathered(of, job, row):
+        ready = [stage for stage, end in ends.items() if end == position]
+        reduces = _reduces(of, job, ready, added)
+        reduced += reduces
+        ops = [Reshard(of.parameters(stage)) for stage in unused]
+        ops += reduces
+        ops += [kind(of.parameters(stage)) for kind, stage in steps]
+        yield list(map(_instruction, ops))
+    late = _reduces(of, job, summed_first, added)
+    waits = [Landed(op.share) for op in reduced + late]
+    yield list(map(_instruction, late + waits))
 
 
 def _gathered(
+    of: OfCopies, job: LoweringInput, row: Row
+) -> Iterator[tuple[int, list[int], list[_Step]]]:
+    """Each position of a row, and the end of each phase: the stages to free there, then how those
+    that are read become whole.
+    """
+    reads = [_stages_read(of, job, entry) for entry in row]
+    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
+    limit = max([allowed, *map(len, reads)])
+    phases = [(0, len(row))]
+    if job.phased:
+        forwards = list(takewhile(_is_forward, row))
+        phases = [(0, len(forwards)), (len(forwards), len(row))]
+    for begin, end in phases:
+        for position, changes in enumerate(_of_phase(reads[begin:end], limit), begin):
+            yield position, *changes
+
+
+def _is_forward(entry: AnyAction) -> bool:
+    return all(part.op == "F" for part in entry.parts)
+
+
+def _of_phase(
     reads: Sequence[Sequence[int]], limit: int
 ) -> Iterator[tuple[list[int], list[_Step]]]:
-    """Before each position of a phase, and at its end: the stages to free, then how those that it
-    reads become whole. At most ``limit`` stages are whole or on their way.
-    """
+    """Each position of a phase, and its end; at most ``limit`` stages are whole or on their way."""
     whole: set[int] = set()
     arriving: set[int] = set()
 
@@ -154,10 +165,10 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
     stages: dict[int, None] = {}
     for stage, op, mb in entry.parts if of.copies.cut else ():
         own = job.kind(mb).programs[stage]
-        names = getattr(own, op.lower()).inputs
-        inputs = [own.roles[name] for name in names if name in own.roles]
-        shapes = of.layouts[stage].shapes
-        if any(role == "param" and leaf in shapes for role, leaf in inputs):
+        program = getattr(own, op.lower())
+        inputs = [own.roles[name] for name in program.inputs if name in own.roles]
+        params = {leaf for role, leaf in inputs if role == "param"}
+        if params.intersection(of.layouts[stage].shapes):
             stages[stage] = None
     return list(stages)
 
@@ -165,12 +176,12 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
 def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
     """Stages here whose gradients are summed over ranks or stages before the copies reduce them."""
     tied = {stage for group in of.tied for stage, _ in group}
-    holders = {stage: job.schedule.placement.ranks_of(stage) for stage in range(job.stages)}
-    return [
-        stage
-        for stage, ranks in holders.items()
-        if rank in ranks and (stage in tied or len(ranks) > 1)
-    ]
+    stages = []
+    for stage in range(job.stages):
+        ranks = job.schedule.placement.ranks_of(stage)
+        if rank in ranks and (stage in tied or len(ranks) > 1):
+            stages.append(stage)
+    return stages
 
 
 def _reduces(

@@ -100,7 +100,8 @@ class Layout:
         part.
         """
         size = bucket.size // self.parts
-        low, high = self.part * size, (self.part + 1) * size
+        low = self.part * size
+        high = low + size
         for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
             end = start + self.numel(leaf)
             first = min(max(start, low), end)
