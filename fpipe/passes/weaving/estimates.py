@@ -81,9 +81,9 @@ def started(one: Operation) -> Collective | None:
         return None
     results = _tensors(one.value)
     nbytes = max(_bytes(results), _bytes(_tensors(one.reads)))
-    groups = [arg for arg in one.args if isinstance(arg, str) or hasattr(arg, "group_name")]
-    group = groups[-1] if groups else "?"
-    members = str(getattr(group, "group_name", group))
+    named = [arg for arg in one.args if isinstance(arg, str) or hasattr(arg, "group_name")]
+    communicator = named[-1] if named else "?"
+    members = str(getattr(communicator, "group_name", communicator))
     dtypes = [str(aval.dtype).removeprefix("torch.") for aval in results]
     signature = [
         f"{dtype}[{len(aval.shape)} axes]" for dtype, aval in zip(dtypes, results, strict=True)
