@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZB-1p and ZB-2p: the passes of 1F1B, and W wherever a rank would wait.
+"""ZB-1p and ZB-2p: the passes of 1F1B, and W wherever a rank would wait: nothing waits for W.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. ZB-2p on 4 ranks:
 
@@ -15,9 +15,9 @@ ZB-1p warms up as 1F1B does and holds p activations, ZB-2p as its eager form and
 
 from __future__ import annotations
 
-from ..actions.action import plain
+from collections.abc import Sequence
+
 from ..schedule import Schedule
-from .greedy import split_backwards
 from .one_f_one_b import one_forward_one_backward
 from .shapes import one_a_rank
 
@@ -43,8 +43,35 @@ def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
 def _made(name: str, ranks: int, microbatches: int, stages: int, step: int) -> Schedule:
     """A warm-up that is shorter by ``step`` forwards from rank to rank, within ``step * ranks``."""
     warm_ups = [1 + step * (ranks - 1 - rank) for rank in range(ranks)]
-    patterns = [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
-    split = split_backwards(one_a_rank(name, patterns, microbatches, ranks), step * ranks)
-    assert split is not None, "the warm-up fits in the memory"
-    patterns = ["".join(action.op for action in plain(row)) for row in split]
-    return one_a_rank(name, patterns, microbatches, stages)
+    whole = [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
+    return one_a_rank(name, split_backwards(whole, step * ranks), microbatches, stages)
+
+
+def split_backwards(patterns: Sequence[str], limit: int) -> list[str]:
+    """The patterns of ranks with I in the place of each B, and W where a rank would wait or lack
+    memory.
+
+    Each pass takes one slot, and a rank holds at most ``limit`` activations from F to W.
+
+    >>> split_backwards(["FFBB", "FBFB"], 2)
+    ['FFIWIW', 'FIFIWW']
+    """
+    left = [list(pattern.replace("B", "I"))[::-1] for pattern in patterns]
+    done = [{"F": 0, "I": 0, "W": 0} for _ in patterns]
+    rows = ["" for _ in patterns]
+    while any(left):
+        before = [dict(counts) for counts in done]
+        for rank, counts in enumerate(before):
+            op = left[rank][-1] if left[rank] else "W"
+            source = rank - 1 if op == "F" else rank + 1
+            arrived = not 0 <= source < len(before) or before[source][op] > counts[op]
+            held = counts["F"] - counts["W"] + (op == "F")
+            if op != "W" and arrived and held <= limit:
+                left[rank].pop()
+            elif counts["I"] > counts["W"]:
+                op = "W"
+            else:
+                continue
+            rows[rank] += op
+            done[rank][op] += 1
+    return [row + "W" * (d["I"] - d["W"]) for row, d in zip(rows, done, strict=True)]

@@ -15,7 +15,6 @@ from effort import lines
 from fpipe import Action, Costs, Schedule, make_schedule, schedule_names
 from fpipe.errors import ScheduleError
 from fpipe.generators import dualpipe, zbv
-from fpipe.generators.greedy import split_backwards
 from sample import covering
 from schedule_table import TABLE, cases
 
@@ -335,20 +334,12 @@ def test_the_automatic_ones_never_lose_to_those_made_by_hand() -> None:
 
 
 def test_a_w_runs_where_its_rank_would_wait_or_where_memory_would_not_do() -> None:
-    schedule = make_schedule("1F1B", 2, 3)
-    split = split_backwards(schedule, 2)
-    assert split is not None
-    assert str(split).splitlines() == [
+    schedule = make_schedule("ZB1P", 2, 3)
+    assert str(schedule).splitlines() == [
         "[0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]",
         "[1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]",
     ]
-    assert split.simulate().span == 10
-    assert split_backwards(schedule, 1) is None
-
-
-def test_rows_that_block_each_other_are_not_split() -> None:
-    schedule = Schedule.parse("[0F0, 0B0, 0F1, 0B1]\n[1F1, 1B1, 1F0, 1B0]")
-    assert split_backwards(schedule, 2) is None
+    assert schedule.simulate().span == 10
 
 
 @pytest.mark.parametrize(
