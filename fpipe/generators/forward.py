@@ -24,7 +24,6 @@ name's schedule can be trained with; pipelines do it.
 from __future__ import annotations
 
 from collections import deque
-from heapq import heappop, heappush
 
 from ..actions.action import Action, plain
 from ..actions.costs import Costs
@@ -60,24 +59,20 @@ def _as_they_come(schedule: Schedule) -> list[list[Action]]:
         for part in plain(row):
             held.setdefault(part.stage, deque()).append(part.microbatch)
         queues.append(dict(sorted(held.items(), reverse=True)))
-    ended: dict[tuple[int, int], int] = {}
-    free = [0] * schedule.ranks
     rows: list[list[Action]] = [[] for _ in queues]
-    events = [(0, rank) for rank in range(schedule.ranks)]
-    while events:
-        time, rank = heappop(events)
-        if time < free[rank]:
-            continue
-        for stage, queue in queues[rank].items():
-            if queue and (not stage or ended.get((stage - 1, queue[0]), time + 1) <= time):
-                m = queue.popleft()
-                rows[rank].append(Action(stage, "F", m))
-                ended[stage, m] = free[rank] = time + 1
-                heappush(events, (time + 1, rank))
-                if stage + 1 < schedule.stages:
-                    heappush(events, (time + 1, schedule.placement.rank_of(stage + 1, m)))
-                break
-    return rows
+    ended = set[tuple[int, int]]()
+    while True:
+        ran = set[tuple[int, int]]()
+        for row, held in zip(rows, queues, strict=True):
+            for stage, queue in held.items():
+                if queue and (stage == 0 or (stage - 1, queue[0]) in ended):
+                    microbatch = queue.popleft()
+                    row.append(Action(stage, "F", microbatch))
+                    ran.add((stage, microbatch))
+                    break
+        if not ran:
+            return rows
+        ended |= ran
 
 
 def forwards_first(schedule: Schedule) -> Schedule:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from effort import lines
-from fpipe import Action, Costs, Schedule, make_schedule, schedule_names
+from fpipe import Action, Costs, make_schedule, schedule_names
 from fpipe.errors import ScheduleError
 from fpipe.generators import dualpipe, zbv
 from sample import covering
