@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from fpipe.collectives import ops
+from fpipe.passes import ops
 
 
 def stage_of(members: Any, layers: int) -> Callable[..., torch.Tensor]:

@@ -56,7 +56,7 @@ _MODULES = {
     "devices": "devices",
     "errors": "errors",
     "interop": "interop",
-    "ops": "collectives.ops",
+    "ops": "passes.ops",
     "testing": "testing",
     "transforms": "transforms",
 }
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from . import transforms as transforms
     from .actions.costs import Costs as Costs
     from .actions.timeline import Timeline as Timeline
-    from .collectives import ops as ops
     from .collectives.local import local as local
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
     from .generators import schedule_names as schedule_names
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
+    from .passes import ops as ops
     from .passes.debugging import debug as debug
     from .passes.derived.per_example import per_example as per_example
     from .passes.elsewhere.arguments import elsewhere as elsewhere

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe.collectives import ops
+from fpipe.passes import ops
 
 WIDTH = 4
 

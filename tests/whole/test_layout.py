@@ -112,7 +112,7 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 PRIVATE_TORCH = {
     "products.clusters.decoder": {"_scaled_dot_product_flash_attention_for_cpu"},
     "collectives._store": {"_get_default_store", "_resolve_process_group", "_set_pg_timeout"},
-    "collectives.ops": {"_c10d_functional"},
+    "passes.ops": {"_c10d_functional"},
     "interop.module_function": {
         "_buffers",
         "_disable_current_modes",

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives.faults import watched
 from ..errors import GroupError
-from .faults import watched
 
 Members = Any  # a ProcessGroup, a DeviceMesh of one axis, or None: this process only
 
