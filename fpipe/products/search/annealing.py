@@ -13,53 +13,76 @@ Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import exp
 from random import Random
 
 from .fill import Filled
-from .graph import Graph, Times
 from .problem import ALMOST, Problem, Rows
 
 
 def anneal(
-    problem: Problem,
-    rows: Rows,
-    random: Random,
-    share: Callable[[], float],
-    found: Callable[[Filled], object],
-) -> None:
-    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; ``found``
-    gets what is better than all before.
+    problem: Problem, rows: Rows, random: Random, share: Callable[[], float]
+) -> Iterator[Filled]:
+    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; yields
+    what is better than all before.
     """
-    graph = Graph.of(problem)
-    now = graph.numbered(rows)
-    end = graph.ends(now)
-    if end is None:
-        return
-    times = graph.times(now, end)
-    value, best = _value(times.windows), max(times.windows)
-    warmth = max(0.01 * best, sum(graph.length) / len(graph.length))
-    blocks = _blocks(graph, now, times)
+    end = ends(problem, rows)
+    assert end is not None, "complete rows do not block each other"
+    windows = _windows(problem, rows, end)
+    value, best = _value(windows), max(windows)
+    warmth = max(0.01 * best, sum(problem.length) / len(problem.length))
+    blocks = _blocks(problem, rows, end, windows)
     while blocks and (passed := share()) < 1:
         rank, first, last = random.choice(blocks)
-        old = now[rank]
-        row = graph.fitting(_moved(old, first, last, random), rank)
-        if row is None or row == old:
+        row = fitting(problem, moved(rows[rank], first, last, random), rank)
+        if row is None or row == rows[rank]:
             continue
-        now[rank] = row
-        end = graph.ends(now, times, times.end[old[first]] - graph.length[old[first]])
-        if end is not None:
-            windows = graph.windows(now, end)
-            change = _value(windows) - value
-            if change <= 0 or random.random() < exp(-change / (warmth * (1 - passed) ** 2 + 1e-12)):
-                times, value = graph.times(now, end), value + change
-                blocks = _blocks(graph, now, times)
-                if max(windows) < best * (1 - 1e-12):
-                    best = max(windows)
-                    found(Filled(graph.named(now), windows))
-                continue
-        now[rank] = old
+        changed = [*rows[:rank], row, *rows[rank + 1 :]]
+        end = ends(problem, changed)
+        if end is None:
+            continue
+        windows = _windows(problem, changed, end)
+        change = _value(windows) - value
+        if change > 0 and random.random() >= exp(-change / (warmth * (1 - passed) ** 2 + 1e-12)):
+            continue
+        rows, value = changed, value + change
+        blocks = _blocks(problem, rows, end, windows)
+        if max(windows) < best * (1 - 1e-12):
+            best = max(windows)
+            yield Filled(rows, best)
+
+
+def ends(problem: Problem, rows: Rows) -> list[float] | None:
+    """When each action ends; None where the rows block each other."""
+    length, needs, travel = problem.length, problem.needs, problem.travel
+    end = [*[-1.0] * len(length), 0.0]  # the last is that of -1, which nothing waits for
+    at, clock = [0] * len(rows), [0.0] * len(rows)
+    ready, waiting = list(range(len(rows)))[::-1], dict[int, int]()
+    while ready:
+        rank = ready.pop()
+        row, position, time = rows[rank], at[rank], clock[rank]
+        while position < len(row):
+            action = row[position]
+            arrival = end[needs[action]]
+            if arrival < 0.0:
+                waiting[needs[action]] = rank
+                break
+            arrival += travel[action]
+            if arrival > time:
+                time = arrival
+            time += length[action]
+            end[action] = time
+            position += 1
+            if action in waiting:
+                ready.append(waiting.pop(action))
+        at[rank], clock[rank] = position, time
+    return None if waiting else end
+
+
+def _windows(problem: Problem, rows: Rows, end: Sequence[float]) -> list[float]:
+    """How long each rank is busy or waits."""
+    return [end[row[-1]] - end[row[0]] + problem.length[row[0]] for row in rows]
 
 
 def _value(windows: Sequence[float]) -> float:
@@ -67,7 +90,7 @@ def _value(windows: Sequence[float]) -> float:
     return max(windows) + 0.05 * sum(windows) / len(windows)
 
 
-def _moved(row: Sequence[int], first: int, last: int, random: Random) -> list[int]:
+def moved(row: Sequence[int], first: int, last: int, random: Random) -> list[int]:
     """A row after a change between two positions: neighbours change places, or an action goes to
     one of the ends.
     """
@@ -81,28 +104,53 @@ def _moved(row: Sequence[int], first: int, last: int, random: Random) -> list[in
     return row
 
 
+def fitting(problem: Problem, row: Sequence[int], rank: int) -> list[int] | None:
+    """A row that keeps to the memory of its rank: before an action that does not fit runs what
+    frees memory.
+
+    These are the Ws that come next in the row and whose Is have run. None where they do not
+    suffice.
+    """
+    held, limit, adds, needs = 0.0, problem.limit[rank] * ALMOST, problem.adds, problem.needs
+    result, begun = list[int](), set[int]()
+    for at, action in enumerate(row):
+        if action in begun:
+            continue
+        while held + adds[action] > limit:
+            for freeing in row[at + 1 :]:
+                if adds[freeing] < 0 and freeing not in begun and needs[freeing] in begun:
+                    break
+            else:
+                return None
+            result.append(freeing)
+            begun.add(freeing)
+            held += adds[freeing]
+        result.append(action)
+        begun.add(action)
+        held += adds[action]
+    return result
+
+
 def _blocks(
-    graph: Graph, rows: Sequence[Sequence[int]], times: Times
+    problem: Problem, rows: Rows, end: Sequence[float], windows: Sequence[float]
 ) -> list[tuple[int, int, int]]:
     """(rank, first position, last position) of actions on a critical path that follow each other
     without a wait.
     """
-    count, stages, path = graph.problem.microbatches, graph.problem.stages, graph.problem.path
     place = {action: at for row in rows for at, action in enumerate(row)}
-    end, rank = times.end, times.windows.index(max(times.windows))
-    blocks, at = [], len(rows[rank]) - 1
-    last = at
+    rank = windows.index(max(windows))
+    blocks = list[tuple[int, int, int]]()
+    at = last = len(rows[rank]) - 1
     while True:
-        row = rows[rank]
-        action = row[at]
-        start = end[action] - graph.length[action]
-        if at and end[row[at - 1]] >= start / ALMOST:
+        action = rows[rank][at]
+        start = end[action] - problem.length[action]
+        if at and end[rows[rank][at - 1]] >= start / ALMOST:
             at -= 1
             continue
         if last > at:
             blocks.append((rank, at, last))
-        before = graph.needs[action]
-        if before < 0:
+        needed = problem.needs[action]
+        if needed < 0:
             return blocks
-        rank, at = path[before // count % stages], place[before]
-        last = at
+        rank = problem.path[needed // problem.microbatches % problem.stages]
+        at = last = place[needed]

@@ -2,7 +2,7 @@
 """Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a
 shorter one.
 
-Four are computed, and the largest counts; each names its reason:
+Two are computed for each rank, and the largest counts; each names its reason:
 
 * *work*: a rank is busy for its own work. Until its first backward can be there it has only
   forwards to run, and only as many as fit in memory; after its last forward it has only the
@@ -10,10 +10,6 @@ Four are computed, and the largest counts; each names its reason:
 * *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank,
   that one works and waits, and the last microbatch comes back. Only the Ws that the later rank
   still holds then can come after that.
-* *path*: from a rank's first forward to its last backward a microbatch passes all later stages and
-  comes back.
-* *memory*: what a rank holds lies there from its forward to its backward; that much area must fit
-  under the limit.
 """
 
 from __future__ import annotations
@@ -92,36 +88,18 @@ class _Least(NamedTuple):
 def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
     ends = [_Ends.of(p, least, rank) for rank in range(p.ranks)]
     for rank, stages in enumerate(p.of_rank):
-        here = f"rank {rank}: "
-        yield Bound(ends[rank].work, here + "its work")
-        yield Bound(
-            _path(p, least, stages),
-            here + "the way of a microbatch through all later stages and back",
-        )
-        if (waits := ends[rank].waits) > 0:
-            yield Bound(
-                ends[rank].work + waits,
-                here + "its work, and its waits before its first and after its last forwards",
-            )
-        first, last = stages[0], min(p.load) * (least.both[stages[0]] - least.inward[stages[0]])
+        waits = ", and its waits before its first and after its last forwards"
+        reason = f"rank {rank}: its work{waits if ends[rank].waits > 0 else ''}"
+        yield Bound(ends[rank].work + ends[rank].waits, reason)
+        first = stages[0]
+        last = min(p.load) * (least.both[first] - least.inward[first])
         for other, there in enumerate(p.of_rank):
             if first < there[0]:
                 yield Bound(
                     _way(p, least, first, there[0]) + ends[other].until + last,
-                    here
-                    + f"the way to rank {other}, the work and the waits there, and the way back",
+                    f"rank {rank}: the way to rank {other}, the work and the waits there, and the "
+                    "way back",
                 )
-        if 0 < p.limit[rank] < inf:
-            area = sum(_area(p, least, s) for s in stages)
-            yield Bound(
-                area / p.limit[rank], here + "how much it holds for how long, within its memory"
-            )
-
-
-def _path(p: Problem, least: _Least, stages: tuple[int, ...]) -> float:
-    first = stages[0]
-    passes = sum(least.forward[first:]) + sum(least.inward[first + 1 :]) + least.both[first]
-    return passes * max(p.load) + 2 * sum(p.link[first:])
 
 
 def _way(p: Problem, least: _Least, first: int, there: int) -> float:
@@ -165,14 +143,6 @@ class _Ends(NamedTuple):
         until = (work - held) + (head if apart else 0.0) + back + least.inward[first] * short
         waits = head + tail if apart else max(head, tail)
         return cls(work, waits, max(until, work - most(later) + head))
-
-
-def _area(p: Problem, least: _Least, s: int) -> float:
-    """How much a stage's microbatches hold from F to I, times how long at least."""
-    passes, links = sum(least.forward[s:]) + sum(least.inward[s:]), 2 * sum(p.link[s:])
-    return p.saved[s] * sum(
-        size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True)
-    )
 
 
 def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float:

@@ -6,17 +6,15 @@ cost less.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from ... import Action, Costs, Fused, Schedule
 from ...actions import AnyAction, Row
-from ...errors import ScheduleError
 
 
 def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
     """The schedule with I and W of one microbatch as B where they follow each other; and that with
-    F and B fused.
+    F and B fused, whose ranks may block each other.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0I0, 0W0, 0I1, 0W1]")
     >>> print(*variants(s, Costs(B=1, overlap=1)), sep="\\n")
@@ -31,20 +29,13 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
         return action._replace(op="B") if same and mergeable[action.stage] else None
 
     def fused(before: Action, action: Action) -> AnyAction | None:
-        apart = before.microbatch != action.microbatch
-        return Fused((before, action)) if apart and (before.op, action.op) == ("F", "B") else None
+        differ = before.microbatch != action.microbatch
+        return Fused((before, action)) if differ and (before.op, action.op) == ("F", "B") else None
 
     merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
     yield merged
-    if costs.overlap is None:
-        return
-    rows = tuple(_joined(row, fused) for row in merged.rows)
-    for chosen in [range(schedule.ranks), *([rank] for rank in range(schedule.ranks))]:
-        mixed = (rows[rank] if rank in chosen else row for rank, row in enumerate(merged.rows))
-        with suppress(ScheduleError):
-            yield replace(schedule, rows=tuple(mixed)).check()
-            if len(chosen) == schedule.ranks:
-                return
+    if costs.overlap is not None:
+        yield replace(merged, rows=tuple(_joined(row, fused) for row in merged.rows))
 
 
 def _joined(row: Row, join: Callable[[Action, Action], AnyAction | None]) -> Row:

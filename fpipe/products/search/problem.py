@@ -2,8 +2,10 @@
 """``Problem``: what a search needs to know, as plain numbers; and how a solution of it becomes a
 ``Schedule``.
 
-A pass is an F or an I: the F of stage s is pass s, and its I is pass ``stages + s``. Where
-``whole``, backwards are not split: I stands for B, and W takes no time and is left out at the end.
+Actions are numbers: ``(op * stages + stage) * microbatches + microbatch``, where op is 0 for F, 1
+for I and 2 for W. A pass is an F or an I of all microbatches: the F of stage s is pass s, and its I
+is pass ``stages + s``. Where ``whole``, backwards are not split: I stands for B, and W takes no
+time and is left out at the end.
 """
 
 from __future__ import annotations
@@ -16,12 +18,10 @@ from typing import TypeAlias
 from ... import Action, Costs, Placement, Schedule
 from ...actions import Op, plain
 
-#: By rank, the (pass, microbatch) that it runs.
-Orders: TypeAlias = list[list[tuple[int, int]]]
-#: By rank, the (op, stage, microbatch) that it runs; op is 0 for F, 1 for I, 2 for W.
-Rows: TypeAlias = list[list[tuple[int, int, int]]]
-_OPS: tuple[Op, Op, Op] = ("F", "I", "W")
+#: By rank, the numbers of its actions in order.
+Rows: TypeAlias = list[list[int]]
 
+_OPS: tuple[Op, Op, Op] = ("F", "I", "W")
 _LARGE = 20_000  #: actions
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 
@@ -32,7 +32,7 @@ class Problem:
     ``link`` by boundary.
 
     ``load`` and ``size`` multiply times and bytes of a microbatch; ``limit`` is what each rank may
-    hold.
+    hold; ``numbers`` are those of the microbatches in the schedule.
     """
 
     path: tuple[int, ...]
@@ -69,12 +69,14 @@ class Problem:
         times, memory = costs.times(stages), costs.memory(stages)
         nothing = (0.0,) * stages
 
-        def crossing(numbers: Sequence[float]) -> list[float]:
+        def crossing(numbers: Sequence[float]) -> tuple[float, ...]:
             """Numbers of boundaries, 0 where both stages are on one rank."""
-            return [n if path[s] != path[s + 1] else 0.0 for s, n in enumerate(numbers)]
+            return tuple(n if path[s] != path[s + 1] else 0.0 for s, n in enumerate(numbers))
 
-        def added(passes: Sequence[float], after: list[float], before: list[float]):
-            ends = zip(passes, [*after, 0.0], [0.0, *before], strict=True)
+        def added(
+            passes: Sequence[float], after: tuple[float, ...], before: tuple[float, ...]
+        ) -> tuple[float, ...]:
+            ends = zip(passes, (*after, 0.0), (0.0, *before), strict=True)
             return tuple(time + behind + ahead for time, behind, ahead in ends)
 
         send = crossing(costs.spread("send", stages - 1))
@@ -87,7 +89,7 @@ class Problem:
             W=nothing if whole else times["W"],
             saved=memory["F"],
             kept=nothing if whole else tuple(-change for change in memory["W"]),
-            link=tuple(crossing(costs.links(stages))),
+            link=crossing(costs.links(stages)),
             limit=tuple(limit),
             load=costs.spread("load", microbatches),
             size=costs.spread("size", microbatches),
@@ -105,6 +107,11 @@ class Problem:
         """How many microbatches there are."""
         return len(self.load)
 
+    @property
+    def large(self) -> bool:
+        """Whether few starts are tried, and nothing is annealed."""
+        return len(self.length) > _LARGE
+
     @cached_property
     def of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending."""
@@ -118,59 +125,38 @@ class Problem:
         times = [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
         return tuple(sum(self.load) * sum(times[s] for s in stages) for stages in self.of_rank)
 
+    # ---- by number of an action ----
     @cached_property
-    def adds(self) -> tuple[tuple[float, ...], ...]:
-        """What an action adds to the memory of its rank, by op and stage, for a microbatch of size
-        1.
-        """
-        after_i = tuple(kept - saved for saved, kept in zip(self.saved, self.kept, strict=True))
-        return self.saved, after_i, tuple(-kept for kept in self.kept)
+    def length(self) -> list[float]:
+        """How long each action takes."""
+        return [time * load for time in (*self.F, *self.I, *self.W) for load in self.load]
 
     @cached_property
-    def following(self) -> list[tuple[int, float]]:
-        """For each pass the one that waits for it, or -1, and how long its message takes."""
-        last, link = self.stages - 1, self.link
-        forwards = [(s + 1, link[s]) for s in range(last)] + [(2 * last + 1, 0.0)]
-        return forwards + [(-1, 0.0)] + [(last + s, link[s - 1]) for s in range(1, last + 1)]
+    def adds(self) -> list[float]:
+        """How many bytes each action adds to the memory of its rank."""
+        after_i = [kept - saved for saved, kept in zip(self.saved, self.kept, strict=True)]
+        changes = [*self.saved, *after_i, *(-kept for kept in self.kept)]
+        return [change * size for change in changes for size in self.size]
 
-    @property
-    def actions(self) -> int:
-        """How many actions there are."""
-        return 3 * self.stages * self.microbatches
+    @cached_property
+    def needs(self) -> list[int]:
+        """The action that each action needs; -1 for the Fs of the first stage, which need none."""
+        count, half = self.microbatches, self.stages * self.microbatches
+        forwards = [*[-1] * count, *range(half - count)]
+        return [*forwards, *range(half + count, 2 * half), *range(half - count, 2 * half)]
 
-    @property
-    def large(self) -> bool:
-        """Whether few starts are tried, and nothing is annealed."""
-        return self.actions > _LARGE
-
-    def time(self, op: int, stage: int, microbatch: int) -> float:
-        """How long an action takes."""
-        return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]
-
-    def needed(
-        self, op: int, stage: int, microbatch: int
-    ) -> tuple[tuple[int, int, int], float] | None:
-        """The action that an action needs, and how long its message takes; None for the F of the
-        first stage.
-        """
-        if op == 0:
-            return ((0, stage - 1, microbatch), self.link[stage - 1]) if stage else None
-        if op == 1 and stage < self.stages - 1:
-            return (1, stage + 1, microbatch), self.link[stage]
-        return (op - 1, stage, microbatch), 0.0
-
-    @property
-    def even(self) -> bool:
-        """Whether all microbatches cost the same."""
-        return len(set(self.load)) == len(set(self.size)) == 1
+    @cached_property
+    def travel(self) -> list[float]:
+        """How long the message takes that each action needs."""
+        by_pass = [0.0, *self.link, *self.link, 0.0, *[0.0] * self.stages]
+        return [time for time in by_pass for _ in range(self.microbatches)]
 
     def reordered(self, order: Sequence[int]) -> Problem:
         """The same problem with the microbatches in another order."""
-
-        def pick(values):
-            return tuple(values[k] for k in order)
-
-        return replace(self, load=pick(self.load), size=pick(self.size), numbers=pick(self.numbers))
+        load, size, numbers = (
+            tuple(values[k] for k in order) for values in (self.load, self.size, self.numbers)
+        )
+        return replace(self, load=load, size=size, numbers=numbers)
 
     @property
     def lacks(self) -> str | None:
@@ -186,24 +172,33 @@ class Problem:
                 )
         return None
 
-    def schedule(self, rows: Rows, name: str = "") -> Schedule:
+    def schedule(self, rows: Rows) -> Schedule:
         """Rows as a Schedule, with the true numbers of microbatches."""
         ops: Sequence[Op] = ("F", "B") if self.whole else _OPS
-        made = (
-            tuple([Action(s, ops[op], self.numbers[k]) for op, s, k in row if op < len(ops)])
-            for row in rows
-        )
-        return Schedule(tuple(made), Placement((self.path,), self.ranks), self.microbatches, name)
+        end = len(ops) * self.stages * self.microbatches
+
+        def action(number: int) -> Action:
+            one, k = divmod(number, self.microbatches)
+            op, stage = divmod(one, self.stages)
+            return Action(stage, ops[op], self.numbers[k])
+
+        named = tuple(tuple(action(number) for number in row if number < end) for row in rows)
+        return Schedule(named, Placement((self.path,), self.ranks), self.microbatches, "Solved")
 
 
 def rows_of(schedule: Schedule) -> Rows:
     """The actions of a schedule, with B as I and W, and those of fused actions one by one.
 
-    >>> rows_of(Schedule.parse("[0F0, 0B0]"))
-    [[(0, 0, 0), (1, 0, 0), (2, 0, 0)]]
+    >>> rows_of(Schedule.parse("[0F0, 0F1, 0B0, 0B1]"))
+    [[0, 1, 2, 4, 3, 5]]
     """
+    count, stages = schedule.microbatches, schedule.stages
     ops = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}
     return [
-        [(op, part.stage, part.microbatch) for part in plain(row) for op in ops[part.op]]
+        [
+            (op * stages + part.stage) * count + part.microbatch
+            for part in plain(row)
+            for op in ops[part.op]
+        ]
         for row in schedule.rows
     ]

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
+from operator import itemgetter
+from time import monotonic
 from typing import Literal, TypeAlias
 
 from ... import Costs, Placement, Schedule, Timeline
@@ -18,7 +20,7 @@ from ...errors import ScheduleError
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
-from .search import Search
+from .search import search
 
 Kind: TypeAlias = Literal["one", "loop", "V", "any"]
 
@@ -117,21 +119,37 @@ def solve(
         Problem.of(costs, path, ranks, microbatches, limit)
         for path in _paths(placement, ranks, count)
     ]
-    return _searched(problems, Search(costs, time_limit, seed), progress)
-
-
-def _searched(problems: list[Problem], search: Search, progress: bool) -> Solved:
     fitting = [problem for problem in problems if problem.lacks is None]
     if not fitting:
         raise ScheduleError(
             f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches",
             rule="memory",
         )
-    with progress_line(search.note) if progress else nullcontext():
-        search.run(fitting, [lower_bound(problem, search.costs) for problem in fitting])
-    s = search.schedule
-    assert s is not None, "one microbatch after another fits"
-    return Solved(s.rows, s.placement, s.microbatches, s.name, search.costs, search.bound)
+    begin = monotonic()
+    best: tuple[float, Schedule] | None = None
+    bounds = [lower_bound(problem, costs) for problem in fitting]
+    bound = min(bounds)
+
+    def share() -> float:
+        return (monotonic() - begin) / time_limit if time_limit > 0 else 1.0
+
+    def note() -> str:
+        if best is None or bound <= 0:
+            return "solving"
+        return f"solving: span {best[0]:.6g}, at most {best[0] / bound - 1:.2%} above the best"
+
+    with progress_line(note) if progress else nullcontext():
+        try:
+            for found in search(fitting, bounds, costs, share, seed):
+                best = min(best or found, found, key=itemgetter(0))
+                if best[0] <= bound * ALMOST:
+                    break
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+    assert best is not None, "one microbatch after another fits"
+    s = best[1]
+    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, bound)
 
 
 def _stages(

@@ -404,7 +404,7 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(search, "anneal", interrupted)
         assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
-    monkeypatch.setattr(starts.Graph, "of", interrupted)
+    monkeypatch.setattr(starts, "_named", interrupted)
     assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
 
 
