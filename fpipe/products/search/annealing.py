@@ -13,6 +13,7 @@ Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from math import exp
 from random import Random
@@ -27,7 +28,7 @@ def anneal(
     """Simulated annealing until ``share()``, the share of the time that has passed, is 1; yields
     what is better than all before.
     """
-    end = ends(problem, rows)
+    end = first_ends(problem, rows)
     assert end is not None, "complete rows do not block each other"
     windows = _windows(problem, rows, end)
     value, best = _value(windows), max(windows)
@@ -39,25 +40,40 @@ def anneal(
         if row is None or row == rows[rank]:
             continue
         changed = [*rows[:rank], row, *rows[rank + 1 :]]
-        end = ends(problem, changed)
-        if end is None:
+        changed_at = end[rows[rank][first]] - problem.length[rows[rank][first]]
+        now = ends(problem, changed, rows, end, changed_at)
+        if now is None:
             continue
-        windows = _windows(problem, changed, end)
+        windows = _windows(problem, changed, now)
         change = _value(windows) - value
         if change > 0 and random.random() >= exp(-change / (warmth * (1 - passed) ** 2 + 1e-12)):
             continue
-        rows, value = changed, value + change
+        rows, end, value = changed, now, value + change
         blocks = _blocks(problem, rows, end, windows)
         if max(windows) < best * (1 - 1e-12):
             best = max(windows)
             yield Filled(rows, best)
 
 
-def ends(problem: Problem, rows: Rows) -> list[float] | None:
+def first_ends(problem: Problem, rows: Rows) -> list[float] | None:
     """When each action ends; None where the rows block each other."""
+    nothing = [0.0] * (len(problem.length) + 1)  # the last is that of -1, which nothing waits for
+    return ends(problem, rows, rows, nothing, 0.0)
+
+
+def ends(
+    problem: Problem, rows: Rows, before: Rows, old: Sequence[float], since: float
+) -> list[float] | None:
+    """When each action ends; None where the rows block each other. What ended in the rows
+    ``before`` earlier than ``since`` does so now; ``old`` are all their ends.
+    """
     length, needs, travel = problem.length, problem.needs, problem.travel
-    end = [*[-1.0] * len(length), 0.0]  # the last is that of -1, which nothing waits for
-    at, clock = [0] * len(rows), [0.0] * len(rows)
+    at = [bisect_left(row, since, key=old.__getitem__) for row in before]
+    clock = [old[row[done - 1]] if done else 0.0 for row, done in zip(before, at, strict=True)]
+    end = list(old)
+    for row, done in zip(rows, at, strict=True):
+        for action in row[done:]:
+            end[action] = -1.0
     ready, waiting = list(range(len(rows)))[::-1], dict[int, int]()
     while ready:
         rank = ready.pop()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from random import Random
 
 import pytest
 
 from fpipe import Costs, Placement
-from fpipe.errors import ScheduleError
-from fpipe.products.search.annealing import anneal, ends, fitting, moved
+from fpipe.products.search.annealing import anneal, ends, first_ends, fitting, moved
 from fpipe.products.search.fill import Filled, fill
 from fpipe.products.search.problem import Problem
 
@@ -54,23 +54,25 @@ def test_rows_become_shorter_and_keep_the_rules():
         assert max(timeline.peak) <= 6
 
 
-def test_rows_that_block_each_other_have_no_ends():
+@pytest.mark.parametrize("inward", [COSTS.I, (0, 17, 5, 0, 16, 6)])
+def test_times_after_a_change_are_those_of_all_actions_computed_anew(inward):
+    """Before, actions without length kept a time from before the change, and annealing hung."""
+    problem = Problem.of(replace(COSTS, I=inward), PROBLEM.path, 3, 5, PROBLEM.limit)
     draw, blocked = Random(5), 0
     rows = start().rows
     for _ in range(300):
+        end = first_ends(problem, rows)
+        assert end is not None
         rank = draw.randrange(3)
         first = draw.randrange(len(rows[rank]) - 1)
         last = draw.randrange(first + 1, len(rows[rank]))
         changed = list(rows)
         changed[rank] = moved(rows[rank], first, last, draw)
-        end = ends(PROBLEM, changed)
-        blocked += end is None
-        if end is None:
-            with pytest.raises(ScheduleError):
-                PROBLEM.schedule(changed).check()
-            continue
-        rows = changed
-        assert max(end) == pytest.approx(PROBLEM.schedule(rows).simulate(COSTS).total)
+        since = end[rows[rank][first]] - problem.length[rows[rank][first]]
+        again = ends(problem, changed, rows, end, since)
+        assert again == first_ends(problem, changed)
+        blocked += again is None
+        rows = rows if again is None else changed
     assert 0 < blocked < 300
 
 
