@@ -10,7 +10,7 @@ all passes between now and its turn.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import ceil
@@ -30,30 +30,13 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
     """
     p, stages, count = problem, problem.stages, problem.microbatches
     period = max(p.work) / count or 1.0
-    way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
-    following = dict(pairwise(way))
-    place, done, arrived = list(places), [0] * len(way), [0] * len(way)
-    arrived[0] = count
-    weights: list[deque[int]] = [deque() for _ in range(p.ranks)]
+    passes = [[*held, *(stages + s for s in held)] for held in p.of_rank]
+    following = dict(pairwise([*range(stages), *range(2 * stages - 1, stages - 1, -1)]))
+    done = [0] * 2 * stages
+    arrived = [count, *done[1:]]
     clock, held = [0.0] * p.ranks, [0.0] * p.ranks
+    weights: list[deque[int]] = [deque() for _ in range(p.ranks)]
     rows: Rows = [[] for _ in range(p.ranks)]
-
-    def adds(one: int, k: int) -> float:
-        return p.saved[one] * p.size[k] if one < stages else -p.saved[one - stages] * p.size[k]
-
-    def fits(early: int, others: Sequence[int], rank: int) -> bool:
-        """Whether an F can run before its turn, and leave enough memory for all passes before
-        that.
-        """
-        changes: list[tuple[float, float]] = []
-        for one in others:
-            before = ceil((place[early] - place[one]) / period)
-            microbatches = range(done[one], min(done[one] + before, count))
-            for turn, k in enumerate(microbatches):
-                changes.append((place[one] + turn * period, adds(one, k)))
-        memory = [adds(early, done[early]), *(change for _, change in sorted(changes))]
-        return max(accumulate(memory, initial=held[rank])) <= p.limit[rank] * ALMOST
-
     events = [(0.0, True, rank) for rank in range(p.ranks)]  # time, whether a rank may go on
     while events:
         time, decides, at = heappop(events)
@@ -63,29 +46,51 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
             continue
         if clock[at] > time:
             continue
-        passes = [one for s in p.of_rank[at] for one in (s, stages + s) if done[one] < count]
-        for one in sorted(passes, key=place.__getitem__):
-            if done[one] < arrived[one] and (one >= stages or fits(one, passes, at)):
+        turns = {one: places[one] + done[one] * period for one in passes[at] if done[one] < count}
+        for one in sorted(turns, key=turns.__getitem__):
+            ready = done[one] < arrived[one]
+            if ready and (one >= stages or _fits(p, one, turns, period, done, held[at])):
+                action = one * count + done[one]
                 break
         else:
-            if weights[at]:
-                weight = weights[at].popleft()
-                clock[at] = time + p.length[weight]
-                held[at] += p.adds[weight]
-                heappush(events, (clock[at], True, at))
-            continue
-        k = done[one]
-        action = one * count + k
-        rows[at].append(action)
-        done[one], place[one], held[at] = k + 1, place[one] + period, held[at] + p.adds[action]
-        end = clock[at] = time + p.length[action]
-        if one in following:
-            then = following[one]
-            heappush(events, (end + p.travel[then * count], False, then))
+            if not weights[at]:
+                continue
+            one, action = -1, weights[at].popleft()
+        clock[at] = time + p.length[action]
+        held[at] += p.adds[action]
+        heappush(events, (clock[at], True, at))
+        if one >= 0:
+            rows[at].append(action)
+            done[one] += 1
         if one >= stages:
             weights[at].append(action + stages * count)
-        heappush(events, (clock[at], True, at))
+        if one in following:
+            then = following[one]
+            heappush(events, (clock[at] + p.travel[then * count], False, then))
     return rows
+
+
+def _fits(
+    p: Problem,
+    early: int,
+    turns: Mapping[int, float],
+    period: float,
+    done: Sequence[int],
+    held: float,
+) -> bool:
+    """Whether an F can run before its turn, and leave enough memory for all passes before that.
+
+    ``turns`` are those of the next microbatches of all passes of a rank, which holds ``held``.
+    """
+    changes: list[tuple[float, float]] = []
+    for one, turn in turns.items():
+        before = min(ceil((turns[early] - turn) / period), p.microbatches - done[one])
+        changed = p.saved[one] if one < p.stages else -p.saved[one - p.stages]
+        for later in range(before):
+            changes.append((turn + later * period, changed * p.size[done[one] + later]))
+    first = held + p.saved[early] * p.size[done[early]]
+    memory = accumulate((change for _, change in sorted(changes)), initial=first)
+    return max(memory) <= p.limit[p.path[early]] * ALMOST
 
 
 def block(problem: Problem, forward: float, backward: float) -> list[float]:

@@ -42,48 +42,43 @@ def fill(problem: Problem, rows: Sequence[Sequence[int]], target: float) -> Fill
     complete: Rows = [[] for _ in rows]
     spans = [0.0] * len(rows)
 
-    def run(rank: int) -> Iterator[bool]:
-        """Run a rank; where it has to wait for another one, whether it got on since the last time.
-        It ends early where memory does not suffice.
-        """
+    def run(rank: int) -> Iterator[None]:
+        """Run a rank; yields where it waits for another one, and ends where it is full."""
         row, given = complete[rank], set(rows[rank])
-        waiting: deque[int] = deque()  # Ws
+        weights: deque[int] = deque()
         limit, budget = problem.limit[rank] * ALMOST, target - problem.work[rank]
         clock = held = idle = begin = 0.0
-        moved = True
         for action in rows[rank]:
             while end[needs[action]] < 0.0:
-                yield moved
-                moved = False
-            moved = True
+                yield
             arrival = end[needs[action]] + travel[action]
             if not row:
                 clock = begin = arrival
-            while waiting:
-                then = clock + length[waiting[0]]
+            while weights:
+                then = clock + length[weights[0]]
                 late = idle + arrival - clock > budget
                 useful = arrival > clock and (late or then <= arrival * ALMOST)
                 if held + adds[action] <= limit and not useful:
                     break
-                held += adds[waiting[0]]
-                row.append(waiting.popleft())
+                held += adds[weights[0]]
+                row.append(weights.popleft())
                 clock = then
             held += adds[action]
             if held > limit:
                 return
             idle += max(0.0, arrival - clock)
-            clock = max(clock, arrival) + length[action]
-            end[action] = clock
+            clock = end[action] = max(clock, arrival) + length[action]
             row.append(action)
-            weight = action + passes
-            if passes <= action < 2 * passes and weight not in given:
-                waiting.append(weight)
-        row.extend(waiting)
-        spans[rank] = clock + sum([length[action] for action in waiting]) - begin
-        yield True
+            if passes <= action < 2 * passes and action + passes not in given:
+                weights.append(action + passes)
+        row.extend(weights)
+        spans[rank] = clock + sum([length[weight] for weight in weights]) - begin
 
     ranks = [run(rank) for rank in range(len(rows))]
-    while sum(next(rank, False) for rank in (*ranks, *ranks[::-1])):
-        pass
+    before, now = -1, 0
+    while now > before:
+        for rank in (*ranks, *ranks[::-1]):
+            next(rank, None)
+        before, now = now, sum(map(len, complete))
     lengths = [3 * problem.microbatches * len(stages) for stages in problem.of_rank]
     return Filled(complete, max(spans)) if list(map(len, complete)) == lengths else None

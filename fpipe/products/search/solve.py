@@ -125,10 +125,22 @@ def solve(
             f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches",
             rule="memory",
         )
-    begin = monotonic()
-    best: tuple[float, Schedule] | None = None
     bounds = [lower_bound(problem, costs) for problem in fitting]
-    bound = min(bounds)
+    s = _best(fitting, bounds, costs, time_limit, progress, seed)
+    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, min(bounds))
+
+
+def _best(
+    problems: list[Problem],
+    bounds: list[Bound],
+    costs: Costs,
+    time_limit: float,
+    progress: bool,
+    seed: int,
+) -> Schedule:
+    """The best that the search finds; it ends where one has the least bound."""
+    begin, bound = monotonic(), min(bounds)
+    best: tuple[float, Schedule] | None = None
 
     def share() -> float:
         return (monotonic() - begin) / time_limit if time_limit > 0 else 1.0
@@ -140,7 +152,7 @@ def solve(
 
     with progress_line(note) if progress else nullcontext():
         try:
-            for found in search(fitting, bounds, costs, share, seed):
+            for found in search(problems, bounds, costs, share, seed):
                 best = min(best or found, found, key=itemgetter(0))
                 if best[0] <= bound * ALMOST:
                     break
@@ -148,8 +160,7 @@ def solve(
             if best is None:
                 raise
     assert best is not None, "one microbatch after another fits"
-    s = best[1]
-    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, bound)
+    return best[1]
 
 
 def _stages(
