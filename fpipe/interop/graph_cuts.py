@@ -49,17 +49,11 @@ _RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
 class Piece(NamedTuple):
     """A graph from one cut to the next, with the names of its side inputs.
 
-    Its placeholders are ``x`` and the side inputs.
+    Its placeholders are the input and the side inputs.
     """
 
     graph: fx.Graph
     sides: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Dotted names of the submodules, parameters and buffers that it uses, in order."""
-        used = (n for n in self.graph.nodes if n.op in ("call_module", "get_attr"))
-        return tuple(dict.fromkeys(str(node.target) for node in used))
 
 
 def cut_forward(
@@ -68,8 +62,9 @@ def cut_forward(
     """Cut the forward of a module before the first use of each submodule named in ``cuts``.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> [piece.names for piece in cut_forward(model, ["1", "2"])]
-    [('0',), ('1',), ('2',)]
+    >>> pieces = cut_forward(model, ["1", "2"])
+    >>> [node.target for piece in pieces for node in piece.graph.find_nodes(op="call_module")]
+    ['0', '1', '2']
     """
     _check_names(module, cuts)
     graph = _forward_graph(module, cuts, side)
@@ -127,8 +122,8 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
     Values that depend on side inputs and the module's tensors alone are not passed on: each piece
     computes those that it needs.
     """
-    source, *sides = (n for n in graph.nodes if n.op == "placeholder")
-    output = next(n for n in graph.nodes if n.op == "output")
+    source, *sides = graph.find_nodes(op="placeholder")
+    output = graph.output_node()
     repeated = set(sides)
     for node in nodes:
         if _repeatable(node, repeated):
@@ -136,18 +131,14 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
 
     def crossing(index: int) -> list[fx.Node]:
         """Return the values from before a node that it or a later one uses."""
-        later = {*nodes[index:], output} - repeated
-        return [
-            node
-            for node in (source, *nodes[:index])
-            if node not in repeated and not later.isdisjoint(node.users)
-        ]
+        later = {*nodes[index:], output}.difference(repeated)
+        before = [n for n in (source, *nodes[:index]) if n not in repeated]
+        return [node for node in before if not later.isdisjoint(node.users)]
 
-    last = high == len(nodes)
-    inputs = [source] if low == 0 else crossing(low)
     piece = fx.Graph()
-    x = piece.placeholder(str(source.target) if low == 0 else "x")
+    x = piece.placeholder(str(source.target))
     copied = {side: piece.placeholder(str(side.target), default_value=None) for side in sides}
+    inputs = crossing(low)
     if len(inputs) == 1:
         copied[inputs[0]] = x
     else:
@@ -161,15 +152,16 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
     for node in nodes[low:high]:
         if node not in repeated:
             copy(node)
-    if last:
+    results = tuple(crossing(high))
+    if high == len(nodes):
         piece.output(map_arg(output.args[0], copy))
     else:
-        results = tuple(copy(node) for node in crossing(high))
-        piece.output(results[0] if len(results) == 1 else results)
+        piece.output(map_arg(results[0] if len(results) == 1 else results, copy))
+    used = [side for side in sides if copied[side].users]
     for side in sides:
-        if not copied[side].users:
+        if side not in used:
             piece.erase_node(copied[side])
-    return Piece(piece, tuple(str(side.target) for side in sides if copied[side].users))
+    return Piece(piece, tuple(str(side.target) for side in used))
 
 
 def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
@@ -190,16 +182,14 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
     """
     arguments = inspect.signature(module.forward).parameters.values()
     inputs = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    unknown = set(side) - {p.name for p in inputs[1:]}
+    others = inputs[1:]
+    unknown = set(side).difference(p.name for p in others)
     if unknown or not inputs:
         raise StageError(
             f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
-            "its first one; "
-            f"it has {', '.join(p.name for p in inputs[1:]) or 'none'}"
+            f"its first one; it has {', '.join(p.name for p in others) or 'none'}"
         )
-    fixed = {
-        p.name: p.default for p in inputs[1:] if p.default is not p.empty and p.name not in side
-    }
+    fixed = {p.name: p.default for p in others if p.default is not p.empty and p.name not in side}
     try:
         graph = _traced(module, cuts, fixed)
         assert graph is not None, "a forward without outcomes returns a graph, or raises"
@@ -281,10 +271,9 @@ def _writes(node: fx.Node) -> bool:
 def _is_raised_by_user(error: Exception) -> bool:
     """Return whether a statement ``raise`` outside of torch.fx raised an error."""
     entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
+    assert entry is not None, "the error was caught"
+    while entry.tb_next is not None:
         entry = entry.tb_next
-    if entry is None:
-        return False
     code = entry.tb_frame.f_code
     is_raise = code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return is_raise and not _is_internal(code.co_filename)
@@ -341,11 +330,8 @@ def _is_internal(filename: str) -> bool:
 
 def _reason(error: Exception) -> str:
     """Return why a forward cannot be recorded, by the line of it that fails."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_internal(frame.filename)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not _is_internal(frame.filename)]
     if not frames:  # torch.fx failed to call it at all
         return "a decorator hides its arguments, or it takes them as *args"
     outside = [f for f in frames if not re.search("/torch/(nn/modules|functional)", f.filename)]
