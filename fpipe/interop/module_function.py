@@ -47,32 +47,21 @@ def clone(module: nn.Module) -> nn.Module:
     >>> clone(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
-    clones = dict[nn.Module, nn.Module]()
-    empty = dict[nn.Parameter, nn.Parameter]()
-
-    def without_data(parameter: nn.Parameter) -> nn.Parameter:
-        if parameter not in empty:
-            empty[parameter] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
-        return empty[parameter]
-
-    def copied(module: nn.Module) -> nn.Module:
-        if module not in clones:
-            clones[module] = new = object.__new__(type(module))
-            hooks = {name: hooks.copy() for name, hooks in hooks_of(module).items()}
-            vars(new).update(
-                vars(module) | hooks,
-                _buffers=dict(module._buffers),
-                _parameters={
-                    name: None if p is None else without_data(p)
-                    for name, p in module._parameters.items()
-                },
-                _modules={
-                    name: None if m is None else copied(m) for name, m in module._modules.items()
-                },
-            )
-        return clones[module]
-
-    return copied(module)
+    empty: dict[nn.Parameter | None, nn.Parameter] = {
+        p: nn.Parameter(_without_data(p), p.requires_grad) for p in module.parameters()
+    }
+    clones: dict[nn.Module | None, nn.Module] = {
+        child: object.__new__(type(child)) for child in module.modules()
+    }
+    for child, new in clones.items():
+        hooks = {name: hooks.copy() for name, hooks in hooks_of(child).items()}
+        vars(new).update(
+            vars(child) | hooks,
+            _buffers=dict(child._buffers),
+            _parameters={name: empty.get(p) for name, p in child._parameters.items()},
+            _modules={name: clones.get(m) for name, m in child._modules.items()},
+        )
+    return clones[module]
 
 
 def hooks_of(module: nn.Module) -> dict[str, dict]:
@@ -167,17 +156,14 @@ def changing_buffers(
     >>> changing_buffers(nn.Sequential(nn.BatchNorm1d(2)).eval())
     []
     """
-    statistics = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        if (child.training or always) and getattr(child, "track_running_stats", False)
-        for name, _ in child.named_buffers(recurse=False)
-    }
-    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    fault = tree.unmatched(patterns, buffers)
+    modules = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
+    norms = [norm for norm in modules if norm.training or always]
+    statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    fault = tree.unmatched(patterns, list(buffers))
     if fault:
         raise StageError(f"state={fault.replace('leaf', 'buffer')}")
-    return [name for name in buffers if name in statistics or tree.matches(name, patterns)]
+    return [n for n, value in buffers.items() if value in statistics or tree.matches(n, patterns)]
 
 
 class ModuleFunction:

@@ -7,11 +7,11 @@ know stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,8 +21,49 @@ from ...tree import Tree
 from ..module_function import as_node
 
 Forward: TypeAlias = Callable[..., Tree]
-#: A function of a unit's name, forward, arguments and keyword arguments that returns its output.
-Observer: TypeAlias = Callable[[str, Forward, Sequence[Tree], Mapping[str, Tree]], Tree]
+
+
+class Call(NamedTuple):
+    """A call of a unit."""
+
+    unit: str
+    forward: Forward
+    args: tuple[Tree, ...]
+    kwargs: dict[str, Tree]
+
+    @property
+    def dicts(self) -> dict[str, dict]:
+        """The dicts among its arguments.
+
+        >>> Call("", print, (1, {}), {"more": {2: 3}}).dicts
+        {'1': {}, 'more': {2: 3}}
+        """
+        named = {str(index): value for index, value in enumerate(self.args)} | self.kwargs
+        return {name: value for name, value in named.items() if type(value) is dict}
+
+    def run(self) -> tuple[list[Tree], tree.Structure]:
+        """Return leaves and structure of its output and of the new entries of dicts."""
+        before = {name: dict(entries) for name, entries in self.dicts.items()}
+        out = self.forward(*self.args, **self.kwargs)
+        for item in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(item, dict) and type(item) is not dict:
+                as_node(type(item))
+        written = dict[str, dict]()
+        for name, entries in self.dicts.items():
+            old = before[name]
+            written[name] = {k: v for k, v in entries.items() if k not in old or old[k] is not v}
+        return tree.flatten((out, written))
+
+    def output(self, structure: tree.Structure, leaves: Sequence[Tree]) -> Tree:
+        """Return its output from the leaves; the entries that it writes are written."""
+        out, written = tree.unflatten(structure, leaves)
+        for name, entries in written.items():
+            self.dicts[name].update(entries)
+        return out
+
+
+#: A function of a call that returns its output.
+Observer: TypeAlias = Callable[[Call], Tree]
 
 #: What observes the calls of units that are not inside of another unit.
 _OBSERVER: ContextVar[Observer | None] = ContextVar("_OBSERVER", default=None)
@@ -38,7 +79,7 @@ def _observed_call(unit: str, forward: Forward, *args: Tree, **kwargs: Tree) -> 
     if observer is None:
         return forward(*args, **kwargs)
     with observed_by(None):
-        return observer(unit, forward, args, kwargs)
+        return observer(Call(unit, forward, args, kwargs))
 
 
 @contextmanager
@@ -54,49 +95,6 @@ def observed_by(observer: Observer | None) -> Iterator[None]:
 def is_between_units() -> bool:
     """Return whether the code between observed units runs."""
     return _OBSERVER.get() is not None
-
-
-# ---- what calls return ----
-def _dicts_in(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> dict[str, dict]:
-    """Return the dicts among the arguments of a call.
-
-    >>> _dicts_in([1, {}], {"more": {2: 3}})
-    {'1': {}, 'more': {2: 3}}
-    """
-    named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-    return {name: value for name, value in named.items() if type(value) is dict}
-
-
-def flat_call(
-    forward: Forward, args: Sequence[Tree], kwargs: Mapping[str, Tree]
-) -> tuple[list[Tree], tree.Structure]:
-    """Run a call; return leaves and structure of its output and of the new entries of dicts."""
-    dicts = _dicts_in(args, kwargs)
-    before = {name: dict(entries) for name, entries in dicts.items()}
-    out = forward(*args, **kwargs)
-    for item in out if isinstance(out, (tuple, list)) else [out]:
-        if isinstance(item, dict) and type(item) is not dict:
-            as_node(type(item))
-    written = dict[str, dict]()
-    for name, entries in dicts.items():
-        new = {k: v for k, v in entries.items() if before[name].get(k, entries) is not v}
-        if new:
-            written[name] = new
-    return tree.flatten((out, written))
-
-
-def output_of(
-    structure: tree.Structure,
-    leaves: Sequence[Tree],
-    args: Sequence[Tree],
-    kwargs: Mapping[str, Tree],
-) -> Tree:
-    """Return the output of a call from its leaves; the entries that it writes are written."""
-    out, written = tree.unflatten(structure, leaves)
-    dicts = _dicts_in(args, kwargs)
-    for name, entries in written.items():
-        dicts[name].update(entries)
-    return out
 
 
 def result_of(out: Tree) -> Tensor:

@@ -10,7 +10,7 @@ on them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
@@ -23,7 +23,7 @@ from ...programs import remat
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
-from .calls import Forward, flat_call, observe, observed_by, output_of, result_of
+from .calls import Call, Forward, observe, observed_by, result_of
 from .crossing import Flow, Part
 from .recording import INPUT, Value
 from .units import Units, outside
@@ -61,27 +61,24 @@ class _Run:
         return torch.full(shape, filling, dtype=dtype, device=self.like.device)
 
 
-def _visit(
-    run: _Run, unit: str, forward: Forward, args: Sequence[Tree], kwargs: Mapping[str, Tree]
-) -> Tree:
+def _visit(run: _Run, call: Call) -> Tree:
     """Run a call of a unit, or return the values of one that runs in a stage before."""
     number, part, visits = next(run.numbers), run.stage.part, run.stage.flow.visits
-    if number >= len(visits) or visits[number].unit != unit:
+    if number >= len(visits) or visits[number].unit != call.unit:
         raise StageError(
-            f"{run.stage.name} runs {unit!r} where the model did not when it was cut; which "
+            f"{run.stage.name} runs {call.unit!r} where the model did not when it was cut; which "
             "modules run must not depend on the inputs"
         )
     visit = visits[number]
     if number < part.first:
-        values = {value: run.value(value) for value in visit.values}
-        leaves = [values[leaf] if isinstance(leaf, Value) else leaf for leaf in visit.leaves]
-        return output_of(visit.structure, leaves, args, kwargs)
-    leaves, structure = flat_call(forward, args, kwargs)
+        leaves = [run.value(leaf) if isinstance(leaf, Value) else leaf for leaf in visit.leaves]
+        return call.output(visit.structure, leaves)
+    leaves, structure = call.run()
     results = zip(visit.leaves, leaves, strict=True)
     run.values.update((value, leaf) for value, leaf in results if value in part.sends)
     if number + 1 == part.stop < len(visits):
         raise _DoneError
-    return output_of(structure, leaves, args, kwargs)
+    return call.output(structure, leaves)
 
 
 # ---- the module of a stage ----

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import tree
 from ...tree import Tree
-from .calls import Forward, flat_call, is_between_units, observed_by, output_of, result_of
+from .calls import Call, is_between_units, observed_by, result_of
 
 #: Operations whose results depend on the sizes of their inputs alone.
 _SIZES = {
@@ -62,7 +62,8 @@ class Visit(NamedTuple):
     @property
     def writes(self) -> bool:
         """Whether the call wrote into dicts that it was passed."""
-        return bool(tree.unflatten(self.structure, self.leaves)[1])
+        _, written = tree.unflatten(self.structure, self.leaves)
+        return any(written.values())
 
 
 class Recording(NamedTuple):
@@ -166,12 +167,10 @@ def _keep(notes: _Notes, tensor: Tensor, value: Value) -> None:
     notes.tensors[value] = tensor.clone()
 
 
-def _visit(
-    notes: _Notes, unit: str, forward: Forward, args: Sequence[Tree], kwargs: Mapping[str, Tree]
-) -> Tree:
+def _visit(notes: _Notes, call: Call) -> Tree:
     """Note a call of a unit, and give the tensors that it returns memory of their own."""
-    uses, number = notes.among((args, kwargs)), len(notes.visits)
-    leaves, structure = flat_call(forward, args, kwargs)
+    uses, number = notes.among((call.args, call.kwargs)), len(notes.visits)
+    leaves, structure = call.run()
     noted = list[Tree]()
     for index, leaf in enumerate(leaves):
         if _is_dense(leaf):
@@ -181,5 +180,5 @@ def _visit(
             _keep(notes, leaf, noted[-1])
         else:
             noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
-    notes.visits.append(Visit(unit, uses, structure, tuple(noted)))
-    return output_of(structure, leaves, args, kwargs)
+    notes.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
+    return call.output(structure, leaves)
