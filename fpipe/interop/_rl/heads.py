@@ -7,14 +7,11 @@ This module must not know models or trainers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-#: Logits, labels, and temperatures if there are any.
-Rows: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Scores(NamedTuple):
@@ -48,58 +45,48 @@ def scores(
     >>> found.log_probs, found.entropy
     (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
-    divisor = None if temperature is None else temperature.reshape(-1)
-    columns = _ScoresInChunks.apply(
-        logits.flatten(0, -2), labels.reshape(-1), divisor, max(chunk, 1), entropy
-    )
+    rows, targets = logits.flatten(0, -2), labels.reshape(-1, 1)
+    divisors = None if temperature is None else temperature.reshape(-1, 1)
+
+    def of_chunk(part: Tensor, place: slice) -> list[Tensor]:
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        if divisors is not None:
+            wide = wide / divisors[place].to(wide.dtype)
+        logs = wide.log_softmax(-1)
+        columns = [logs.gather(-1, targets[place]).squeeze(-1)]
+        if entropy:
+            columns.append(-(logs.exp() * logs).sum(-1))
+        return columns
+
+    size = max(chunk, 1)
+    places = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
+    columns = _InChunks.apply(rows, places, of_chunk)
     return Scores(*(column.view(labels.shape) for column in columns))
 
 
-class _ScoresInChunks(torch.autograd.Function):
+class _InChunks(torch.autograd.Function):
+    """Columns of a function of rows, some rows at a time; they are computed again in backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        temperature: Tensor | None,
-        chunk: int,
-        entropy: bool,
+        rows: Tensor,
+        places: Sequence[slice],
+        fn: Callable[[Tensor, slice], list[Tensor]],
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(logits, labels, temperature)
-        ctx.chunk, ctx.entropy = chunk, entropy
-        rows = (logits, labels, temperature)
-        parts = [_of_chunk(*part, entropy) for _, part in _chunks(rows, chunk)]
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(rows)
+        ctx.places, ctx.fn = places, fn
+        parts = [fn(rows[place], place) for place in places]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, temperature = ctx.saved_tensors
-        gradient, rows = torch.empty_like(logits), (logits.detach(), labels, temperature)
-        for place, (part, label, scale) in _chunks(rows, ctx.chunk):
+        (rows,) = ctx.saved_tensors
+        gradient = torch.empty_like(rows)
+        for place in ctx.places:
+            part = rows[place].detach().requires_grad_()
             with torch.enable_grad():
-                outputs = _of_chunk(part.requires_grad_(), label, scale, ctx.entropy)
-            here = [column[place] for column in cotangents]
-            (gradient[place],) = torch.autograd.grad(outputs, part, here)
-        return gradient, None, None, None, None
-
-
-def _chunks(rows: Rows, chunk: int) -> Iterator[tuple[slice, Rows]]:
-    logits, labels, temperature = rows
-    for first in range(0, max(len(logits), 1), chunk):
-        place = slice(first, first + chunk)
-        scale = None if temperature is None else temperature[place]
-        yield place, (logits[place], labels[place], scale)
-
-
-def _of_chunk(
-    logits: Tensor, labels: Tensor, temperature: Tensor | None, entropy: bool
-) -> list[Tensor]:
-    """Return the scores of some rows."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature is not None:
-        wide = wide / temperature[:, None].to(wide.dtype)
-    logs = wide.log_softmax(-1)
-    columns = [logs.gather(-1, labels[:, None]).squeeze(-1)]
-    if entropy:
-        columns.append(-(logs.exp() * logs).sum(-1))
-    return columns
+                outputs = ctx.fn(part, place)
+            weights = [column[place] for column in cotangents]
+            (gradient[place],) = torch.autograd.grad(outputs, part, weights)
+        return gradient, None, None

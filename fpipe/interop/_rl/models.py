@@ -7,13 +7,13 @@ This module must not know trainers. transformers and peft are imported when they
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ... import Pipeline
 from ...errors import CheckpointError, StageError
@@ -35,7 +35,7 @@ class Cut:
 
     model: nn.Module
     stages: list[Stage]
-    params: list[dict[str, torch.Tensor]]
+    params: list[dict[str, Tensor]]
     aliases: Mapping[str, Sequence[str]]
     scaling: Mapping[str, float]
 
@@ -124,6 +124,37 @@ def add_adapters(model: nn.Module, options: Options, path: str | None = None) ->
     for p in adapted.parameters():
         if p.requires_grad:
             p.data = p.data.to(dtype)
+
+
+def with_merged_adapters(
+    named: Iterable[tuple[str, Tensor]], scaling: Mapping[str, float]
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors of the model with its LoRA adapters added to them, by the names that the
+    model had without adapters.
+
+    Args:
+        named: tensors by name, those of a layer one after another.
+        scaling: of the adapters of each layer, by the layer's name.
+
+    >>> rows = {"base_layer.weight": torch.ones(2, 2), "lora_A.default.weight": torch.ones(1, 2),
+    ...         "lora_B.default.weight": torch.ones(2, 1)}
+    >>> list(with_merged_adapters([(f"q.{n}", t) for n, t in rows.items()], {"q": 3.0}))
+    [('q.weight', tensor([[4., 4.],
+            [4., 4.]]))]
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        layer = next((known for known in scaling if name.startswith(f"{known}.")), None)
+        if layer is None or name.endswith("base_layer.bias"):
+            yield name.replace(".base_layer", ""), tensor
+            continue
+        parts = waiting.setdefault(layer, {})
+        parts[name.removeprefix(f"{layer}.").partition(".")[0]] = tensor
+        if len(parts) == 3:
+            del waiting[layer]
+            base = parts["base_layer"]
+            update = parts["lora_B"] @ parts["lora_A"]
+            yield f"{layer}.weight", base + update.to(base.dtype) * scaling[layer]
 
 
 def cut(

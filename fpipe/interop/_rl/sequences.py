@@ -55,8 +55,8 @@ def tokens_of(input_ids: Any, position_ids: Tensor, temperature: float | Tensor 
     offsets, row = input_ids.offsets().to(torch.long), input_ids.values()[None]
     scale = None
     if isinstance(temperature, Tensor):
-        each = temperature.to(row.device, torch.float32).clamp(min=1e-8)
-        scale = each.repeat_interleave(offsets.diff())[None]
+        rates = temperature.to(row.device, torch.float32).clamp(min=1e-8)
+        scale = rates.repeat_interleave(offsets.diff())[None]
     elif temperature != 1.0:
         scale = torch.full(row.shape, max(float(temperature), 1e-8), device=row.device)
     return Tokens(row, position_ids.values()[None], row.roll(-1), scale, offsets)

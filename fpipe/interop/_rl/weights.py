@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a pipeline as leaves of a torch optimizer: gradients, their norm, offload, and
-optimizer states.
+checkpoints.
 
 This module must not know models or trainers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ... import Pipeline, global_norm, tree
+from ... import Pipeline, global_norm, stream, tree
+from ... import load as load_trees
+from ... import save as save_trees
 from ...errors import CheckpointError
 from ...tree import Tree
 
@@ -53,10 +56,8 @@ class Weights:
     ):
         self.pipe, self.compute = pipe, compute
         shared = dict[str, nn.Parameter]()
-        self.leaves = [
-            None if row is None else self._leaves(stage, row, shared)
-            for stage, row in enumerate(params if cut else pipe.shard(list(params)))
-        ]
+        rows = params if cut else pipe.shard(list(params))
+        self.leaves = [row and self._leaves(stage, row, shared) for stage, row in enumerate(rows)]
 
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
@@ -84,7 +85,7 @@ class Weights:
 
     def values(self) -> ByStage:
         """Return the parameters (with ``zero=``, the parts here), in the memory of the leaves."""
-        return self._mapped(lambda leaf: leaf.detach())
+        return [row and {name: leaf.detach() for name, leaf in row.items()} for row in self.leaves]
 
     def for_call(self, adapted: bool = True) -> ByStage:
         """Return the parameters for a call of the pipeline; without its LoRA adapters, the factors
@@ -96,13 +97,20 @@ class Weights:
                 leaf = torch.zeros_like(leaf)
             return leaf.to(self.compute) if leaf.is_floating_point() else leaf
 
-        return [
-            row and {name: value(name, leaf.detach()) for name, leaf in row.items()}
-            for row in self.leaves
-        ]
+        return [row and {name: value(name, t) for name, t in row.items()} for row in self.values()]
 
-    def _mapped(self, fn: Callable[[nn.Parameter], Tree]) -> ByStage:
-        return [row and {name: fn(leaf) for name, leaf in row.items()} for row in self.leaves]
+    def exported(
+        self, aliases: Mapping[str, Sequence[str]], bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return whole parameters by their names in the model, on all ranks in one order.
+
+        Args:
+            aliases: further names of tied parameters, by the first.
+            bucket_bytes: the memory for tensors of other ranks.
+        """
+        for name, tensor in stream(self.pipe, self.values(), bucket_bytes):
+            for alias in (name, *aliases.get(name, ())):
+                yield alias, tensor
 
     # ---- gradients ----
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
@@ -117,13 +125,8 @@ class Weights:
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients of the model; every process calls it."""
-        return global_norm(self._mapped(lambda leaf: leaf.grad), over=self.pipe)
-
-    def scale_grads(self, factor: Tensor) -> None:
-        """Multiply the gradients here."""
-        for leaf in self.trained():
-            if leaf.grad is not None:
-                leaf.grad.mul_(factor.to(leaf.grad.device))
+        grads = [row and {name: leaf.grad for name, leaf in row.items()} for row in self.leaves]
+        return global_norm(grads, over=self.pipe)
 
     # ---- devices ----
     def move(
@@ -143,43 +146,69 @@ class Weights:
             torch.accelerator.synchronize()
 
     # ---- checkpoints ----
-    def load(self, values: ByStage) -> None:
-        """Copy values into the leaves."""
-        with torch.no_grad():
+    def save(
+        self, path: Path, optimizer: torch.optim.Optimizer | None, more: dict[str, object]
+    ) -> None:
+        """Write parameters, and the state of an optimizer if there is one; every process calls it.
+
+        Args:
+            path: of the checkpoint; a complete one must not be there.
+            optimizer: of the parameters.
+            more: numbers and text, alike on all processes.
+        """
+        trees: dict[str, Tree] = {"params": self.values(), "more": more}
+        if optimizer is not None:
+            trees["optimizer"] = self.state_of(optimizer)
+        save_trees(path, self.pipe, **trees)
+
+    def load(
+        self, path: Path, optimizer: torch.optim.Optimizer | None, contents: Sequence[str]
+    ) -> dict[str, Tree]:
+        """Read what ``save`` wrote; every process calls it.
+
+        Args:
+            path: of the checkpoint.
+            optimizer: of the parameters; None leaves its state out.
+            contents: "model", "optimizer", ...: what to read.
+
+        Returns:
+            The numbers and text.
+        """
+        if "model" in contents:
+            values = load_trees(path, self.pipe, "params")
+            with torch.no_grad():
+                for stage, name, leaf in self:
+                    leaf.copy_(values[stage][name])
+        if optimizer is not None and "optimizer" in contents:
+            states = load_trees(path, self.pipe, "optimizer")
             for stage, name, leaf in self:
-                leaf.copy_((values[stage] or {})[name])
+                state = states[stage].get(name)
+                if state and leaf.requires_grad:
+                    optimizer.state[leaf] = {key: _as_tensor(v) for key, v in state.items()}
+        return load_trees(path, self.pipe, "more")
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
-        """Return what an optimizer holds, by stage and leaf: a dict each, for ``fpipe.save``.
+        """Return what an optimizer holds, by stage and leaf: a dict each.
 
         Tensors of one number become numbers, which are the same in all processes.
 
         Raises:
             CheckpointError: if it holds tensors of other shapes than the parameters.
         """
+        states: list[Tree] = [row and {name: {} for name in row} for row in self.leaves]
         for stage, name, leaf in self:
             for key, value in optimizer.state.get(leaf, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != leaf.shape:
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor and value.dim() and value.shape != leaf.shape:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} "
                         f"for {name!r} of stage {stage}, which has {list(leaf.shape)}; only states "
                         "of the parameters' shapes can be saved"
                     )
+                states[stage][name][key] = float(value) if is_tensor and not value.dim() else value
+        return states
 
-        def saved(value: Tree) -> Tree:
-            is_number = isinstance(value, Tensor) and not value.dim()
-            return float(value) if is_number else value
 
-        return self._mapped(
-            lambda leaf: {k: saved(v) for k, v in optimizer.state.get(leaf, {}).items()}
-        )
-
-    def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
-        """Undo ``state_of``; numbers become tensors, as torch's optimizers have them."""
-        for stage, name, leaf in self:
-            state = (states[stage] or {}).get(name)
-            if state and leaf.requires_grad:
-                optimizer.state[leaf] = {
-                    key: torch.tensor(value) if isinstance(value, float) else value
-                    for key, value in state.items()
-                }
+def _as_tensor(value: Tree) -> Tree:
+    """Return a number as a tensor, as torch's optimizers have it."""
+    return torch.tensor(value) if isinstance(value, float) else value

@@ -20,7 +20,7 @@ from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, 
 from ...errors import ScheduleError, StageError, UnsupportedError
 from ...saving import export_model
 from ...stage import Stage
-from .._rl import checkpoints, exports, models
+from .._rl import models
 from .._rl.sequences import Tokens, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
@@ -277,7 +277,7 @@ class FpipeEngine(base.BaseEngine):
         assert self.optimizer is not None, "forward_only engines have no optimizer"
         if torch.isfinite(norm):
             if clip is not None and clip > 0:
-                self.weights.scale_grads((clip / (norm + 1e-6)).clamp(max=1.0))
+                torch.nn.utils.clip_grads_with_norm_(self.weights.trained(), clip, norm)
             self.optimizer.step()
         else:
             print(f"WARN: grad_norm is not finite: {norm}")
@@ -324,12 +324,7 @@ class FpipeEngine(base.BaseEngine):
         with the adapters added to them.
         """
         model = self.model_config
-        named = exports.exported(
-            self.pipe,
-            self.weights.values(),
-            self.cut.aliases,
-            self.engine_config.export_bucket_bytes,
-        )
+        named = self.weights.exported(self.cut.aliases, self.engine_config.export_bucket_bytes)
         here = ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
         if model.lora_rank <= 0:
             unfused = import_module("verl.workers.engine.fsdp.utils").unfuse_moe_params
@@ -338,7 +333,7 @@ class FpipeEngine(base.BaseEngine):
             raise UnsupportedError(
                 "engine=fpipe exports adapters added to the model; set model.lora.merge=True"
             )
-        return exports.with_merged_adapters(here, self.cut.scaling), None
+        return models.with_merged_adapters(here, self.cut.scaling), None
 
     def save_checkpoint(
         self,
@@ -359,7 +354,7 @@ class FpipeEngine(base.BaseEngine):
         if self.scheduler is not None:
             more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
         optimizer = self.optimizer if "optimizer" in contents else None
-        checkpoints.save(path, self.weights, optimizer, more)
+        self.weights.save(path, optimizer, more)
         if first:
             self._write_model(path, "hf_model" in contents)
             # this run removes checkpoints that it wrote before the last ones
@@ -389,7 +384,7 @@ class FpipeEngine(base.BaseEngine):
         if local_path is None:
             return
         contents = self.checkpoint_config.load_contents
-        more = checkpoints.load(Path(local_path, FOLDER), self.weights, self.optimizer, contents)
+        more = self.weights.load(Path(local_path, FOLDER), self.optimizer, contents)
         if "extra" in contents:
             self.steps = more["steps"]
             if self.optimizer is not None and "epoch" in more:
