@@ -37,8 +37,8 @@ class BoundFunction(ModuleFunction):
         self,
         module: nn.Module,
         aliases: Mapping[str, str],
-        side: Sequence[str],
         state: Sequence[str],
+        side: Sequence[str],
     ):
         super().__init__(module, aliases, sides=side, state=state, name=type(module).__name__)
         self.replacements = replacements(module)
@@ -73,9 +73,10 @@ class Bound:
         self,
         modules: Sequence[nn.Module | None],
         stages: Sequence[Stage],
-        leaves: Sequence[Sequence[str]],
+        leaves: Sequence[Iterable[str]],
     ):
-        self.modules, self.stages, self._leaves = tuple(modules), list(stages), list(leaves)
+        self.modules, self.stages = tuple(modules), list(stages)
+        self._leaves = [tuple(row) for row in leaves]
 
     def _tensors(self, names: Sequence[Iterable[str]]) -> ByStage:
         """Return the modules' tensors of these names, by stage, as they are now."""
@@ -139,20 +140,19 @@ class Bound:
         """
         self._check_length(grads, "entries of gradients")
         added = set[Tensor]()
-        for stage, (row, results) in enumerate(
-            zip(self._tensors(self._leaves), grads, strict=True)
-        ):
+        rows = self._tensors(self._leaves)
+        for stage, (row, results) in enumerate(zip(rows, grads, strict=True)):
             for name, grad in (results or {}).items():
                 if grad is None or row is None:
                     continue
-                if name not in row or grad.shape != row[name].shape:
-                    shape = list(row[name].shape) if name in row else "no such parameter"
+                parameter = row.get(name)
+                if parameter is None or grad.shape != parameter.shape:
+                    shape = "no such parameter" if parameter is None else list(parameter.shape)
                     raise StageError(
                         f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, "
                         f"the module {shape}; pass the gradients of this pipeline, with zero= "
                         "pipe.unshard(grads)"
                     )
-                parameter = row[name]
                 if parameter not in added and parameter.requires_grad:
                     added.add(parameter)
                     grad = grad.to(parameter.device, parameter.dtype)
@@ -230,7 +230,7 @@ def bind(
     """
     if isinstance(modules, nn.Module):
         stages, params = from_module(modules, cuts, side=side, state=state)
-        return Bound([modules] * len(stages), stages, [tuple(row) for row in params])
+        return Bound([modules] * len(stages), stages, params)
     listed = not isinstance(modules, (str, Mapping)) and isinstance(modules, Iterable) and not cuts
     if (
         not listed
@@ -243,7 +243,7 @@ def bind(
 
     def build(module: nn.Module, aliases: Mapping[str, str], state: Sequence[str]) -> BoundFunction:
         sides = dict.fromkeys([*keyword_only(module.forward), *side])
-        return BoundFunction(module, aliases, list(sides), state)
+        return BoundFunction(module, aliases, state, list(sides))
 
     return bound_to(modules, [_state(module, state) for module in modules], build)
 
@@ -251,9 +251,8 @@ def bind(
 def _state(module: nn.Module | None, patterns: Sequence[str]) -> list[str]:
     if module is None:
         return []
-    buffers = dict(module.named_buffers())
-    matching = [p for p in patterns if any(tree.matches(name, [p]) for name in buffers)]
-    return changing_buffers(module, matching)
+    buffers = [name for name, _ in module.named_buffers()]
+    return changing_buffers(module, [p for p in patterns if not tree.unmatched([p], buffers)])
 
 
 def bound_to(
@@ -289,4 +288,4 @@ def bound_to(
         else:
             function = build(module, claim.aliases, states[number])
             stages.append(function.stage(claim._replace(weights=None), **options))
-    return Bound(modules, stages, [tuple(claim.params) for claim in owned])
+    return Bound(modules, stages, [claim.params for claim in owned])

@@ -85,7 +85,7 @@ def trainer(
     ```
     """
     cut, params = stages(model, n, **options)
-    bound = Bound([model] * len(cut), cut, [tuple(row) for row in params])
+    bound = Bound([model] * len(cut), cut, params)
     pipe = pipeline(
         cut,
         schedule,

@@ -6,9 +6,10 @@ Knows modules and pipelines; nothing of the classes whose arguments it serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -39,15 +40,8 @@ class _StepFunction(BoundFunction):
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the module."""
         x = x[0] if isinstance(x, tuple) and len(x) == 1 else x
-        return super().call(
-            tensors, tuple(x) if isinstance(x, list) else x, side.get("kwargs") or {}
-        )
-
-
-def _step_function(
-    module: nn.Module, aliases: Mapping[str, str], state: Sequence[str]
-) -> _StepFunction:
-    return _StepFunction(module, aliases, ["kwargs"], state)
+        x = tuple(x) if isinstance(x, list) else x
+        return super().call(tensors, x, side.get("kwargs") or {})
 
 
 @dataclass(frozen=True)
@@ -126,20 +120,18 @@ class StepRunner:
         key = (self.fallbacks, *modes)
         if key not in self.built or self.built[key][0].unfrozen():
             modules = [self.modules.get(stage) for stage in range(self.count)]
-            states = [[] if module is None else self._state(module) for module in modules]
+            states = [self._state(module) for module in modules]
             compiled = any(has_compiled(replacements(m)) for m in self.modules.values())
             eager = self.fallbacks.eager
-            options = {
-                "engine": "eager" if eager else None,
-                "compile": "inductor" if compiled and not eager else None,
-            }
-            self.built[key] = (
-                bound_to(modules, states, _step_function, self.described, **options),
-                {},
-            )
+            options = {"engine": "eager"} if eager else {"compile": "inductor"} if compiled else {}
+            build = partial(_StepFunction, side=["kwargs"])
+            bound = bound_to(modules, states, build, self.described, **options)
+            self.built[key] = bound, {}
         return self.built[key]
 
-    def _state(self, module: nn.Module) -> list[str]:
+    def _state(self, module: nn.Module | None) -> list[str]:
+        if module is None:
+            return []
         if self.fallbacks.state:
             return [name for name, _ in module.named_buffers(remove_duplicate=False)]
         return changing_buffers(module, always=True)

@@ -278,15 +278,12 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
 def of_schedule(
     schedule: Schedule,
     stages: Sequence[PipelineStage],
-    loss_fn: Callable[..., Tensor] | None,
-    **options: Any,
+    loss_fn: Callable[..., Tensor],
 ) -> _PipelineScheduleRuntime:
     """Return the class that runs any schedule of fpipe; gradients are those of the sum of the
     losses of all microbatches.
     """
-    runtime = _PipelineScheduleRuntime(
-        stages, schedule.microbatches, loss_fn, scale_grads=False, **options
-    )
+    runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn, scale_grads=False)
     runtime._take(schedule)
     return runtime
 
