@@ -70,40 +70,28 @@ def from_module(
     with_blocks(empty)
     graphs = [fx.GraphModule(empty, piece.graph) for piece in pieces]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
-    states = _states(graphs, names, changing_buffers(model, state))
-    used = [
-        [name for name in tensors_of(graph) if name not in changing]
-        for graph, changing in zip(graphs, states, strict=True)
-    ]
-    owned = claims_of_parts(model, used)
-    stages = [
-        ModuleFunction(graph, claim.aliases, sides=piece.sides, state=changing, name=name).stage(
-            claim
+    used = [list(tensors_of(graph)) for graph in graphs]
+    changing = changing_buffers(model, state)
+    for buffer in changing:
+        users = [name for name, row in zip(names, used, strict=True) if buffer in row]
+        if len(users) > 1:
+            raise StageError(
+                f"buffer {buffer!r} changes in two stages, {users[0]} and {users[1]}, and cannot "
+                "be in both; cut so that the submodule runs in one stage, or call model.eval()"
+            )
+    fixed = [[name for name in row if name not in changing] for row in used]
+    owned = claims_of_parts(model, fixed)
+    stages = list[Stage]()
+    for stage, (claim, graph) in enumerate(zip(owned, graphs, strict=True)):
+        function = ModuleFunction(
+            graph,
+            claim.aliases,
+            sides=pieces[stage].sides,
+            state=[name for name in used[stage] if name in changing],
+            name=names[stage],
         )
-        for graph, claim, piece, changing, name in zip(
-            graphs, owned, pieces, states, names, strict=True
-        )
-    ]
+        stages.append(function.stage(claim))
     return stages, [claim.params for claim in owned]
-
-
-def _states(
-    graphs: Sequence[nn.Module], names: Sequence[str], changing: Sequence[str]
-) -> list[list[str]]:
-    """Return the buffers of each stage that forward changes."""
-    stage_of = dict[str, str]()
-    states = list[list[str]]()
-    for graph, stage in zip(graphs, names, strict=True):
-        states.append([name for name in tensors_of(graph) if name in changing])
-        for name in states[-1]:
-            if name in stage_of:
-                raise StageError(
-                    f"buffer {name!r} changes in two stages, {stage_of[name]} and {stage}, and "
-                    "cannot be in both; cut so that the submodule runs in one stage, or call "
-                    "model.eval()"
-                )
-            stage_of[name] = stage
-    return states
 
 
 def to_module(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,7 +50,7 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
             "fpipe.from_module"
         )
     layers, microbatches = len(blocks), batch // size
-    parts = getattr(section, "module_fqns_per_model_part", None)
+    parts = section.module_fqns_per_model_part
     less = (
         section.pipeline_parallel_first_stage_less_layers,
         section.pipeline_parallel_last_stage_less_layers,
@@ -67,9 +67,11 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
             )
     if csv:
         schedule = Schedule.from_csv(csv)
-        wanted = {"pipeline_parallel_degree": ranks, "microbatches": microbatches, "stages": stages}
-        has = schedule.ranks, schedule.microbatches, schedule.stages
-        for (name, configured), actual in zip(wanted.items(), has, strict=True):
+        for name, configured, actual in (
+            ("pipeline_parallel_degree", ranks, schedule.ranks),
+            ("microbatches", microbatches, schedule.microbatches),
+            ("stages", stages, schedule.stages),
+        ):
             if configured not in (None, actual):
                 raise StageError(
                     f"the schedule file is for {name} {actual}, the configuration says "
@@ -132,11 +134,7 @@ def pipelining_fn(
                 f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1"
             )
     schedule, names = settings(model, job_config)
-    mesh = (
-        parallel_dims.get_mesh("pp")
-        if hasattr(parallel_dims, "get_mesh")
-        else parallel_dims.world_mesh["pp"]
-    )
+    mesh = parallel_dims.get_mesh("pp")
     here = schedule.placement.stages_of(mesh.get_local_rank())
     last = schedule.stages - 1
     parts = [
@@ -161,14 +159,14 @@ def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
     """
     part = copy.deepcopy(model)
     for name, child in part.named_children():
-        kept = [each.removeprefix(f"{name}.") for each in names if each.startswith(f"{name}.")]
+        rows = {key: layer for key, layer in child.named_children() if f"{name}.{key}" in names}
         if isinstance(child, nn.ModuleDict):
-            setattr(part, name, nn.ModuleDict({key: child[key] for key in child if key in kept}))
+            kept = nn.ModuleDict(rows)
         elif isinstance(child, nn.ModuleList):
-            layers = [layer for i, layer in enumerate(child) if str(i) in kept]
-            setattr(part, name, nn.ModuleList(layers))
-        elif name not in names:
-            setattr(part, name, None)
+            kept = nn.ModuleList(rows.values())
+        else:
+            kept = child if name in names else None
+        setattr(part, name, kept)
     return part
 
 
@@ -181,21 +179,16 @@ def names_per_part(
     >>> names_per_part(3, 4)
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2'], ['layers.3', 'norm', 'output']]
     """
-    each, more = divmod(layers + first_less + last_less, stages) if stages > 0 else (0, 0)
-    if stages > 1 and (each < 1 or first_less > each or last_less > each):
+    # numbers below 0 and from ``layers`` on stand for the embedding and the head
+    parts = np.array_split(range(-first_less, layers + last_less), stages)
+    least = len(parts[-1])
+    if stages > 1 and least < max(1, first_less, last_less):
         raise StageError(
             f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave "
-            f"{each} for each of "
-            f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the "
-            "first and last stage"
+            f"{least} for each of {stages} stages, which is too few; take fewer stages, or count "
+            "fewer layers for the first and last stage"
         )
-    counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less
-    edges = [
-        0,
-        *(min(edge, layers) for edge in accumulate(counts)),
-    ]  # the last stage gets the layers that are left
-    names = [[f"layers.{i}" for i in range(low, high)] for low, high in pairwise(edges)]
+    names = [[f"layers.{i}" for i in part if 0 <= i < layers] for part in parts]
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +44,9 @@ _ROWS, _TOKENS, _DECODED, _PADDED = 2, 6, 5, 2
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
-class Trial(NamedTuple):
-    """What running a model has shown."""
-
-    flow: Flow
-    recordings: tuple[Recording, Recording]
-    runs_without_values: bool
-
-
 def try_forward(
     model: nn.Module, whole: nn.Module, units: Units, example: Mapping[str, Tensor] | None
-) -> Trial:
+) -> tuple[Flow, list[Recording], bool]:
     """Run a model a few times.
 
     Args:
@@ -62,6 +54,9 @@ def try_forward(
         whole: its clone that can be traced.
         units: those of the model.
         example: its arguments, if they are not token ids.
+
+    Returns:
+        The flow of its values, the recordings, and whether it runs without values.
 
     Raises:
         StageError: if the model fails, or runs other modules the second time.
@@ -71,10 +66,7 @@ def try_forward(
     sides = [name for name in _SIDES if name in parameters or (takes_any and name in _SIDES[:2])]
     keywords = {"use_cache": False, "return_dict": True}
     keywords = {n: value for n, value in keywords.items() if takes_any or n in parameters}
-
-    def run(arguments: Mapping[str, Tensor], real: bool = True) -> Recording:
-        return _recorded(model, whole, units, arguments, keywords, real)
-
+    run = partial(_recorded, model, whole, units, keywords)
     large = _example(model, "decoder_input_ids" in sides) if example is None else example
     large = {name: value[:_ROWS].to(_device(model)) for name, value in large.items()}
     if any(len(value) < _ROWS for value in large.values()):
@@ -84,15 +76,15 @@ def try_forward(
     }
     first = run(small)
     try:
-        without_values = run(small, real=False)
+        without_values = [run(small, real=False)]
     except StageError:
-        without_values = None
-    training = [without_values] if model.training and without_values is not None else []
+        without_values = []
+    training = without_values if model.training else []
 
-    def trial(arguments: Mapping[str, Tensor]) -> Trial:
-        second = run(arguments)
-        flow = flow_of(model, [first, second, *training], sides, keywords)
-        return Trial(flow, (first, second), without_values is not None)
+    def trial(arguments: Mapping[str, Tensor]) -> tuple[Flow, list[Recording], bool]:
+        real = [first, run(arguments)]
+        flow = flow_of(model, [*real, *training], sides, keywords)
+        return flow, real, bool(without_values)
 
     ids = next(value for name, value in large.items() if name not in _SIDES)
     if _is_tokens(ids) and "attention_mask" in sides and "attention_mask" not in large:
@@ -113,9 +105,9 @@ def _recorded(
     model: nn.Module,
     whole: nn.Module,
     units: Units,
-    arguments: Mapping[str, Tensor],
     keywords: Mapping[str, bool],
-    real: bool,
+    arguments: Mapping[str, Tensor],
+    real: bool = True,
 ) -> Recording:
     """Record a forward in eval mode; or, if not ``real``, in the model's modes without values."""
     new, tensors = clone(whole), tensors_of(model)
