@@ -9,6 +9,7 @@ module must not know models or stages.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -39,24 +40,19 @@ def with_blocks(module: nn.Module) -> None:
 def make_block(layer: nn.Module) -> None:
     """Make a module that holds parameters a block, unless it has a forward of its own."""
     if "forward" not in vars(layer) and next(layer.parameters(), None) is not None:
-        layer.forward = LayerForward(layer)
+        layer.forward = partial(_layer_forward, layer)
 
 
-class LayerForward:
-    """The forward of a layer. While a stage is traced it is a block shared with equal layers."""
-
-    def __init__(self, layer: nn.Module):
-        self.layer = layer
-
-    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        shared = None if BLOCKS.get() is None else shared_by_equals(self.layer)
-        if shared is not None and not shared.alone:
-            try:
-                return shared.block(tensors_of(self.layer), args, kwargs)
-            except (TypeError, RuntimeError, IndexError, AttributeError):
-                # it uses its number, or fails without a block too
-                shared.alone = True
-        return type(self.layer).forward(self.layer, *args, **kwargs)
+def _layer_forward(layer: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
+    """Run a layer. While a stage is traced it is a block shared with equal layers."""
+    shared = None if BLOCKS.get() is None else shared_by_equals(layer)
+    if shared is not None and not shared.alone:
+        try:
+            return shared.block(tensors_of(layer), args, kwargs)
+        except (TypeError, RuntimeError, IndexError, AttributeError):
+            # it uses its number, or fails without a block too
+            shared.alone = True
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 class _Number:

@@ -8,7 +8,6 @@ share; a unit's result gets labels of its own. This module must not know stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -78,20 +77,6 @@ class Recording(NamedTuple):
     parameters: frozenset[str]  #: those that the code between units reads
 
 
-class _Notes(NamedTuple):
-    """What was seen so far. The keys, storages, stay alive: no other one gets their address."""
-
-    visits: list[Visit]
-    tensors: dict[Value, Tensor]
-    labels: dict[torch.UntypedStorage, Labels]
-    read: set[str]
-
-    def among(self, values: Tree) -> Labels:
-        """Return the labels of all tensors in a tree."""
-        leaves = filter(_is_dense, tree.leaves(values))
-        return NONE.union(*(self.labels.get(leaf.untyped_storage(), NONE) for leaf in leaves))
-
-
 def record(
     whole: nn.Module,
     tensors: Mapping[str, Tensor],
@@ -108,25 +93,30 @@ def record(
         side: arguments that all stages get.
         keywords: further arguments.
     """
-    notes = _Notes([], {}, {}, set())
+    notes = _Notes()
     for name, _ in whole.named_parameters(remove_duplicate=False):
-        _add(notes, tensors[name], frozenset([name]))
+        notes.add(tensors[name], frozenset([name]))
     for leaf, tensor in enumerate(inputs.values()):
-        _keep(notes, tensor, Value(INPUT, leaf))
+        notes.keep(tensor, Value(INPUT, leaf))
     arguments = {**inputs, **side, **keywords}
-    with torch.no_grad(), _Labels(notes), observed_by(partial(_visit, notes)):
+    with torch.no_grad(), notes, observed_by(notes.visit):
         out = functional_call(whole, dict(tensors), (), arguments, tie_weights=False)
         result = result_of(out)
     uses, read = notes.among(result), frozenset(notes.read)
     return Recording(notes.visits, uses, notes.tensors, result, inputs, side, read)
 
 
-class _Labels(TorchDispatchMode):
-    """Labels the results of operations between units with the labels of their inputs."""
+class _Notes(TorchDispatchMode):
+    """What was seen so far; results of operations between units get the labels of their inputs.
 
-    def __init__(self, notes: _Notes):
+    The keys of ``labels``, storages, stay alive: no other one gets their address.
+    """
+
+    def __init__(self):
         super().__init__()
-        self.notes, self.draws = notes, count()
+        self.visits, self.draws, self.read = list[Visit](), count(), set[str]()
+        self.tensors = dict[Value, Tensor]()
+        self.labels = dict[torch.UntypedStorage, Labels]()
 
     def __torch_dispatch__(
         self,
@@ -135,50 +125,52 @@ class _Labels(TorchDispatchMode):
         args: Sequence[Tree] = (),
         kwargs: Mapping[str, Tree] | None = None,
     ) -> Tree:
-        name, notes = func.overloadpacket.__name__, self.notes
+        name = func.overloadpacket.__name__
         in_place = name[-1] == "_" != name[-2]
-        if in_place and any(isinstance(label, str) for label in notes.among(args[0])):
+        if in_place and any(isinstance(label, str) for label in self.among(args[0])):
             raise RuntimeError(f"it writes into a parameter ({func})")
         out = func(*args, **(kwargs or {}))
         if is_between_units() and func.overloadpacket not in _SIZES:
-            labels = notes.among((args, kwargs))
-            notes.read.update(label for label in labels if isinstance(label, str))
+            labels = self.among((args, kwargs))
+            self.read.update(label for label in labels if isinstance(label, str))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 labels |= {Value(RANDOM, next(self.draws))}
             for leaf in filter(_is_dense, tree.leaves(out)):
-                _add(notes, leaf, labels)
+                self.add(leaf, labels)
         return out
+
+    def among(self, values: Tree) -> Labels:
+        """Return the labels of all tensors in a tree."""
+        leaves = filter(_is_dense, tree.leaves(values))
+        return NONE.union(*(self.labels.get(leaf.untyped_storage(), NONE) for leaf in leaves))
+
+    def add(self, tensor: Tensor, labels: Labels) -> None:
+        """Add labels to a tensor, and to all that share its memory."""
+        storage = tensor.untyped_storage()
+        if labels:
+            self.labels[storage] = self.labels.get(storage, NONE) | labels
+
+    def keep(self, tensor: Tensor, value: Value) -> None:
+        """Note that a tensor is a value."""
+        self.add(tensor, frozenset([value]))
+        self.tensors[value] = tensor.clone()
+
+    def visit(self, call: Call) -> Tree:
+        """Note a call of a unit, and give the tensors that it returns memory of their own."""
+        uses, number = self.among((call.args, call.kwargs)), len(self.visits)
+        leaves, structure = call.run()
+        noted = list[Tree]()
+        for index, leaf in enumerate(leaves):
+            if _is_dense(leaf):
+                if leaf.untyped_storage() in self.labels:
+                    leaf = leaves[index] = leaf.clone()
+                noted.append(Value(number, index))
+                self.keep(leaf, noted[-1])
+            else:
+                noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
+        self.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
+        return call.output(structure, leaves)
 
 
 def _is_dense(leaf: Tree) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided
-
-
-def _add(notes: _Notes, tensor: Tensor, labels: Labels) -> None:
-    """Add labels to a tensor, and to all that share its memory."""
-    storage = tensor.untyped_storage()
-    if labels:
-        notes.labels[storage] = notes.labels.get(storage, NONE) | labels
-
-
-def _keep(notes: _Notes, tensor: Tensor, value: Value) -> None:
-    """Note that a tensor is a value."""
-    _add(notes, tensor, frozenset([value]))
-    notes.tensors[value] = tensor.clone()
-
-
-def _visit(notes: _Notes, call: Call) -> Tree:
-    """Note a call of a unit, and give the tensors that it returns memory of their own."""
-    uses, number = notes.among((call.args, call.kwargs)), len(notes.visits)
-    leaves, structure = call.run()
-    noted = list[Tree]()
-    for index, leaf in enumerate(leaves):
-        if _is_dense(leaf):
-            if leaf.untyped_storage() in notes.labels:
-                leaf = leaves[index] = leaf.clone()
-            noted.append(Value(number, index))
-            _keep(notes, leaf, noted[-1])
-        else:
-            noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
-    notes.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
-    return call.output(structure, leaves)

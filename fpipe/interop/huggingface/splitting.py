@@ -62,20 +62,16 @@ def stages(
     parts = parts_of(model, flow, [layers[first - 1] + 1 for first in edges[1:-1]])
     modules = [part_module(model, whole, units, flow, part) for part in parts]
     owned = _claims(model, [names for _, names in modules])
-    functions = [
-        ModelPart(module, claim, flow, part, f"{type(model).__name__}[{low}:{high}]")
-        for (low, high), (module, _), claim, part in zip(
-            pairwise(edges), modules, owned, parts, strict=True
-        )
-    ]
     params = [claim.params for claim in owned]
-    compare(model, functions, params, recordings)
-    cut = list[Stage]()
-    for fn, claim in zip(functions, owned, strict=True):
-        run = {visit.unit for visit in flow.visits[fn.part.first : fn.part.stop]}
-        mixture = any(is_experts(m) for unit in run for m in model.get_submodule(unit).modules())
+    functions, cut = list[ModelPart](), list[Stage]()
+    for stage, (claim, part) in enumerate(zip(owned, parts, strict=True)):
+        name = f"{type(model).__name__}[{edges[stage]}:{edges[stage + 1]}]"
+        functions.append(ModelPart(modules[stage][0], claim, flow, part, name))
+        run = [model.get_submodule(visit.unit) for visit in flow.visits[part.first : part.stop]]
+        mixture = any(is_experts(module) for unit in run for module in unit.modules())
         engine = "eager" if mixture and not (traced and runs_without_values) else None
-        cut.append(fn.stage(claim, engine=engine))
+        cut.append(functions[-1].stage(claim, engine=engine))
+    compare(model, functions, params, recordings)
     return cut, params
 
 
