@@ -204,9 +204,7 @@ def test_a_checkpoint_resumes_under_another_schedule(tied: Any, tmp_path: Path):
     onward = trained(pipe, weights, optimizer, 2)
     pipe, weights = of_model(tied, "1F1B", ranks=4)
     optimizer = torch.optim.AdamW(weights.trained(), lr=1e-2)
-    assert weights.load(tmp_path / "fpipe", optimizer, ["model", "optimizer"]) == {
-        "steps": 2
-    }
+    assert weights.load(tmp_path / "fpipe", optimizer, ["model", "optimizer"]) == {"steps": 2}
     assert trained(pipe, weights, optimizer, 2) == pytest.approx(onward, rel=1e-6)
 
 
