@@ -53,9 +53,9 @@ def clone(module: nn.Module) -> nn.Module:
     clones: dict[nn.Module | None, nn.Module] = {
         child: object.__new__(type(child)) for child in module.modules()
     }
-    for child, new in clones.items():
+    for child in module.modules():
         hooks = {name: hooks.copy() for name, hooks in hooks_of(child).items()}
-        vars(new).update(
+        vars(clones[child]).update(
             vars(child) | hooks,
             _buffers=dict(child._buffers),
             _parameters={name: empty.get(p) for name, p in child._parameters.items()},

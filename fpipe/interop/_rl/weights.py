@@ -57,7 +57,10 @@ class Weights:
         self.pipe, self.compute = pipe, compute
         shared = dict[str, nn.Parameter]()
         rows = params if cut else pipe.shard(list(params))
-        self.leaves = [row and self._leaves(stage, row, shared) for stage, row in enumerate(rows)]
+        self.leaves = [
+            None if row is None else self._leaves(stage, row, shared)
+            for stage, row in enumerate(rows)
+        ]
 
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
