@@ -75,7 +75,8 @@ class Bound:
         stages: Sequence[Stage],
         leaves: Sequence[Iterable[str]],
     ):
-        self.modules, self.stages = tuple(modules), list(stages)
+        self.modules = tuple(modules)
+        self.stages = list(stages)
         self._leaves = [tuple(row) for row in leaves]
 
     def _tensors(self, names: Sequence[Iterable[str]]) -> ByStage:

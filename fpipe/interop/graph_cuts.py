@@ -254,7 +254,8 @@ def _traced(
 
 def _text(graph: fx.Graph) -> str:
     """Return a graph as text, without values that nothing uses, such as those that were tested."""
-    lines, used = list[str](), set[fx.Node]()
+    lines = list[str]()
+    used = set[fx.Node]()
     for node in reversed(graph.nodes):
         is_call = node.op in ("placeholder", "output", "call_module")
         if is_call or node in used or _writes(node):

@@ -189,7 +189,9 @@ class ModuleFunction:
         state: Sequence[str] = (),
         name: str = "",
     ):
-        self.module, self.aliases, self.name = module, dict(aliases), name
+        self.module = module
+        self.aliases = dict(aliases)
+        self.name = name
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self.initial_state = {name: buffers[name].detach().clone() for name in state} or None
         self.constants = {

@@ -36,8 +36,10 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
     ``_microbatch_size``, ``module_fqns_per_model_part`` and ``local_batch_size``.
     """
     section = job_config.parallelism
-    ranks, csv = section.pipeline_parallel_degree, section.pipeline_parallel_schedule_csv
-    batch, size = job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size
+    ranks = section.pipeline_parallel_degree
+    csv = section.pipeline_parallel_schedule_csv
+    batch = job_config.training.local_batch_size
+    size = section.pipeline_parallel_microbatch_size
     if size < 1 or batch % size:
         raise BatchError(
             f"local_batch_size={batch} is no multiple of "
@@ -49,7 +51,8 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
             f"{type(model).__name__} has no `layers` as torchtitan's models have; use "
             "fpipe.from_module"
         )
-    layers, microbatches = len(blocks), batch // size
+    layers = len(blocks)
+    microbatches = batch // size
     parts = section.module_fqns_per_model_part
     less = (
         section.pipeline_parallel_first_stage_less_layers,

@@ -45,7 +45,8 @@ def scores(
     >>> found.log_probs, found.entropy
     (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
-    rows, targets = logits.flatten(0, -2), labels.reshape(-1, 1)
+    rows = logits.flatten(0, -2)
+    targets = labels.reshape(-1, 1)
     divisors = None if temperature is None else temperature.reshape(-1, 1)
 
     def of_chunk(part: Tensor, place: slice) -> list[Tensor]:
@@ -75,7 +76,8 @@ class _InChunks(torch.autograd.Function):
         fn: Callable[[Tensor, slice], list[Tensor]],
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(rows)
-        ctx.places, ctx.fn = places, fn
+        ctx.places = places
+        ctx.fn = fn
         parts = [fn(rows[place], place) for place in places]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 

@@ -52,7 +52,8 @@ def tokens_of(input_ids: Any, position_ids: Tensor, temperature: float | Tensor 
             "input_ids and position_ids must be nested (jagged) tensors, with an entry of one axis "
             "for each sequence"
         )
-    offsets, row = input_ids.offsets().to(torch.long), input_ids.values()[None]
+    offsets = input_ids.offsets().to(torch.long)
+    row = input_ids.values()[None]
     scale = None
     if isinstance(temperature, Tensor):
         rates = temperature.to(row.device, torch.float32).clamp(min=1e-8)

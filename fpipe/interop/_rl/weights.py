@@ -54,7 +54,8 @@ class Weights:
         compute: torch.dtype | None = None,
         cut: bool = False,
     ):
-        self.pipe, self.compute = pipe, compute
+        self.pipe = pipe
+        self.compute = compute
         shared = dict[str, nn.Parameter]()
         rows = params if cut else pipe.shard(list(params))
         self.leaves = [
@@ -137,7 +138,8 @@ class Weights:
     ) -> None:
         """Move parameters, gradients, and states of the optimizer."""
         for _, _, leaf in self if model else ():
-            grad_value, leaf.grad = leaf.grad, None  # a gradient must be where its parameter is
+            grad_value = leaf.grad
+            leaf.grad = None  # a gradient must be where its parameter is
             leaf.data = leaf.data.to(device, non_blocking=True)
             if grad_value is not None:
                 leaf.grad = grad_value.to(device if grad else leaf.device, non_blocking=True)

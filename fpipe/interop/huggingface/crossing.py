@@ -97,7 +97,8 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
     """
     parts = list[Part]()
     drawn = set[Value]()
-    sends, stop = tuple[Value, ...](), len(flow.visits)
+    sends = tuple[Value, ...]()
+    stop = len(flow.visits)
     for first in [*reversed(bounds), 0]:
         used = flow.used(first, stop)
         values = {use for use in used if isinstance(use, Value)}
@@ -112,7 +113,8 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
         receives = _crossing(flow, first, values.union(sends) - draws) if first else ()
         parameters = frozenset(use for use in used if isinstance(use, str))
         parts.append(Part(first, stop, receives, sends, parameters))
-        sends, stop = receives, first
+        sends = receives
+        stop = first
     return parts[::-1]
 
 

@@ -38,7 +38,9 @@ class _Run:
     """One call of a stage: the values that it has, and what blanks of others look like."""
 
     def __init__(self, stage: ModelPart, values: dict[Value, Tensor], side: Mapping[str, Tree]):
-        self.stage, self.values, self.numbers = stage, values, count()
+        self.stage = stage
+        self.values = values
+        self.numbers = count()
         flow = stage.flow
         self.like = next(iter(values.values()))
         self.dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
@@ -54,7 +56,8 @@ class _Run:
         if value in self.values:
             return self.values[value]
         flow = self.stage.flow
-        axes, dtype = flow.sizes[value], flow.dtypes[value]
+        axes = flow.sizes[value]
+        dtype = flow.dtypes[value]
         shape = [axis[0] if axis[0] == axis[1] else self.sizes[axis] for axis in axes]
         filling = float("nan") if dtype.is_floating_point else 0
         dtype = self.dtypes.get(dtype, dtype)
@@ -63,7 +66,9 @@ class _Run:
 
 def _visit(run: _Run, call: Call) -> Tree:
     """Run a call of a unit, or return the values of one that runs in a stage before."""
-    number, part, visits = next(run.numbers), run.stage.part, run.stage.flow.visits
+    number = next(run.numbers)
+    part = run.stage.part
+    visits = run.stage.flow.visits
     if number >= len(visits) or visits[number].unit != call.unit:
         raise StageError(
             f"{run.stage.name} runs {call.unit!r} where the model did not when it was cut; which "
@@ -178,7 +183,8 @@ class ModelPart(ModuleFunction):
 
     def __init__(self, module: nn.Module, claim: Claim, flow: Flow, part: Part, name: str):
         super().__init__(module, claim.aliases, sides=flow.sides, name=name)
-        self.flow, self.part = flow, part
+        self.flow = flow
+        self.part = part
         self.last = part.stop == len(flow.visits)
         self.unused = {
             name: parameter

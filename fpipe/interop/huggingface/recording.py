@@ -36,7 +36,8 @@ class Value(NamedTuple):
 
 
 #: In place of the number of a call: inputs of the model, and draws of the code between units.
-INPUT, RANDOM = -1, -2
+INPUT = -1
+RANDOM = -2
 #: Where a tensor comes from: values, and names of parameters that the code between units uses.
 Labels: TypeAlias = frozenset[Value | str]
 NONE: Labels = frozenset()
@@ -102,7 +103,8 @@ def record(
     with torch.no_grad(), notes, observed_by(notes.visit):
         out = functional_call(whole, dict(tensors), (), arguments, tie_weights=False)
         result = result_of(out)
-    uses, read = notes.among(result), frozenset(notes.read)
+    uses = notes.among(result)
+    read = frozenset(notes.read)
     return Recording(notes.visits, uses, notes.tensors, result, inputs, side, read)
 
 
@@ -114,7 +116,9 @@ class _Notes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.visits, self.draws, self.read = list[Visit](), count(), set[str]()
+        self.visits = list[Visit]()
+        self.draws = count()
+        self.read = set[str]()
         self.tensors = dict[Value, Tensor]()
         self.labels = dict[torch.UntypedStorage, Labels]()
 
@@ -157,7 +161,8 @@ class _Notes(TorchDispatchMode):
 
     def visit(self, call: Call) -> Tree:
         """Note a call of a unit, and give the tensors that it returns memory of their own."""
-        uses, number = self.among((call.args, call.kwargs)), len(self.visits)
+        uses = self.among((call.args, call.kwargs))
+        number = len(self.visits)
         leaves, structure = call.run()
         noted = list[Tree]()
         for index, leaf in enumerate(leaves):

@@ -63,7 +63,8 @@ def stages(
     modules = [part_module(model, whole, units, flow, part) for part in parts]
     owned = _claims(model, [names for _, names in modules])
     params = [claim.params for claim in owned]
-    functions, cut = list[ModelPart](), list[Stage]()
+    functions = list[ModelPart]()
+    cut = list[Stage]()
     for stage, (claim, part) in enumerate(zip(owned, parts, strict=True)):
         name = f"{type(model).__name__}[{edges[stage]}:{edges[stage + 1]}]"
         functions.append(ModelPart(modules[stage][0], claim, flow, part, name))

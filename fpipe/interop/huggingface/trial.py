@@ -36,9 +36,12 @@ _SIDES = (
     "decoder_input_ids",
     "decoder_attention_mask",
 )
-#: Rows and tokens of the larger forward, and tokens for a decoder behind an encoder. The smaller
-#: one has one row, and two tokens less.
-_ROWS, _TOKENS, _DECODED, _PADDED = 2, 6, 5, 2
+#: The larger forward: its rows, its tokens, those of a decoder behind an encoder, and those that a
+#: mask hides in the last row. The smaller one has one row, and two tokens less.
+_ROWS = 2
+_TOKENS = 6
+_DECODED = 5
+_PADDED = 2
 #: The largest relative difference by dtype. Stages run the operations of the model, so they differ
 #: in rounding at most.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
@@ -110,7 +113,8 @@ def _recorded(
     real: bool = True,
 ) -> Recording:
     """Record a forward in eval mode; or, if not ``real``, in the model's modes without values."""
-    new, tensors = clone(whole), tensors_of(model)
+    new = clone(whole)
+    tensors = tensors_of(model)
     for unit in units.names:
         observe(new.get_submodule(unit), unit)
     for child in new.modules():
@@ -119,7 +123,8 @@ def _recorded(
     try:
         with fake_tensors() if without else _same_draws_afterwards(model):
             if without:
-                tensors, arguments = _empty(tensors), _empty(arguments)
+                tensors = _empty(tensors)
+                arguments = _empty(arguments)
             inputs = {name: value for name, value in arguments.items() if name not in _SIDES}
             side = {name: value for name, value in arguments.items() if name in _SIDES}
             return record(new, tensors, inputs, side, keywords)

@@ -100,15 +100,18 @@ class StepRunner:
                 "modules under fully_shard are not supported; use DistributedDataParallel, or "
                 "fpipe.copies(zero=) of fpipe.pipeline"
             )
-        self.loss, self.mean = loss, mean
-        self.count, self.device = stages[0].num_stages, stages[0].device
+        self.loss = loss
+        self.mean = mean
+        self.count = stages[0].num_stages
+        self.device = stages[0].device
         self.group = group_of(stages[0].group, self.device)
         self.modules = dict[int, nn.Module]()
         self.copies = None  # the process group of the copies of modules under torch's wrapper
         for stage in stages:
             module = stage.submod
             if isinstance(module, DistributedDataParallel):
-                self.copies, module = module.process_group, module.module
+                self.copies = module.process_group
+                module = module.module
             self.modules[stage.stage_index] = module
         self.fallbacks = Fallbacks()
         self.described: Sequence[Stage] = ()  # all stages, once a pipeline was built

@@ -55,11 +55,16 @@ class _PipelineSchedule:
         if not stages:
             raise ValueError("a schedule needs the stages of this process, one at least")
         first = stages[0]
-        self._stages, self._n_microbatches, self._loss_fn = list(stages), n_microbatches, loss_fn
+        self._stages = list(stages)
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
         self._chunk_specs = args_chunk_spec, kwargs_chunk_spec
-        self._output_merge_spec, self.scale_grads = output_merge_spec, scale_grads
-        self._num_stages, self._has_backward = first.num_stages, loss_fn is not None
-        self.pp_group_size, self.rank = first.group_size, first.group_rank
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self._num_stages = first.num_stages
+        self._has_backward = loss_fn is not None
+        self.pp_group_size = first.group_size
+        self.rank = first.group_rank
         self._runner: StepRunner | None = None
         self._schedule: Schedule | None = None
         self.pipeline_order: Order = {}
@@ -77,7 +82,8 @@ class _PipelineSchedule:
                 "the schedule is for {} ranks, {} stages and {} microbatches; there are {}, {} and "
                 "{}".format(*has, *wanted)
             )
-        self._schedule, self.pipeline_order = schedule, orders.order_of(schedule)
+        self._schedule = schedule
+        self.pipeline_order = orders.order_of(schedule)
         rank_of = schedule.placement.rank_of
         self.stage_index_to_group_rank = {s: rank_of(s) for s in range(schedule.stages)}
         for stage in self._stages:
@@ -157,7 +163,8 @@ class _PipelineSchedule:
         with self._runner.reporting(schedule):
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
-            whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+            whole = (args, kwargs, target)
+            parts = (arg_mbs, kwarg_mbs, target_mbs)
             batch = batch_of(whole, parts, self._n_microbatches, self._chunk_specs)
             if self._loss_fn is not None and (last or batch.target is not None):
                 batch = batch.with_loss_kwargs(loss_kwargs or {})
@@ -173,7 +180,8 @@ class _PipelineSchedule:
     @wraps(step, assigned=())
     def eval(self, *args: Tree, **options: Tree) -> Tree:
         """Run the forwards of a step alone; the arguments are those of :meth:`step`."""
-        training, self._has_backward = self._has_backward, False
+        training = self._has_backward
+        self._has_backward = False
         try:
             return self.step(*args, **options)
         finally:

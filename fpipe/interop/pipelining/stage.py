@@ -68,9 +68,13 @@ class PipelineStage:
             raise UnsupportedError(
                 "dw_builder= is not supported: weight gradients are parts of the trace of a stage"
             )
-        self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
-        self.device, self.group = torch.device(device), group
-        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.group_rank = dist.get_rank(group)
+        self.group_size = dist.get_world_size(group)
         if self.group_size > num_stages:
             raise RuntimeError(
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "

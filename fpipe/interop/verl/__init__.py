@@ -39,7 +39,8 @@ def _store() -> None:
     """
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for file in sorted((Path(__file__).parent / "yaml").glob("*/*.yaml")):
-        node, group = import_module("omegaconf").OmegaConf.load(file), file.parent.name
+        node = import_module("omegaconf").OmegaConf.load(file)
+        group = file.parent.name
         head = file.read_text(encoding="utf-8").partition("\n")[0]
         package = head.removeprefix("# @package ") if head.startswith("# @package") else None
         store.store(group=group, name=file.stem, node=node, package=package, provider="fpipe")

@@ -57,10 +57,13 @@ class FpipeEngine(base.BaseEngine):
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ):
         super().__init__()
-        self.model_config, self.engine_config = model_config, engine_config
-        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
         self.mode: str | None = None
-        config, world = engine_config, dist.get_world_size()
+        config = engine_config
+        world = dist.get_world_size()
         if model_config.get("use_liger", False):
             raise UnsupportedError(
                 "model.use_liger is not supported by engine=fpipe; fpipe fuses what torch.compile "
@@ -95,7 +98,8 @@ class FpipeEngine(base.BaseEngine):
     # ---- the model ----
     def initialize(self) -> None:
         """Load the model, cut it, and build pipeline, optimizer and learning rate scheduler."""
-        config, compute = self.engine_config, DTYPES[self.engine_config.dtype]
+        config = self.engine_config
+        compute = DTYPES[self.engine_config.dtype]
         if config.full_determinism:
             engines.enable_full_determinism(seed=config.seed)
         own = DTYPES[config.model_dtype]
@@ -111,7 +115,8 @@ class FpipeEngine(base.BaseEngine):
         self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
-        self.steps, self.adapted = 0, True
+        self.steps = 0
+        self.adapted = True
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         if not config.forward_only:
@@ -122,14 +127,16 @@ class FpipeEngine(base.BaseEngine):
 
     def _offload(self) -> None:
         """Move to the host what the configuration keeps there between phases."""
-        model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        model = self.is_param_offload_enabled
+        optimizer = self.is_optimizer_offload_enabled
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
     def _cut(self) -> tuple[models.Cut, bool]:
         """Return the model as stages, and whether its parameters are still to be read from its
         files.
         """
-        config, model = self.engine_config, self.model_config
+        config = self.engine_config
+        model = self.model_config
         load = partial(
             models.load,
             model.local_path,
@@ -202,7 +209,8 @@ class FpipeEngine(base.BaseEngine):
             raise UnsupportedError(
                 "distillation from the top of a teacher's logits is not supported by engine=fpipe"
             )
-        group, size = self.get_data_parallel_group(), self.get_data_parallel_size()
+        group = self.get_data_parallel_group()
+        size = self.get_data_parallel_size()
         total = data["loss_mask"].sum().to(self.device)
         dist.all_reduce(total, group=group)
         tensordicts.assign_non_tensor(data, sp_size=1, batch_num_tokens=total.item(), dp_size=size)
@@ -273,7 +281,8 @@ class FpipeEngine(base.BaseEngine):
         Returns:
             The norm before clipping.
         """
-        norm, clip = self.weights.norm(), self.optimizer_config.clip_grad
+        norm = self.weights.norm()
+        clip = self.optimizer_config.clip_grad
         assert self.optimizer is not None, "forward_only engines have no optimizer"
         if torch.isfinite(norm):
             if clip is not None and clip > 0:
@@ -344,7 +353,8 @@ class FpipeEngine(base.BaseEngine):
         **keywords: object,
     ) -> None:
         """Write a checkpoint that any other number of processes and any other schedule can load."""
-        first, contents = dist.get_rank() == 0, self.checkpoint_config.save_contents
+        first = dist.get_rank() == 0
+        contents = self.checkpoint_config.save_contents
         path = Path(local_path, FOLDER)
         if first:
             shutil.rmtree(path, ignore_errors=True)
@@ -365,7 +375,8 @@ class FpipeEngine(base.BaseEngine):
 
     def _write_model(self, path: Path, weights: bool) -> None:
         """Write configurations, and the weights of a checkpoint, as a model of Hugging Face."""
-        folder, model = path.with_name("huggingface"), self.model_config
+        folder = path.with_name("huggingface")
+        model = self.model_config
         if weights:
             shutil.rmtree(folder, ignore_errors=True)
             export_model(path, folder)

@@ -16,7 +16,8 @@ functional = import_module("verl.utils.torch_functional")
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler:
     """verl's learning rate scheduler for an optimizer."""
-    total, warmup = config.total_training_steps, config.lr_warmup_steps
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
     if warmup is None or warmup <= 0:
         warmup = int(config.lr_warmup_steps_ratio * total)
     kind = config.get("lr_scheduler_type", "constant")

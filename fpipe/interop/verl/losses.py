@@ -73,10 +73,12 @@ class Loss:
 
     def __call__(self, logits: Tensor, number: Tensor) -> tuple[Tensor, Row]:
         """Return the loss of a microbatch, and what verl wants to know of it."""
-        call, index = _CURRENT.get(), int(number)
+        call = _CURRENT.get()
+        index = int(number)
         batch = call.parts[index].to(self.device)
         outputs = self._outputs(logits, call.tokens[index], batch)
-        loss, metrics = logits.new_ones((), dtype=torch.float32), {}
+        loss = logits.new_ones((), dtype=torch.float32)
+        metrics = {}
         if call.function is not None:
             loss, metrics = call.function(model_output=outputs, data=batch, dp_group=self.group)
         content = {"loss": loss.detach().item(), "metrics": metrics}
