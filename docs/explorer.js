@@ -78,7 +78,7 @@ function curveOf(lane, row, part) {
   return {times, held, most};
 }
 
-// The idle times of a rank and their causes, as fpipe/products/pictures/convert.py finds them.
+// The idle times of a rank and their causes, as fpipe/products/pictures/scene.py finds them.
 function idleOf(lanes, rows, rank, total) {
   const lane = lanes[rank], row = rows[rank], least = 1e-9 * total, found = [];
   const has = (ops) => (action) => action.some(({op}) => ops.includes(op));

@@ -23,18 +23,16 @@ RANKS = (2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 PER_RANK = (1, 2, 3, 4)
 SLICES = 2  #: of schedules that order slices of sequences
-CONTROLS = (Path(__file__).parent / "explorer.html").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parent
 
 
 @cache
 def page() -> str:
     """The page."""
-    scripts = [name for name in html.SCRIPTS if name != "view.js"] + ["view.js", "explorer.js"]
-    extra = {
-        "explorer.js": (Path(__file__).parent / "explorer.js").read_text(encoding="utf-8"),
-        "controls": CONTROLS,
-    }
-    return html.join("Schedules of pipelines", contents(), scripts=scripts, extra=extra)
+    script, controls = (
+        (FOLDER / name).read_text(encoding="utf-8") for name in ("explorer.js", "explorer.html")
+    )
+    return html.join("Schedules of pipelines", contents(), script=script, controls=controls)
 
 
 def contents() -> dict[str, Any]:

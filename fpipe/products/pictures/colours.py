@@ -10,14 +10,13 @@ the only sign.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ...actions import KINDS
 
 #: name -> its colour on light and on dark paper; the causes of idle time are those of
 #: ``scene.CAUSES``
 THEME: dict[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#14181d"),
+    "raised": ("#ffffff", "#232a32"),
     "ink": ("#1d2733", "#e6eaef"),
     "faint": ("#5b6673", "#a3aebb"),
     "line": ("#d5dae1", "#3a434e"),
@@ -41,7 +40,8 @@ def rgb(colour: str) -> tuple[int, int, int]:
     >>> rgb("#0b4b49")
     (11, 75, 73)
     """
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    red, green, blue = bytes.fromhex(colour[1:])
+    return red, green, blue
 
 
 def mix(a: str, b: str, share: float) -> str:
@@ -51,10 +51,9 @@ def mix(a: str, b: str, share: float) -> str:
     '#808080'
     """
     parts = (round(x + (y - x) * share) for x, y in zip(rgb(a), rgb(b), strict=True))
-    return "#" + "".join(f"{part:02x}" for part in parts)
+    return f"#{bytes(parts).hex()}"
 
 
-@lru_cache(maxsize=64)
 def palette(shades: int, dark: bool = False) -> dict[str, str]:
     """Every colour of a picture by its key: the names of ``THEME``, an op with its shade, such as
     ``F0``, and ``t0`` to ``t9``, from much earlier over equal to much later, and not there.
@@ -81,7 +80,6 @@ def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     return mix(first, last, reach * min(shade, shades - 1) / max(shades - 1, 1))
 
 
-@lru_cache(maxsize=1024)
 def ink(colour: str) -> str:
     """Black or white, whichever reads better on ``colour`` (the contrast rule of WCAG 2).
 

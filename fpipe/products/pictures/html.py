@@ -13,7 +13,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from itertools import pairwise
 from math import floor, log10
@@ -33,33 +33,27 @@ AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
 def paint(scenes: Scenes, look: Look) -> str:
     """The page."""
-    names = [scene.timeline.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
-    unique = [
-        name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)
-    ]
+    names = [scene.name for scene in scenes]
+    drawn: list[Json] = []
+    for k, (scene, name) in enumerate(zip(scenes, names, strict=True), 1):
+        drawn.append(_scene(scene, name if names.count(name) == 1 else f"{name} ({k})"))
     title = " · ".join(labels.title(scene) for scene in scenes)
-    show = {"memory": look.memory, "critical": False, "messages": False}
-    return join(title, {"scenes": list(map(_scene, scenes, unique)), "show": show}, look.dark)
+    return join(title, {"scenes": drawn, "show": {"memory": look.memory}}, look.dark)
 
 
 def join(
-    title: str,
-    contents: Json,
-    dark: bool | None = None,
-    scripts: Sequence[str] = SCRIPTS,
-    extra: Mapping[str, str] | None = None,
+    title: str, contents: Json, dark: bool | None = None, script: str = "", controls: str = ""
 ) -> str:
-    """The viewer with these contents; ``extra`` has other scripts by name, and ``controls``, a
-    piece of HTML.
+    """The viewer with these contents. ``script`` runs after its own scripts, and ``controls``, a
+    piece of HTML, stands above its head.
     """
-    extra = extra or {}
     names = {"words": {op: kind.name for op, kind in KINDS.items()}, "idle": CAUSES}
     parts = {
         "title": escape(title),
         "style": _theme(dark) + _read("style.css"),
-        "script": "\n".join(extra[name] if name in extra else _read(name) for name in scripts),
+        "script": "\n".join([*map(_read, SCRIPTS), script]),
         "data": compressed(contents | names),
-        "controls": extra.get("controls", ""),
+        "controls": controls,
         "scheme": {None: "light dark", False: "light", True: "dark"}[dark],
     }
     return re.sub("{{(.*?)}}", lambda match: parts[match[1]], _read("page.html"))
@@ -72,17 +66,13 @@ def _read(name: str) -> str:
 def _theme(dark: bool | None) -> str:
     """The colours as variables of CSS, for light or dark paper, or for both."""
 
-    def rules(dark: bool) -> Iterator[str]:
-        yield f":root{{--scheme:{'dark' if dark else 'light'};"
-        yield f"--raised:{'#232a32' if dark else '#ffffff'};"
-        yield f"--shadow:0 4px 18px rgb({'0 0 0 / 55%' if dark else '20 30 40 / 18%'});"
-        yield from (f"--{name}:{pair[dark]};" for name, pair in THEME.items())
-        yield "}"
+    def variables(dark: bool) -> str:
+        colours = "".join(f"--{name}:{pair[dark]};" for name, pair in THEME.items())
+        return f":root{{--scheme:{'dark' if dark else 'light'};{colours}}}\n"
 
-    text = "".join(rules(bool(dark))) + "\n"
-    if dark is None:
-        text += f"@media (prefers-color-scheme:dark){{{''.join(rules(True))}}}\n"
-    return text
+    if dark is not None:
+        return variables(dark)
+    return f"{variables(False)}@media (prefers-color-scheme:dark){{{variables(True)}}}\n"
 
 
 def compressed(data: Json) -> str:
@@ -102,20 +92,20 @@ def _scene(scene: Scene, label: str) -> Json:
         "label": label,
         "title": label + labels.title(scene).removeprefix(scene.name),
         "figures": labels.facts(scene),
-        "notes": [labels.idle_times(scene), labels.units(scene)],
+        "notes": labels.notes(scene)[1:],
         "total": scene.total,
-        "unit": scene.unit,
+        "unit": scene.timeline.unit,
         "memoryUnit": "bytes" if scene.in_bytes else "",
         "microbatches": scene.microbatches,
-        "slices": scene.slices,
+        "slices": scene.timeline.slices,
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
         "longest": [round(1.1 * labels.widest_name(scene, detail), 3) for detail in (3, 2)],
         "palette": colour_table(keys, scene.shades),
-        "tints": [(entry.colours, entry.text) for entry in labels.tints(scene)],
+        "tints": list(labels.tints(scene)),
         "scale": scale,
         "amount": AMOUNT,
-        "codes": [(text, keys.index(colour)) for text, colour in codes],
+        "codes": list(codes),
         "lanes": [_lane(lane, scale, codes) for lane in scene.lanes],
     }
 
@@ -142,9 +132,7 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
     def times(values: Iterable[float]) -> list[int]:
         return _differences(round(value * scale) for value in values)
 
-    units = [int(part.microbatch) for bar in lane.bars for part in bar.action.parts]
-    waiting = [(k, *bar.cause, bar.wait) for k, bar in enumerate(lane.bars) if bar.cause]
-    indices, ranks, positions, waits = zip(*waiting, strict=True) if waiting else ((),) * 4
+    waits = [(k, bar.wait) for k, bar in enumerate(lane.bars) if bar.wait]
     return {
         "bubble": round(lane.bubble, 6),
         "peak": lane.peak,
@@ -152,8 +140,13 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
         "end": times(bar.end for bar in lane.bars),
         "parts": [len(bar.colours) for bar in lane.bars],
         "codes": [codes[pair] for pair in _pairs(lane)],
-        "units": _differences(units),
-        "waits": [*map(_differences, (indices, ranks, positions)), times(waits)],
+        "units": _differences(part.microbatch for bar in lane.bars for part in bar.action.parts),
+        "waits": [
+            _differences(k for k, _ in waits),
+            _differences(wait.rank for _, wait in waits),
+            _differences(wait.position for _, wait in waits),
+            times(wait.time for _, wait in waits),
+        ],
         "times": times(time for time, _ in lane.curve),
         "held": _differences(round(held * AMOUNT) for _, held in lane.curve),
         "idle": [

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from math import floor, log10
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .convert import ABSENT, SAME
-from .scene import CAUSES, Bar, Lane, Look, Scene, Scenes
+from .scene import CAUSES, Bar, Lane, Look, Scene, Scenes, has_curves
 
 
 def percent(share: float) -> str:
@@ -19,29 +19,30 @@ def percent(share: float) -> str:
     >>> percent(0.0), percent(3 / 11)
     ('0%', '27.3%')
     """
-    return f"{100 * share:.1f}".removesuffix(".0").replace("-0", "0") + "%"
+    return f"{round(100 * share, 1) or 0:g}%"
 
 
 def held(amount: float, scene: Scene) -> str:
     """What a rank holds: bytes with a prefix, anything else as a number."""
     if not scene.in_bytes:
         return number(amount)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(amount) < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(amount) >= 1024:
+            amount, unit = amount / 1024, larger
+    return f"{amount:.{int(unit != 'B')}f} {unit}"
 
 
 def time(value: float, scene: Scene) -> str:
     """A number with the unit of time, if the scene has one."""
-    return f"{number(value)} {scene.unit}" if scene.unit else number(value)
+    return f"{number(value)} {scene.timeline.unit}".rstrip()
 
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
     other = f" against {scene.against.name}" if scene.against else ""
-    slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
+    count = scene.timeline.slices
+    slices = f" of {counted(count, 'slice')}" if count > 1 else ""
     ranks = counted(len(scene.lanes), "rank")
     microbatches = counted(scene.microbatches, "microbatch")
     return f"{scene.name}{other}: {ranks}, {microbatches}{slices}"
@@ -49,7 +50,7 @@ def title(scene: Scene) -> str:
 
 def facts(scene: Scene) -> list[tuple[str, str]]:
     """The figures of a scene by name, each with its change from the scene it is compared with."""
-    found = {
+    texts = {
         "total": time(scene.total, scene),
         "span": time(scene.span, scene),
         "bubble": percent(scene.timeline.bubble),
@@ -58,11 +59,11 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     if was := scene.against:
         for name in ("total", "span", "peak"):
             now, before = getattr(scene, name), getattr(was, name)
-            if before and now != before:
-                found[name] += f" ({(now / before - 1) * 100:+.1f}%)"
+            if before not in (0, now):
+                texts[name] += f" ({(now / before - 1) * 100:+.1f}%)"
         points = 100 * (scene.timeline.bubble - was.timeline.bubble)
-        found["bubble"] += f" ({points:+.1f} points)"
-    return list(found.items())
+        texts["bubble"] += f" ({points:+.1f} points)"
+    return list(texts.items())
 
 
 def figures(scene: Scene) -> str:
@@ -79,45 +80,44 @@ def figures_of(lane: Lane, scene: Scene) -> str:
     return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene)}"
 
 
-def notes(scene: Scene) -> Iterator[str]:
+def notes(scene: Scene) -> list[str]:
     """The lines about a scene: its figures, idle time by cause, and what the units are."""
-    yield figures(scene)
-    if idle := idle_times(scene):
-        yield idle
-    yield units(scene)
-
-
-def idle_times(scene: Scene) -> str:
-    """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
-    if not scene.idle:
-        return ""
-    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
-    return f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}."
+    lines = [figures(scene), units(scene)]
+    if scene.idle:
+        parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
+        idle = percent(sum(scene.idle.values()))
+        lines.insert(1, f"Idle {idle} of all ranks' time: {', '.join(parts)}.")
+    return lines
 
 
 def units(scene: Scene) -> str:
     """What the numbers are: the units of time and memory, or what a stage takes of those of the
     cost model.
     """
-    count = max(
-        len({part.stage for bar in lane.bars for part in bar.action.parts}) for lane in scene.lanes
-    )
+    parts = [[part for bar in lane.bars for part in bar.action.parts] for lane in scene.lanes]
+    count = max(len({part.stage for part in row}) for row in parts)
     stages = "the stage" if count == 1 else f"each of the {count} stages"
-    lengths = ", ".join(f"{op} {_range(*pair)}" for op, pair in scene.lengths.items())
-    text = f"Times in {scene.unit or 'units of the costs'}"
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for bar in scene.bars:
+        if len(bar.colours) == 1:
+            times[bar.action.parts[0].op].append(bar.end - bar.start)
+    lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
+    text = f"Times in {scene.timeline.unit or 'units of the costs'}"
     text += f": {stages} of a rank takes {lengths}." if lengths else "."
-    low, high = scene.holds
+    curves = ([0.0, *(amount for _, amount in lane.curve)] for lane in scene.lanes)
+    growth = [b - a for curve in curves for a, b in pairwise(curve) if b > a]
     if scene.in_bytes:
         text += " Memory in bytes."
-    elif high:
-        whole = number(low * count) == number(high * count) == "1"  # all stages of a rank together
+    elif growth:
+        whole = _range([count * step for step in growth]) == "1"  # all stages of a rank together
         unit = "microbatches" if whole else "units of the costs"
-        text += f" Memory in {unit}: F adds {_range(low, high)}."
+        text += f" Memory in {unit}: F adds {_range(growth)}."
     return text
 
 
-def _range(low: float, high: float) -> str:
-    return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
+def _range(values: Collection[float]) -> str:
+    least, most = number(min(values)), number(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:
@@ -125,10 +125,10 @@ def hint(bar: Bar, scene: Scene) -> str:
     than in the timeline that the scene is compared with.
     """
     text = f"{bar.action}: {number(bar.start)} to {time(bar.end, scene)}"
-    if bar.cause and bar.wait > 0:
-        rank, position = bar.cause
-        before = scene.lanes[rank].bars[position].action
-        text += f", waited {number(bar.wait)} for {before} of rank {rank}"
+    if bar.wait and bar.wait.time > 0:
+        rank, position, length = bar.wait
+        before = scene.timeline.rows[rank][position]
+        text += f", waited {number(length)} for {before} of rank {rank}"
     if not scene.against:
         return text
     if bar.shift is None:
@@ -151,21 +151,14 @@ def step_of(least: float) -> float:
 
 
 # ---- legends ----
-class Entry(NamedTuple):
-    """An entry of a legend: its colours side by side, its text, and how high a swatch is; at a
-    height of one half, the second colour is below the first.
-    """
-
-    colours: tuple[str, ...]
-    text: str
-    height: float = 1.0
+Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
 
 def kinds(scenes: Scenes, shades: int) -> Iterator[Entry]:
     """The kinds of work that occur, with all their shades."""
-    found: dict[str, None] = dict.fromkeys(op for scene in scenes for op in scene.ops)
-    for op in found:
-        yield Entry(tuple(f"{op}{shade}" for shade in range(shades)), KINDS[op].name)
+    for op, kind in KINDS.items():
+        if any(op in scene.ops for scene in scenes):
+            yield tuple(f"{op}{shade}" for shade in range(shades)), kind.name
 
 
 def tints(scene: Scene) -> Iterator[Entry]:
@@ -177,35 +170,35 @@ def tints(scene: Scene) -> Iterator[Entry]:
     earlier, later = -min(shifts, default=0.0), max(shifts, default=0.0)
     other = scene.against.name
     meanings = {
-        (0, 1, 2, 3): f"ends earlier than in {other}, by up to {time(earlier, scene)}",
-        (SAME,): f"as in {other}",
-        (5, 6, 7, 8): f"later, by up to {time(later, scene)}",
-        (ABSENT,): f"not in {other}",
+        "0123": f"ends earlier than in {other}, by up to {time(earlier, scene)}",
+        "4": f"as in {other}",
+        "5678": f"later, by up to {time(later, scene)}",
+        "9": f"not in {other}",
     }
-    for numbers, text in meanings.items():
-        colours = tuple(f"t{number}" for number in numbers)
+    for digits, text in meanings.items():
+        colours = tuple(f"t{digit}" for digit in digits)
         if used & set(colours):
-            yield Entry(colours, text)
+            yield colours, text
 
 
 def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
     """The legend of a picture; ``dense`` if shares of time are drawn instead of actions."""
     plain = [scene for scene in scenes if not scene.against]
-    shades = 1 if dense else max([scene.shades for scene in plain], default=1)
+    shades = 1 if dense else max(scene.shades for scene in plain)
     yield from kinds(plain, shades)
     if shades > 1:
-        yield Entry((), "paler: a rank's other stages")
+        yield (), "paler: a rank's other stages"
     if dense:
-        yield Entry((), "height: share of the time")
+        yield (), "height: share of the time"
     elif any(len(bar.colours) > 1 for scene in scenes for bar in scene.bars):
-        yield Entry(("F0", "B0"), "fused", 0.5)
+        yield ("F0", "B0"), "fused"
     for scene in scenes:
         yield from tints(scene)
     for cause, text in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
-            yield Entry((cause,), f"idle: {text}")
-    if look.memory and any(scene.peak for scene in scenes):
-        yield Entry(("curve",), "memory that the rank holds", 0.3)
+            yield (cause,), f"idle: {text}"
+    if has_curves(scenes, look):
+        yield ("curve",), "memory that the rank holds"
 
 
 # ---- names of actions ----
@@ -222,10 +215,9 @@ def name(part: Action, detail: int) -> str:
 
 
 def short_names(scene: Scene, detail: int) -> set[str]:
-    """Names as long as those of the bars that are about as short as ``cell``; at least one."""
+    """The names of the bars that are about as short as ``cell``; at least one."""
     short = (bar for bar in scene.bars if bar.end - bar.start < 1.5 * scene.cell)
-    names = {name(part, detail) for bar in short for part in bar.action.parts}
-    return {re.sub("[0-9]", "8", text) for text in names} or {""}
+    return {name(part, detail) for bar in short for part in bar.action.parts} or {""}
 
 
 def widest_name(scene: Scene, detail: int) -> float:

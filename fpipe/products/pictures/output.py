@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
-from .convert import Timelines, scenes
-from .scene import Look, Scenes
+from .scene import Look, Scenes, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +64,7 @@ def draw(
     <BLANKLINE>
     """
     columns = max(get_terminal_size().columns if width is None else width, 16)
-    colours = _colours() if color is None else "truecolor" if color else None
+    colours = _colours() if color is None else "truecolor" if color else ""
     return terminal.paint(scenes(timeline, difference), columns, colours)
 
 
@@ -130,17 +129,16 @@ def _plotting() -> ModuleType:
         ) from error
 
 
-def _colours() -> terminal.Colours:
+def _colours() -> str:
     """The colours that standard output shows."""
     if not (os.environ.get("FORCE_COLOR") or sys.stdout.isatty()):
-        return None
+        return ""
     from rich.console import Console  # slow, and not needed for files
 
     console = Console()
-    if console.is_dumb_terminal or console.no_color:
-        return None
-    if not console.encoding.startswith("utf"):  # it has no character for the edges of bars
-        return None
+    # one without UTF has no character for the edges of bars
+    if console.no_color or not (console.color_system and console.encoding.startswith("utf")):
+        return ""
     return "truecolor" if console.color_system == "truecolor" else "256"
 
 
@@ -157,9 +155,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     >>> table(["rank"], [[0]])
     '<table><tr><th>rank</th></tr><tr><td>0</td></tr></table>'
     """
-    lines = [("th", head), *(("td", row) for row in rows)]
-    cells = ("".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row) for tag, row in lines)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        return "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells)
+
+    lines = [line("th", head), *(line("td", row) for row in rows)]
+    return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"
 
 
 def titled(text: str) -> str:

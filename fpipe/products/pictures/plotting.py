@@ -10,9 +10,8 @@ imported when it is needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from io import BytesIO
-from operator import itemgetter
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -28,8 +27,8 @@ from ...errors import FpipeError
 from . import labels
 from .colours import ink, palette
 from .labels import text_width, wrapped
-from .scene import Look, Points, Scenes
-from .shapes import CURVE, GAP, Frame, Label, Rect, Shape, frame, has_curves, natural_size, shapes
+from .scene import Look, Points, Scene, Scenes, has_curves
+from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 STYLES = ("paper", "light", "dark")
 PAPER_WIDTH = 560.0  #: of the axes in the style "paper": a page of a paper is about 7 inches wide
@@ -90,75 +89,65 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     width, height = window.width / pixel, window.height / pixel
     ranks = sum(len(scene.lanes) for scene in scenes)
     pitch = (height - (len(scenes) - 1) * HEADING) / ranks
-    curves = has_curves(scenes, look)
-    f = frame(scenes, look, width, (pitch - GAP) / (1 + CURVE * curves), LETTERS)
+    curve = CURVE if has_curves(scenes, look) else 0.0
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
     colours = palette(max(scene.shades for scene in scenes), style == "dark")
-    y, ticks = 0.0, dict[float, str]()
+    ticks: dict[float, str] = {}
+    y = 0.0
     for scene in scenes:
         lines = [*wrapped(labels.title(scene), 13, width)]
         if style != "paper":
             lines += wrapped(labels.figures(scene), 13, width)
-        axes.annotate(
-            "\n".join(lines),
-            (0, y),
-            (0, 6),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            annotation_clip=False,
-            color=colours["ink"],
-            fontsize=9,
-        )
-        drawn: list[Shape] = []
+        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
         for rank in range(len(scene.lanes)):
-            drawn += shapes(rank, scene, f)
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
-        _draw(axes, drawn, y, f, colours)
+        _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + HEADING / f.pitch
     axes.set_xlim(0, width / f.scale)
     axes.set_ylim(y - HEADING / f.pitch, 0)
     axes.set_yticks(list(ticks), list(ticks.values()))
-    _decorate(axes, scenes[0].unit, colours)
-    entries = [*labels.legend(scenes, look, all(map(f.is_dense, scenes)))]
-    _legend(axes, entries, colours, (width, height))
-    return axes
-
-
-def _decorate(axes: Axes, unit: str, colours: Mapping[str, str]) -> None:
+    unit = scenes[0].timeline.unit
     axes.set_xlabel(f"time in {unit}" if unit else "time", color=colours["faint"], fontsize=8)
-    axes.tick_params(length=0, labelsize=8, colors=colours["faint"])
-    axes.tick_params(axis="y", labelsize=9, labelcolor=colours["ink"])
+    axes.tick_params(length=0, labelsize=8, colors=colours["ink"])
     axes.set_facecolor(colours["paper"])
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
+    entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
+    _legend(axes, entries, colours, (width, height))
+    return axes
 
 
-def _draw(
-    axes: Axes, drawn: Iterable[Shape], y: float, f: Frame, colours: Mapping[str, str]
-) -> None:
-    """Put shapes into axes. Rectangles of one colour and height are one collection, and so are
-    equal texts.
+def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:
+    """Put the lanes of a scene into axes, ``y`` ranks below their top. Rectangles of one colour and
+    height are one collection, and so are equal texts.
     """
+
+    def place(time: float, height: float) -> tuple[float, float]:
+        return time, y + height / f.pitch
+
     rectangles: defaultdict[tuple[str, float, float, float], list[tuple[float, float]]]
     texts: defaultdict[tuple[str, float, str], list[tuple[float, float]]]
     rectangles, texts = defaultdict(list), defaultdict(list)
-    for shape in drawn:
+    for shape in (shape for rank in range(len(scene.lanes)) for shape in shapes(rank, scene, f)):
         colour = colours[shape.colour]
         if isinstance(shape, Rect):
             edge = round(shape.inset, 1)
-            span = shape.start, shape.end - shape.start
-            rectangles[colour, shape.y, shape.height, edge].append(span)
+            length = shape.end - shape.start
+            rectangles[colour, shape.y, shape.height, edge].append((shape.start, length))
         elif isinstance(shape, Label):
-            texts[shape.text, shape.size, ink(colour)].append((shape.time, y + shape.y / f.pitch))
+            texts[shape.text, shape.size, ink(colour)].append(place(shape.time, shape.y))
         else:
-            xs, ys = zip(*((time, y + at / f.pitch) for time, at in shape.points), strict=True)
-            if shape.width:
-                axes.plot(xs, ys, lw=0.75 * shape.width, color=colour, alpha=shape.opacity)
-            else:
-                axes.fill(xs, ys, lw=0, color=colour, alpha=shape.opacity)
+            times, heights = zip(*(place(*point) for point in shape.points), strict=True)
+            is_curve = shape.colour == "curve"
+            alpha = 0.3 if is_curve else 1.0
+            axes.fill_between(times, heights, heights[0], step="post", lw=0, fc=colour, alpha=alpha)
+            if is_curve:
+                axes.step(times, heights, where="post", color=colour, lw=0.6)
+    paper = colours["paper"]
     for (colour, top, height, edge), spans in rectangles.items():
-        place = y + top / f.pitch, height / f.pitch
-        axes.broken_barh(spans, place, facecolor=colour, edgecolor=colours["paper"], lw=edge)
+        extent = y + top / f.pitch, height / f.pitch
+        axes.broken_barh(spans, extent, facecolor=colour, edgecolor=paper, lw=edge)
     for (text, size, colour), places in texts.items():
         _stamp(axes, text, 0.75 * size, colour, places)
 
@@ -177,16 +166,16 @@ def _stamp(axes: Axes, text: str, size: float, colour: str, places: Points) -> N
 
 def _legend(
     axes: Axes,
-    entries: Sequence[labels.Entry],
+    entries: Iterable[labels.Entry],
     colours: Mapping[str, str],
     size: tuple[float, float],
 ) -> None:
     """The legend below the axis, in as many columns as fit."""
-    texts = [entry.text for entry in entries]
     handles: list[tuple[Patch, ...]] = []
-    for entry in entries:
-        swatches = tuple(Patch(color=colours[key]) for key in entry.colours)
-        handles.append(swatches or (Patch(alpha=0),))
+    texts: list[str] = []
+    for keys, text in entries:
+        handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
+        texts.append(text)
     widest = max(text_width(text, 11) for text in ["", *texts])
     axes.legend(
         handles,
@@ -210,24 +199,24 @@ def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> b
     A point is a name, a memory, a bubble, and whether no other one has less of both.
     """
     names: defaultdict[tuple[float, float, bool], list[str]] = defaultdict(list)
-    for label, memory, bubble, is_best in points:
-        names[memory, bubble, is_best].append(label)
+    for name, memory, bubble, is_best in points:
+        names[bubble, memory, is_best].append(name)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes, colours = figure.subplots(), palette(1)
-    best = sorted((memory, bubble) for memory, bubble, is_best in names if is_best)
+    best = sorted((memory, bubble) for bubble, memory, is_best in names if is_best)
     axes.plot(*zip(*best, strict=True), color=colours["curve"], lw=1)
-    for k, place in enumerate(sorted(names, key=itemgetter(1, 0))):
-        memory, bubble, is_best = place
-        axes.plot(memory, bubble, "o", color=colours["curve" if is_best else "faint"], ms=4)
+    for k, (bubble, memory, is_best) in enumerate(sorted(names)):
+        colour = colours["ink" if is_best else "faint"]
+        axes.plot(memory, bubble, "o", color=colour, ms=4)
         axes.annotate(
-            ", ".join(names[place]),
+            ", ".join(names[bubble, memory, is_best]),
             (memory, bubble),
             (4, -9 if k % 2 else 3),  # neighbours of one height are not over one another
             textcoords="offset points",
             fontsize=7,
-            color=colours["ink" if is_best else "faint"],
+            color=colour,
         )
-    axes.set_title("bubble against memory", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title("bubble against memory", loc="left")
     axes.set_xlabel("memory that a rank holds")
     axes.set_ylabel("bubble")
     axes.yaxis.set_major_formatter(PercentFormatter(1))

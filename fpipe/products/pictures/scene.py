@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline as it is drawn: bars and idle times in lanes, and the figures beside them.
+"""A timeline as it is drawn: bars and idle times in lanes, which every format reads.
 
-This is plain data that every format reads.
+A rank warms up until its first backward begins, and is in its tail after its last forward. An idle
+time before the first backward is the warm-up, one after the last forward the tail. Between them, it
+is the time in which a message was on the way, after the action that sent it had ended, or
+imbalance, while another rank was still computing that action. A time on the way counts as a message
+in every phase, once the rank has begun.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, AnyAction, Timeline
+from ...actions import KINDS, Action, AnyAction, Placement, Timeline, Wait
+from ...errors import FpipeError
 
 #: cause of idle time -> its name in the legend
 CAUSES = {
@@ -23,7 +30,13 @@ CAUSES = {
     "tail": "tail",
     "other": "other, or not known",
 }
+#: unit, how many of it are a second, and the least total in seconds that is shown in it
+SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
+#: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
+SAME, ABSENT = 4, 9
+
 Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
+Timelines: TypeAlias = Timeline | Sequence[Timeline]
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,7 @@ class Bar(NamedTuple):
     start: float
     end: float
     colours: tuple[str, ...]  # of each part by kind and chunk, a key of ``colours.palette``
-    cause: tuple[int, int] | None  # (lane, index in its bars) of what it waited for
-    wait: float  # how long the rank was idle before it
+    wait: Wait | None
     shift: float | None = None  # how much later it ends than in the timeline it is compared with
     tint: str = ""  # the colour of that
 
@@ -76,21 +88,15 @@ class Lane(NamedTuple):
     gaps: tuple[Gap, ...]
     bubble: float
     curve: Points  # (time, held from then on)
-
-    @property
-    def peak(self) -> float:
-        """The most that the rank holds."""
-        return max((amount for _, amount in self.curve), default=0.0)
+    peak: float  # the most that is held
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A timeline, ready to be drawn."""
+    """A timeline that starts at time 0, ready to be drawn."""
 
     timeline: Timeline
     lanes: tuple[Lane, ...]
-    unit: str  # of time, "" for that of the cost model
-    scale: float  # how many of it are a unit of the timeline
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     against: Scene | None = None  # what it is compared with
 
@@ -102,22 +108,17 @@ class Scene:
     @property
     def total(self) -> float:
         """From the first start to the last end."""
-        return self.timeline.total * self.scale
+        return self.timeline.total
 
     @property
     def span(self) -> float:
         """The longest time between a rank's first start and its last end."""
-        return self.timeline.span * self.scale
+        return self.timeline.span
 
     @property
     def microbatches(self) -> int:
         """The number of microbatches."""
-        return self.timeline.microbatches // self.slices
-
-    @cached_property
-    def slices(self) -> int:
-        """The number of slices of a microbatch."""
-        return self.timeline.slices
+        return self.timeline.microbatches // self.timeline.slices
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
@@ -141,7 +142,7 @@ class Scene:
     @cached_property
     def peak(self) -> float:
         """The most that a rank holds."""
-        return max((lane.peak for lane in self.lanes), default=0.0)
+        return max(lane.peak for lane in self.lanes)
 
     @property
     def in_bytes(self) -> bool:
@@ -149,29 +150,172 @@ class Scene:
         return self.peak >= 4096
 
     @cached_property
-    def lengths(self) -> dict[str, tuple[float, float]]:
-        """op -> the least and the greatest time of an action of it alone."""
-        times: defaultdict[str, list[float]] = defaultdict(list)
-        for bar in self.bars:
-            if len(bar.colours) == 1:
-                times[bar.action.parts[0].op].append(bar.end - bar.start)
-        return {op: (min(times[op]), max(times[op])) for op in self.ops if op in times}
-
-    @cached_property
-    def holds(self) -> tuple[float, float]:
-        """The least and the greatest amount by which what a rank holds grows at once."""
-        amounts = ([0.0, *(held for _, held in lane.curve)] for lane in self.lanes)
-        steps = [b - a for lane in amounts for a, b in pairwise(lane) if b > a] or [0.0]
-        return min(steps), max(steps)
-
-    @cached_property
     def idle(self) -> dict[str, float]:
         """cause -> the share of the time of all ranks, if it is not negligible."""
         times: defaultdict[str, float] = defaultdict(float)
-        for gap in (gap for lane in self.lanes for gap in lane.gaps):
-            times[gap.cause] += gap.end - gap.start
+        for lane in self.lanes:
+            for gap in lane.gaps:
+                times[gap.cause] += gap.end - gap.start
         whole = self.total * len(self.lanes) or 1.0
         return {cause: times[cause] / whole for cause in CAUSES if times[cause] > 5e-4 * whole}
 
 
 Scenes: TypeAlias = Sequence[Scene]
+
+
+def has_curves(scenes: Scenes, look: Look) -> bool:
+    """Whether memory curves are drawn."""
+    return look.memory and any(scene.peak for scene in scenes)
+
+
+def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
+    """One timeline or several, to be drawn one over the other on one axis of time.
+
+    Short times in seconds become milliseconds or microseconds. With ``difference``, all but the
+    first are compared with that.
+    """
+    drawn = [timelines] if isinstance(timelines, Timeline) else timelines
+    if not drawn:
+        raise FpipeError("there is no timeline to draw; give at least one")
+    unit, *others = sorted({timeline.unit for timeline in drawn})
+    if others:
+        named = " and in ".join(unit or "units of the costs" for unit in [unit, *others])
+        raise FpipeError(f"timelines in {named} have no common axis; give them one unit")
+    scale = 1.0
+    if unit == "s":
+        longest = max(timeline.total for timeline in drawn)
+        unit, scale = next((u, scale) for u, scale, least in SECONDS if longest >= least)
+    first, *rest = (_scene(_from_zero(timeline, unit, scale)) for timeline in drawn)
+    if difference:
+        rest = [_against(first, scene) for scene in rest]
+    return first, *rest
+
+
+def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
+    """A timeline that starts at 0, in another unit."""
+
+    def times(rows: Iterable[Iterable[float]]) -> tuple[array[float], ...]:
+        return tuple(array("d", [(t - timeline.start) * scale for t in row]) for row in rows)
+
+    starts, ends = times(timeline.starts), times(timeline.ends)
+    return replace(timeline, starts=starts, ends=ends, unit=unit)
+
+
+def _scene(timeline: Timeline) -> Scene:
+    shades = _shades(timeline.placement)
+
+    def colour(part: Action) -> str:
+        path = timeline.placement.path_index(part.microbatch)
+        return f"{part.op}{shades[path][part.stage]}"
+
+    lanes: list[Lane] = []
+    for rank in range(timeline.ranks):
+        bars = tuple(
+            Bar(
+                span.action,
+                span.start,
+                span.end,
+                tuple(map(colour, span.action.parts)),
+                timeline.waited_for(rank, span.position),
+            )
+            for span in timeline.of_rank(rank)
+        )
+        bubble = max(1 - timeline.busy[rank] / timeline.span, 0.0) if timeline.span else 0.0
+        curve = without_dips(timeline.curve(rank))
+        peak = max((held for _, held in curve), default=0.0)
+        lanes.append(Lane(bars, tuple(_gaps(timeline, bars)), bubble, curve, peak))
+    return Scene(timeline, tuple(lanes), max(shades[-1]) + 1)
+
+
+def _shades(placement: Placement) -> list[list[int]]:
+    """By path, the shade of each stage: its number among the chunks of its rank, counted through
+    all paths.
+    """
+    shades: list[list[int]] = []
+    first = 0
+    for path in placement.paths:
+        shades.append([first + path[:stage].count(rank) for stage, rank in enumerate(path)])
+        first = max(shades[-1]) + 1
+    return shades
+
+
+def without_dips(curve: Points) -> Points:
+    """A curve without dips of no length, where one action frees memory at the moment at which the
+    next one takes it.
+    """
+    points = [one for one, then in pairwise(curve) if one[0] < then[0] or one[1] > then[1]]
+    return [*points, *curve[-1:]]
+
+
+# ---- idle times ----
+def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
+    """The idle times of a rank in order, none shorter than a billionth of the total."""
+    warm = next((bar.start for bar in bars if _provides(bar, "I")), 0.0)
+    last = next((bar.end for bar in reversed(bars) if _provides(bar, "F")), inf)
+    gaps: list[Gap] = []
+    free = 0.0
+    for bar in bars:
+        if not free or bar.start <= warm:
+            cause = "warmup"
+        elif bar.start > last:
+            cause = "tail"
+        else:
+            cause = "imbalance" if bar.wait else "other"
+        sent = bar.start
+        if free and bar.wait:
+            ended = timeline.ends[bar.wait.rank][bar.wait.position]
+            sent = min(max(ended, free), bar.start)
+        gaps += [Gap(free, sent, cause), Gap(sent, bar.start, "message")]
+        free = max(free, bar.end)
+    gaps.append(Gap(free, timeline.total, "tail" if bars else "other"))
+    return (gap for gap in gaps if gap.end - gap.start > 1e-9 * timeline.total)
+
+
+def _provides(bar: Bar, fact: str) -> bool:
+    return any(fact in KINDS[part.op].provides for part in bar.action.parts)
+
+
+# ---- differences ----
+def _against(first: Scene, second: Scene) -> Scene:
+    """``second`` in the colours of how much earlier or later its actions end than in ``first``.
+
+    An action is compared with the one that provides the same there: B with W, and I and W with B,
+    if the other timeline has only those.
+    """
+
+    def key(part: Action, fact: str) -> tuple[str, int, int, int]:
+        return fact, part.stage, part.whole, part.slice
+
+    ends = {
+        key(part, fact): bar.end
+        for bar in first.bars
+        for part in bar.action.parts
+        for fact in KINDS[part.op].provides
+    }
+
+    def shifted(bar: Bar) -> Bar:
+        part = bar.action.parts[0]
+        end = ends.get(key(part, KINDS[part.op].provides[-1]))
+        return bar if end is None else bar._replace(shift=bar.end - end)
+
+    rows = [list(map(shifted, lane.bars)) for lane in second.lanes]
+    most = max((abs(bar.shift or 0.0) for row in rows for bar in row), default=0.0)
+    lanes: list[Lane] = []
+    for lane, row in zip(second.lanes, rows, strict=True):
+        bars = tuple(bar._replace(tint=f"t{tint(bar.shift, most)}") for bar in row)
+        lanes.append(lane._replace(bars=bars))
+    return replace(second, lanes=tuple(lanes), against=first)
+
+
+def tint(shift: float | None, most: float) -> int:
+    """The tint of a shift, where the greatest is ``most``.
+
+    >>> [tint(shift, 8) for shift in (-8, -1, 0, 0.5, 8, None)]
+    [0, 3, 4, 5, 8, 9]
+    """
+    if shift is None:
+        return ABSENT
+    if abs(shift) <= 1e-9 * most:
+        return SAME
+    step = min(int(4 * abs(shift) / most), 3) + 1
+    return SAME + step if shift > 0 else SAME - step

@@ -4,26 +4,39 @@
 
 Their x is a time, and their y pixels from the top of the first lane down. Where a short action
 would be narrower than two pixels, a lane shows how much of its time each kind of work takes, in
-pieces as long as the work of a whole number of microbatches (see ``shares.bands``).
+pieces as long as the work of a whole number of microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import ceil
 from typing import NamedTuple, TypeAlias
 
+from ...actions import OPS
 from . import labels
 from .labels import name, text_width, widest_name
-from .scene import CAUSES, Lane, Look, Points, Scene, Scenes
-from .shares import LEAST_CELL, bands, envelope
+from .scene import CAUSES, Lane, Look, Points, Scene, Scenes, has_curves
 
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
-HEIGHTS = {8: 26, 32: 20, 10**9: 14}  # of a lane, up to so many ranks
 CELL, NARROWEST, WIDEST = 26, 560, 2200  # of a short bar, if space allows; of all bars together
 TIGHT, WIDER = 15, 4200  # the same for long schedules
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
+LEAST = 6.0  # the least width of a piece
+LEAST_CELL = 2.0  # of a short bar, below which a lane shows shares
+#: colours in a lane of shares, from its foot up
+STACKED = (
+    *(f"t{k}" for k in range(10)),
+    *(f"{op}0" for op in OPS),
+    *("tail", "imbalance", "message", "other", "warmup"),
+)
+
+Interval: TypeAlias = tuple[float, float, str]  # start, end, colour or cause
 
 
 class Rect(NamedTuple):
@@ -50,12 +63,12 @@ class Label(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A line through points, or the area that they enclose where ``width`` is 0."""
+    """The area below steps, each at its height from its time on. The first and the last height are
+    that of the foot.
+    """
 
     points: Points
     colour: str
-    width: float = 0.0
-    opacity: float = 1.0
 
 
 Shape: TypeAlias = Rect | Label | Path
@@ -98,29 +111,36 @@ def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float 
     return Frame(scale, lane, curve, detail, size, letters, hints)
 
 
-def has_curves(scenes: Scenes, look: Look) -> bool:
-    """Whether memory curves are drawn."""
-    return look.memory and any(scene.peak for scene in scenes)
-
-
 def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cells = max(scene.total for scene in scenes) / min(scene.cell for scene in scenes)
     wide = max(min(cells * CELL, WIDEST), NARROWEST)
+    if cells * TIGHT <= WIDER:
+        wide = max(wide, cells * TIGHT)
     ranks = max(len(scene.lanes) for scene in scenes)
-    height = next(height for most, height in HEIGHTS.items() if ranks <= most)
-    return max(wide, cells * TIGHT) if cells * TIGHT <= WIDER else wide, height
+    return wide, 26 if ranks <= 8 else 20 if ranks <= 32 else 14
 
 
 def shapes(rank: int, scene: Scene, f: Frame) -> Iterator[Shape]:
     """The idle times and the actions of a rank, and what it holds."""
     lane, y = scene.lanes[rank], rank * f.pitch
-    if f.is_dense(scene):
-        yield from _bands(lane, scene, f, y + f.lane)
-    else:
-        yield from _bars(lane, scene, f, y)
+    dense = f.is_dense(scene)
+    yield from _bands(lane, scene, f, y + f.lane) if dense else _bars(lane, scene, f, y)
     if f.curve and lane.curve and scene.peak > 0:
-        yield from _curve(lane, scene, f, y + f.lane + f.curve)
+        foot, height = y + f.lane + f.curve, (f.curve - 2) / scene.peak  # all ranks have one scale
+        curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
+        tops = [(time, foot - height * max(held, 0)) for time, held in curve]
+        yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
+
+
+def envelope(curve: Points, length: float) -> Points:
+    """A curve with one point in each ``length`` of time, the greatest there.
+
+    >>> envelope([(0, 1), (1, 2), (2, 1), (9, 0)], 4)
+    [(0, 2), (8, 0)]
+    """
+    groups = groupby(curve, lambda point: int(point[0] / length))
+    return [(at * length, max(amount for _, amount in group)) for at, group in groups]
 
 
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
@@ -139,27 +159,55 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
                 yield Label(middle, top + height / 2, label, size, colour, long - 2)
 
 
+# ---- shares of time ----
 def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
-    """The areas of a dense lane."""
-    edges, heights_of = bands(lane, scene, f.scale)
-    for colour, heights in heights_of.items():
-        tops = [foot - round(height * f.lane / FINEST) * FINEST for height in heights]
-        yield Path(_steps(list(zip(edges, tops, strict=False)), foot, edges[-1]), colour)
+    """The shares of a dense lane, the upper ones first, each over all of those below it."""
+    length = piece(scene, f.scale)
+    edges = [min(k * length, scene.total) for k in range(ceil(scene.total / length - 1e-9) + 1)]
+    work = [(a, b, f"{key[0]}0" if key[0] in OPS else key) for a, b, key in busy(lane)]
+    parts = shares([*work, *lane.gaps], edges)
+    heights = [0.0] * len(parts)
+    areas: list[Path] = []
+    for colour in STACKED:
+        if any(colour in part for part in parts):
+            grown = zip(heights, parts, strict=True)
+            heights = [min(height + part.get(colour, 0.0), 1.0) for height, part in grown]
+            tops = [foot - round(height * f.lane / FINEST) * FINEST for height in heights]
+            steps = zip(edges, [*tops, foot], strict=True)
+            areas.append(Path([(0.0, foot), *steps], colour))
+    return reversed(areas)
 
 
-def _curve(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
-    """What a rank holds; all ranks have one scale."""
-    curve = envelope(lane.curve, 2 / f.scale) if f.is_dense(scene) else lane.curve
-    tops = [(time, foot - (f.curve - 2) * max(held, 0) / scene.peak) for time, held in curve]
-    points = _steps(tops, foot, lane.bars[-1].end if lane.bars else 0.0)
-    yield Path(points, "curve", opacity=0.3)
-    yield Path(points, "curve", 0.8)
+def piece(scene: Scene, scale: float) -> float:
+    """The length of a piece: the work of a rank on a whole number of microbatches, so that a steady
+    phase is even.
+    """
+    work = sum(scene.timeline.busy) / max(scene.microbatches, 1) / max(len(scene.lanes), 1)
+    if work <= 0 or work * scale > 4 * LEAST:
+        return LEAST / scale
+    return work * ceil(LEAST / (work * scale))
 
 
-def _steps(tops: Points, foot: float, end: float) -> Points:
-    """The outline of an area of steps, each from its time on."""
-    points = [(tops[0][0], foot)]
-    for time, top in tops:
-        if top != points[-1][1]:
-            points += [(time, points[-1][1]), (time, top)]
-    return [*points, (end, points[-1][1]), (end, foot)]
+def busy(lane: Lane, painted: bool = True) -> Iterator[Interval]:
+    """The actions of a lane with their colours as they are painted or as they are by kind; the
+    parts of a fused one run one after another.
+    """
+    for bar in lane.bars:
+        length = (bar.end - bar.start) / len(bar.colours)
+        for k, colour in enumerate(bar.painted if painted else bar.colours):
+            yield bar.start + k * length, bar.start + (k + 1) * length, colour
+
+
+def shares(intervals: Iterable[Interval], edges: Sequence[float]) -> list[defaultdict[str, float]]:
+    """Of each piece between two edges, the share of every key.
+
+    >>> [dict(piece) for piece in shares([(0, 1, "F"), (1, 3, "B")], [0, 2, 4])]
+    [{'F': 0.5, 'B': 0.5}, {'B': 0.5}]
+    """
+    pieces: list[defaultdict[str, float]] = [defaultdict(float) for _ in edges[1:]]
+    for start, end, key in intervals:
+        first, stop = bisect_right(edges, start) - 1, bisect_left(edges, end)
+        for at in range(max(first, 0), min(stop, len(pieces))):
+            low, high = edges[at], edges[at + 1]
+            pieces[at][key] += (min(end, high) - max(start, low)) / (high - low)
+    return pieces

@@ -11,39 +11,30 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor
 from textwrap import wrap
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ...actions import OPS, number
+from ...actions import number
 from . import labels
 from .colours import ink, palette
-from .scene import Lane, Scene, Scenes
-from .shares import busy, shares
+from .scene import Lane, Scenes
+from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
 LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, 50), (2, 400))
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 
-Colours: TypeAlias = Literal["256", "truecolor"] | None  #: a system of rich, or plain text
-Pair: TypeAlias = tuple[str, str]  # the colours of a letter and of its ground
-
-
-class Cell(NamedTuple):
-    """A character and its colours."""
-
-    char: str
-    colours: Pair | None = None
+Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
 
 class _Layout(NamedTuple):
     """Columns per unit of time, columns to a panel, and how many panels there are."""
 
-    colours: Colours
+    colours: str
     margin: int
     detail: int
     scale: float
@@ -51,25 +42,24 @@ class _Layout(NamedTuple):
     panels: int
 
 
-def paint(scenes: Scenes, width: int = 160, colours: Colours = None) -> str:
-    """The text of a picture ``width`` columns wide."""
+def paint(scenes: Scenes, width: int = 160, colours: str = "") -> str:
+    """The text of a picture ``width`` columns wide, plain or with ``"256"`` or ``"truecolor"``."""
     layout = _layout(scenes, width, colours)
-    rows = [[_row(lane, scene, layout) for lane in scene.lanes] for scene in scenes]
+    rows = [[_row(lane, layout) for lane in scene.lanes] for scene in scenes]
     last = ceil(max(scene.total for scene in scenes) * layout.scale - 1e-9)
     lines: list[list[Cell]] = []
-    for panel in range(layout.panels):
-        first = panel * layout.columns
+    for first in range(0, layout.panels * layout.columns, layout.columns):
         stop = min(first + layout.columns, last)
         axis = _cells(_axis(layout, first, stop))
-        lines += [[], axis] if panel else []
+        lines += [[], axis] if first else []
         for scene, lanes in zip(scenes, rows, strict=True):
-            if panel == 0:
+            if first == 0:
                 lines += [_cells(labels.title(scene)[:width]), axis]
             elif len(scenes) > 1:
                 lines.append(_cells(scene.name[:width]))
             for rank, row in enumerate(lanes):
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
-                lines.append([*_cells(label.ljust(layout.margin)), *row[first:stop]])
+                lines.append(_cells(label.ljust(layout.margin)) + row[first:stop])
     lines.append([])
     for scene in scenes:
         head = f"{scene.name}: " if len(scenes) > 1 else ""
@@ -77,40 +67,35 @@ def paint(scenes: Scenes, width: int = 160, colours: Colours = None) -> str:
             lines += map(_cells, wrap(head + note, width, subsequent_indent="  "))
             head = ""
     lines += _legend(scenes, layout, width)
-    return _text(lines, colours)
+    grounds = palette(max(scene.shades for scene in scenes))
+    return "".join(_text(line, grounds, colours) for line in lines)
 
 
-def _cells(text: str, colours: Pair | None = None) -> list[Cell]:
-    return [Cell(char, colours) for char in text]
+def _cells(text: str, key: str = "") -> list[Cell]:
+    return [(char, key) for char in text]
 
 
 # ---- layout ----
-def _layout(scenes: Scenes, width: int, colours: Colours) -> _Layout:
+def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
-    end = max(scene.total for scene in scenes)
     cell = min(scene.cell for scene in scenes)
+    cells = max(scene.total for scene in scenes) / cell
     unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
     for detail, budget in LAYOUTS:
         need = max(len(name) for scene in scenes for name in labels.short_names(scene, detail)) + 1
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
-        panels = ceil(end / cell * need / (columns // need * need) - 1e-9)
-        if panels <= 1:
-            return _Layout(colours, margin, detail, _filling(end, cell, columns), columns, 1)
+        panels = ceil(cells * need / (columns // need * need) - 1e-9)
+        if panels <= 1:  # whole columns per cell where they fill most of the width
+            most = columns / cells if cells else WIDEST_CELL
+            scale = min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
+            return _Layout(colours, margin, detail, scale, columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
-            even = ceil(end / cell / panels - 1e-9) * need  # cut between cells
+            even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
-    return _Layout(colours, margin, 0, columns / end if end else 1.0, columns, 1)
-
-
-def _filling(end: float, cell: float, columns: int) -> float:
-    """The scale of a picture in one panel: whole columns per cell where they fill most of the
-    width.
-    """
-    most = columns * cell / end if end else WIDEST_CELL
-    return min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
+    return _Layout(colours, margin, 0, columns / cells / cell if cells else 1.0, columns, 1)
 
 
 def _axis(layout: _Layout, first: int, stop: int) -> str:
@@ -130,34 +115,26 @@ def _axis(layout: _Layout, first: int, stop: int) -> str:
 
 
 # ---- one lane ----
-def _row(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
+def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
-        return _overview(lane, scene, layout)
-    row = _cells((" " if layout.colours else ".") * (layout.columns * layout.panels))
-    pairs = _pairs(scene.shades)
+        return _overview(lane, layout)
+    mark, fill, idle = ("▏", " ", " ") if layout.colours else ("", "-", ".")
+    row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
         start, stop = round(bar.start * layout.scale), min(round(bar.end * layout.scale), len(row))
         count = len(bar.colours)
         for k, part in enumerate(bar.action.parts):
             a, b = (start + (stop - start) * at // count for at in (k, k + 1))
             low, high = _piece(a, b, layout.columns)
-            label = labels.name(part, layout.detail)
-            if layout.colours:
-                text = (" " * low + f"▏{label}"[: high - low]).ljust(b - a)
-                row[a:b] = _cells(text, pairs[bar.painted[k]])
-            else:
+            label, end = labels.name(part, layout.detail), ""
+            if not layout.colours:
                 label = _by_chunk(label, bar.colours[k]) if layout.detail < 3 else label
                 end = " " if k + 1 == count else "&"
-                text = ("-" * low + label[: high - low]).ljust(b - a - 1, "-") + end
-                row[a:b] = _cells(text[: b - a])
+            text = fill * low + (mark + label)[: high - low]
+            text = text.ljust(b - a - len(end), fill) + end
+            row[a:b] = _cells(text[: b - a], bar.painted[k])
     return row
-
-
-@cache
-def _pairs(shades: int) -> dict[str, Pair]:
-    """The letters and the ground of each colour, on light paper."""
-    return {key: (ink(ground), ground) for key, ground in palette(shades).items()}
 
 
 def _by_chunk(label: str, colour: str) -> str:
@@ -173,44 +150,36 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
 
 
-def _overview(lane: Lane, scene: Scene, layout: _Layout) -> list[Cell]:
-    """Each column shows what takes most of its time."""
-    shown = _dominant(lane, layout)
-    if layout.colours:
-        pairs = _pairs(scene.shades)
-        return [Cell(" ", pairs[key] if key else None) for key in shown]
-    return [Cell(_by_chunk(key[0], key) if key else ".") for key in shown]
-
-
-def _dominant(lane: Lane, layout: _Layout) -> Iterator[str]:
-    """For each column the colour to show, or empty for idle: the one with most time not yet shown.
-    So an op that takes a third of the time gets a third of the columns, and short ones appear too.
+def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
+    """For each column the kind of work with most time not yet shown, or idle time. So an op that
+    takes a third of the time gets a third of the columns, and short ones appear too.
     """
     owed: defaultdict[str, float] = defaultdict(float)
     edges = [column / layout.scale for column in range(layout.columns + 1)]
+    cells: list[Cell] = []
     for column in shares(busy(lane, painted=bool(layout.colours)), edges):
-        present = {**column, "": 1 - sum(column.values())}
-        for key, share in present.items():
+        column[""] = 1 - sum(column.values())
+        for key, share in column.items():
             owed[key] += share
-        shown = max((key for key in present if present[key] > 0), key=owed.__getitem__, default="")
-        owed[shown] -= 1
-        yield shown
+        key = max((key for key in column if column[key] > 0), key=owed.__getitem__, default="")
+        owed[key] -= 1
+        letter = " " if layout.colours else _by_chunk(key[0], key) if key else "."
+        cells.append((letter, key))
+    return cells
 
 
 # ---- the legend, and colours ----
 def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]:
     """The lines of the legend."""
     shades = max(scene.shades for scene in scenes)
-    pairs = _pairs(shades)
     items: list[list[Cell]] = []
-    for colours, text, _ in _entries(scenes, shades, layout):
-        letter = colours[0][0] if colours[0][0] in OPS else " "
-        if layout.colours:
-            swatch = [cell for key in colours for cell in _cells(f"{letter} ", pairs[key])]
-        else:
-            swatch = [Cell(letter)]
-        items.append([*swatch, *_cells(f" {text}")])
-    if not layout.colours and shades == 2 and layout.detail < 3:
+    for keys, text in labels.kinds(scenes, shades):
+        swatch = [cell for key in keys for cell in _cells(f"{key[0]} ", key)]
+        items.append((swatch if layout.colours else swatch[:1]) + _cells(f" {text}"))
+    if layout.colours:
+        for keys, text in (entry for scene in scenes for entry in labels.tints(scene)):
+            items.append([cell for key in keys for cell in _cells("  ", key)] + _cells(f" {text}"))
+    elif shades == 2 and layout.detail < 3:
         items.append(_cells("small letters: a rank's other stage"))
     line: list[Cell] = []
     for item in items:
@@ -221,30 +190,15 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
     yield line
 
 
-def _entries(scenes: Scenes, shades: int, layout: _Layout) -> Iterator[labels.Entry]:
-    yield from labels.kinds(scenes, shades)
-    if layout.colours:
-        for scene in scenes:
-            yield from labels.tints(scene)
-
-
-def _text(lines: Sequence[list[Cell]], colours: Colours) -> str:
-    for line in lines:
-        while line and line[-1] == Cell(" "):
-            line.pop()
-    if not colours:
-        return "".join("".join(cell.char for cell in line) + "\n" for line in lines)
-    from rich.color import ColorSystem  # slow, and not needed for plain text
-    from rich.style import Style
-
-    system = ColorSystem.TRUECOLOR if colours == "truecolor" else ColorSystem.EIGHT_BIT
+def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
     text = ""
-    for line in lines:
-        for pair, run in groupby(line, lambda cell: cell.colours):
-            chars = "".join(cell.char for cell in run)
-            if pair:
-                style = Style(color=pair[0], bgcolor=pair[1])
-                chars = style.render(chars, color_system=system)
-            text += chars
-        text += "\n"
-    return text
+    for key, run in groupby(line, lambda cell: cell[1]):
+        chars = "".join(char for char, _ in run)
+        if key and colours:
+            from rich.console import COLOR_SYSTEMS  # slow, and not needed for plain text
+            from rich.style import Style
+
+            style = Style(color=ink(grounds[key]), bgcolor=grounds[key])
+            chars = style.render(chars, color_system=COLOR_SYSTEMS[colours])
+        text += chars
+    return text.rstrip(" ") + "\n"

@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ...actions import Timeline
-from .scene import Look, Scenes
+from .scene import Look, Scene, Scenes
 
 Event: TypeAlias = dict[str, object]
 
@@ -22,44 +21,38 @@ _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 
 def paint(scenes: Scenes, look: Look) -> str:
     """The file's text."""
-    events = [event for k, scene in enumerate(scenes) for event in _events(k, scene.timeline)]
+    events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
     trace = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(trace, separators=(",", ":"))
 
 
-def _events(pid: int, timeline: Timeline) -> Iterator[Event]:
-    scale = _SCALE.get(timeline.unit, 1e3)
+def _events(pid: int, scene: Scene) -> Iterator[Event]:
+    scale = _SCALE.get(scene.timeline.unit, 1e3)
 
-    def event(phase: str, tid: int, time: float, name: str, **rest: object) -> Event:
-        at = (time - timeline.start) * scale
-        return {"ph": phase, "pid": pid, "tid": tid, "ts": at, "name": name, **rest}
+    def event(phase: str, rank: int, name: str, time: float, **rest: object) -> Event:
+        return {"ph": phase, "pid": pid, "tid": rank, "ts": time * scale, "name": name, **rest}
 
-    def label(what: str, tid: int, **args: object) -> Event:
-        return event("M", tid, timeline.start, what, args=args)
-
-    yield label("process_name", 0, name=timeline.name or "schedule")
-    rows = [timeline.of_rank(rank) for rank in range(timeline.ranks)]
-    for rank, row in enumerate(rows):
-        yield label("thread_name", rank, name=f"rank {rank}")
-        yield label("thread_sort_index", rank, sort_index=rank)
-        for span in row:
+    yield event("M", 0, "process_name", 0, args={"name": scene.name})
+    for rank, lane in enumerate(scene.lanes):
+        yield event("M", rank, "thread_name", 0, args={"name": f"rank {rank}"})
+        yield event("M", rank, "thread_sort_index", 0, args={"sort_index": rank})
+        for position, bar in enumerate(lane.bars):
             args: Event = {}
-            if wait := timeline.waited_for(rank, span.position):
-                before = rows[wait.rank][wait.position]
+            if wait := bar.wait:
+                before = scene.lanes[wait.rank].bars[wait.position]
                 args = {"for": str(before.action), "of rank": wait.rank, "waited": wait.time}
-                arrow = {"cat": "wait", "id": f"{pid}.{rank}.{span.position}"}
+                arrow = {"cat": "wait", "id": f"{pid}.{rank}.{position}"}
                 inside = 0.01 * before.start + 0.99 * before.end  # an arrow starts within a slice
-                yield event("s", wait.rank, inside, "waited for", **arrow)
-                yield event("f", rank, span.start, "waited for", bp="e", **arrow)
-            parts = span.action.parts
+                yield event("s", wait.rank, "waited for", inside, **arrow)
+                yield event("f", rank, "waited for", bar.start, bp="e", **arrow)
             yield event(
                 "X",
                 rank,
-                span.start,
-                ";".join(map(str, parts)),
-                dur=(span.end - span.start) * scale,
-                cat="+".join(part.op for part in parts),
+                ";".join(map(str, bar.action.parts)),
+                bar.start,
+                dur=(bar.end - bar.start) * scale,
+                cat="+".join(part.op for part in bar.action.parts),
                 args=args,
             )
-        for at, amount in timeline.curve(rank):
-            yield event("C", rank, at, f"rank {rank} holds", args={"held": amount})
+        for time, amount in scene.timeline.curve(rank):
+            yield event("C", rank, f"rank {rank} holds", time, args={"held": amount})

@@ -16,7 +16,7 @@ from fpipe.actions.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.generators import schedule_names
 from fpipe.products.pictures import labels
-from fpipe.products.pictures.convert import scenes
+from fpipe.products.pictures.scene import scenes
 from fpipe.products.search.comparison import per_share
 from fpipe.schedule import Schedule
 

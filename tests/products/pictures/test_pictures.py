@@ -26,9 +26,9 @@ from fpipe.actions.timeline import Timeline
 from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
-from fpipe.products.pictures import Look, colours, labels, plotting, scene, shares, svg, terminal
-from fpipe.products.pictures.convert import scenes, without_dips
+from fpipe.products.pictures import Look, colours, labels, plotting, scene, shapes, svg, terminal
 from fpipe.products.pictures.labels import text_width
+from fpipe.products.pictures.scene import scenes, without_dips
 from page_data import page_data
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
@@ -52,14 +52,13 @@ class Drawn:
 
 
 def outline(text: str) -> list[tuple[float, float]]:
-    """The points of ``M`` with relative steps."""
-    first, *steps = re.findall(r"[hvl]?[^hvl]+", text)
-    points = [tuple(map(float, first.split()))]
+    """The points of ``M`` with absolute steps along the axes."""
+    first, *steps = re.findall(r"[HV]?[^HV]+", text)
+    x, y = map(float, first.split())
+    points = [(x, y)]
     for step in steps:
-        x, y = points[-1]
-        by = [*map(float, step[1:].split())]
-        dx, dy = by if step[0] == "l" else (by[0], 0.0) if step[0] == "h" else (0.0, by[0])
-        points.append((x + dx, y + dy))
+        x, y = (float(step[1:]), y) if step[0] == "H" else (x, float(step[1:]))
+        points.append((x, y))
     return points
 
 
@@ -267,7 +266,7 @@ def test_several_timelines_share_one_axis():
 def test_few_seconds_are_reported_in_smaller_units():
     spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
     (one,) = scenes(Timeline.measured(spans, unit="s"))
-    assert (one.unit, one.total) == ("ms", pytest.approx(25))
+    assert (one.timeline.unit, one.total) == ("ms", pytest.approx(25))
     assert "25 ms" in pictures.draw(Timeline.measured(spans, unit="s"), width=60, color=False)
 
 
@@ -476,14 +475,14 @@ def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
 def test_shares_add_up_to_the_time_of_a_lane():
     (one,) = scenes(timeline("DualPipeV", 4, 10, "overlap=3,comm=0.1"))
     for lane in one.lanes:
-        parts = shares.shares([*shares.busy(lane), *lane.gaps], [0, 5, one.total / 2, one.total])
+        parts = shapes.shares([*shapes.busy(lane), *lane.gaps], [0, 5, one.total / 2, one.total])
         assert [sum(part.values()) for part in parts] == pytest.approx([1, 1, 1])
 
 
 def test_pieces_of_a_dense_lane_contain_whole_microbatches():
     (one,) = scenes(timeline("1F1B", 4, 400))
-    assert shares.piece(one, 2) == pytest.approx(3 * round(shares.piece(one, 2) / 3))
-    assert 2 * shares.piece(one, 2) >= shares.LEAST
+    assert shapes.piece(one, 2) == pytest.approx(3 * round(shapes.piece(one, 2) / 3))
+    assert 2 * shapes.piece(one, 2) >= shapes.LEAST
 
 
 @pytest.mark.parametrize("width", [320, 390, 900])

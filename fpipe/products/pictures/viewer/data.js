@@ -11,6 +11,8 @@ async function inflate(text) {
 
 function unpack(raw) {
   for (const scene of raw.scenes) {
+    const index = new Map(scene.palette.map((entry, k) => [entry.key, k]));
+    scene.codes = scene.codes.map(([text, key]) => [text, index.get(key)]);
     scene.lanes.forEach((lane, rank) => unpackLane(scene, lane, rank));
     finish(scene);
   }
