@@ -18,8 +18,10 @@ recomputed twice). Knows autograd's nodes alone, no stages, names or schedules.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -30,6 +32,10 @@ from ...programs.internals import RETAINED
 from .meter import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]
+#: The ends of the leaves of an argument, by index.
+Edges: TypeAlias = Mapping[int, GradientEdge]
+#: An edge, and the gradient that arrives there.
+Arrived: TypeAlias = tuple[GradientEdge, torch.Tensor]
 #: The next nodes of a node, with the number of their outputs.
 Nexts: TypeAlias = tuple[tuple[Node | None, int], ...]
 #: A tensor that a node saved, or a weak reference to it; empty once it is freed.
@@ -38,19 +44,9 @@ Cell: TypeAlias = list["torch.Tensor | weakref.ref[torch.Tensor]"]
 _FUNCTION = torch.autograd.function.BackwardCFunction
 #: C++ nodes that compute all their gradients at once, or whose weight gradients cost next to
 #: nothing beside the others.
-_WHOLE = (
-    "CppNode",
-    "RnnLayer",
-    "CudnnRnn",
-    "MiopenRnn",
-    "LstmCell",
-    "GruCell",
-    "PreluKernel",
-    "LstmMps",
-    "LayerNorm",
-    "GroupNorm",
-    "BatchNorm",
-    "RmsNorm",
+_WHOLE = re.compile(
+    "CppNode|RnnLayer|CudnnRnn|MiopenRnn|LstmCell|GruCell|PreluKernel|LstmMps"
+    "|LayerNorm|GroupNorm|BatchNorm|RmsNorm"
 )
 
 
@@ -78,115 +74,92 @@ class Survey(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What W needs: the forks with what arrived there, ends with their cotangents, and the
-    gradients computed in I.
+    """What W needs: of each fork what arrived there and its edges to parameters, ends with their
+    cotangents, and the gradients computed in I.
     """
 
-    arrived: list[tuple[Fork, list[tuple[int, torch.Tensor]]]]
-    ends: list[tuple[GradientEdge, torch.Tensor]]
-    leaves: dict[int, GradientEdge]
+    forks: list[tuple[list[Arrived], Sequence[GradientEdge]]]
+    ends: list[Arrived]
+    leaves: Edges
     early: Grads
 
 
 # ---- surveying ----
-def survey(
-    ends: Sequence[GradientEdge],
-    xs: Iterable[GradientEdge],
-    ps: Mapping[int, GradientEdge],
-    whole: bool = False,
-) -> Survey:
+def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = False) -> Survey:
     """Find the forks of a graph. ``whole``: all parameters are computed in I."""
-    marks = {edge.node: 1 for edge in xs}
+    ends = tuple(ends)
     bits = {index: 2 << place for place, index in enumerate(ps)}
+    marks = {edge.node: 1 for edge in xs.values()}
     marks |= {edge.node: bits[index] for index, edge in ps.items()}
-    nexts, reach, foreign = _walk(ends, marks)
-    crossing, ports, sources = _edges(ends, nexts, reach)
+    nexts, order = _walk(ends, marks)
+    reach = dict(marks)  # what each node leads to; bit 0: inputs, and one bit per parameter
+    for node in order:
+        bit = 0
+        for m, _ in nexts[node]:
+            if m is not None:
+                bit |= reach[m]
+        reach.setdefault(node, bit)
+    edges: list[tuple[Node | None, Node, int]]
+    edges = [(None, end.node, end.output_nr) for end in ends]
+    for node, below in nexts.items():
+        edges += [(node, m, port) for m, port in below if m is not None]
+    ports = defaultdict[Node, dict[int, None]](dict)  # the used outputs of nodes on the path
+    crossing = defaultdict[Node, dict[tuple[Node, int], None]](dict)  # edges from the path
+    sources = defaultdict[Node, set[Node | None]](set)  # of nodes that lead to parameters alone
+    for source, node, port in edges:
+        bit = reach[node]
+        if bit & 1:
+            ports[node][port] = None
+        elif bit:
+            sources[node].add(source)
+            if source is not None and reach[source] & 1:
+                crossing[source][node, port] = None
     early = -1 if whole else _early(reach, crossing, sources)
     forks, passed = [], []
     for node, bit in reach.items():
         if not bit & 1 or node in marks:
             continue
-        edges = [GradientEdge(*edge) for edge in crossing.get(node, ()) if reach[edge[0]] & ~early]
-        if edges:
-            forks.append(Fork(node, tuple(ports[node]), tuple(edges)))
+        late = [GradientEdge(*edge) for edge in crossing[node] if reach[edge[0]] & ~early]
+        if late:
+            forks.append(Fork(node, tuple(ports[node]), tuple(late)))
         else:
             passed.append(node)
+    reached = [reach[end.node] for end in ends]
     return Survey(
         tuple(forks),
         frozenset(index for index, bit in bits.items() if not bit & early),
         tuple(passed),
-        tuple(
-            i for i, end in enumerate(ends) if not reach[end.node] & 1 and reach[end.node] & ~early
-        ),
-        tuple(foreign),
+        tuple(i for i, bit in enumerate(reached) if not bit & 1 and bit & ~early),
+        tuple(_leaves(node for node in order if not nexts[node] and node not in marks)),
     )
 
 
 def _walk(
-    ends: Sequence[GradientEdge], marks: Mapping[Node, int]
-) -> tuple[dict[Node, Nexts], dict[Node, int], list[torch.Tensor]]:
-    """The next nodes of every node; what each leads to (bit 0: inputs, one bit per parameter);
-    foreign leaves.
+    ends: Iterable[GradientEdge], marks: Container[Node] = ()
+) -> tuple[dict[Node, Nexts], list[Node]]:
+    """The next nodes of every node, where ``marks`` have none; and the nodes, each after those
+    that it leads to.
     """
-    nexts: dict[Node, Nexts] = dict.fromkeys(marks, ())
-    reach = dict(marks)
-    foreign = []
+    nexts: dict[Node, Nexts] = {}
+    order: dict[Node, None] = {}
     stack = [end.node for end in ends]
     while stack:
-        node = stack[-1]
-        if node in reach:
-            stack.pop()
+        node = stack.pop()
+        if node in nexts:
+            order[node] = None
             continue
-        below = nexts.get(node)
-        if below is None:
-            below = nexts[node] = node.next_functions
-            ahead = [m for m, _ in below if m is not None and m not in reach]
-            if ahead:
-                stack += ahead
-                continue
-            leaf = None if below else getattr(node, "variable", None)
-            if leaf is not None:
-                foreign.append(leaf)
-        bit = 0
-        for m, _ in below:
-            if m is not None:
-                bit |= reach[m]
-        reach[node] = bit
-        stack.pop()
-    return nexts, reach, foreign
+        below = nexts[node] = () if node in marks else node.next_functions
+        stack.append(node)
+        stack += [m for m, _ in below if m is not None and m not in nexts]
+    return nexts, list(order)
 
 
-def _edges(
-    ends: Sequence[GradientEdge], nexts: Mapping[Node, Nexts], reach: Mapping[Node, int]
-) -> tuple[
-    dict[Node, dict[tuple[Node, int], None]],
-    dict[Node, dict[int, None]],
-    dict[Node, set[Node | None]],
-]:
-    """By node on the path to the inputs, its edges to parameters alone, and which of its outputs
-    were used; by node that leads to parameters alone, the nodes before it (``None``: it is an end
-    of the graph).
-    """
-    crossing: dict[Node, dict[tuple[Node, int], None]] = {}
-    ports: dict[Node, dict[int, None]] = {}
-    sources: dict[Node, set[Node | None]] = {}
-    for end in ends:
-        if reach[end.node] & 1:
-            ports.setdefault(end.node, {})[end.output_nr] = None
-        else:
-            sources.setdefault(end.node, set()).add(None)
-    for node, below in nexts.items():
-        for edge in below:
-            m = edge[0]
-            if m is None or not (bit := reach[m]):
-                continue
-            if bit & 1:
-                ports.setdefault(m, {})[edge[1]] = None
-                continue
-            sources.setdefault(m, set()).add(node)
-            if reach[node] & 1:
-                crossing.setdefault(node, {})[m, edge[1]] = None
-    return crossing, ports, sources
+def _leaves(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
+    """The leaves of a graph among nodes."""
+    for node in nodes:
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
 
 
 def _early(
@@ -217,7 +190,7 @@ def _at_once(node: Node) -> bool:
     """Whether a node computes its gradients together, at a cost that should be paid once."""
     return (
         isinstance(node, _FUNCTION)
-        or any(word in type(node).__name__ for word in _WHOLE)
+        or _WHOLE.search(type(node).__name__) is not None
         or _hooked(node)
     )
 
@@ -236,9 +209,9 @@ def saved_tensors(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
                 yield saved.data
 
 
-def all_nodes(ends: Sequence[GradientEdge]) -> tuple[Node, ...]:
+def all_nodes(ends: Iterable[GradientEdge]) -> Iterable[Node]:
     """Every node of a graph."""
-    return tuple(_walk(ends, {})[0])
+    return _walk(ends)[0]
 
 
 def _movable(nodes: Iterable[Node]) -> list[Cell]:
@@ -281,47 +254,31 @@ def _take(cell: Cell, _: None) -> torch.Tensor:
 
 
 # ---- computing ----
-def both(
-    ends: Sequence[tuple[GradientEdge, torch.Tensor]],
-    xs: Mapping[int, GradientEdge],
-    ps: Mapping[int, GradientEdge],
-) -> tuple[Grads, Grads]:
+def all_gradients(ends: Sequence[Arrived], xs: Edges, ps: Edges) -> tuple[Grads, Grads]:
     """All gradients at once; frees the graph."""
-    results = _grad(ends, [*xs.values(), *ps.values()], keep=False)
-    return dict(zip(xs, results, strict=False)), dict(zip(ps, results[len(xs) :], strict=True))
+    results = iter(_grad(ends, [*xs.values(), *ps.values()], keep=False))
+    return {i: next(results) for i in xs}, {i: next(results) for i in ps}
 
 
-def of_inputs(
-    ends: Sequence[tuple[GradientEdge, torch.Tensor]],
-    xs: Mapping[int, GradientEdge],
-    ps: Mapping[int, GradientEdge],
-    seen: Survey,
-) -> tuple[Grads, Kept]:
+def of_inputs(ends: Sequence[Arrived], xs: Edges, ps: Edges, seen: Survey) -> tuple[Grads, Kept]:
     """Gradients of the inputs, and what W needs for the parameters."""
     cells = [] if RETAINED.get() else _movable(seen.passed)
-    early = {index: edge for index, edge in ps.items() if index not in seen.late}
-    ports = [(fork, port) for fork in seen.forks for port in fork.ports]
-    wanted = [
-        *xs.values(),
-        *early.values(),
-        *(GradientEdge(fork.node, port) for fork, port in ports),
-    ]
-    results = _grad(ends, wanted, keep=bool(seen.late))
+    early = [index for index in ps if index not in seen.late]
+    ports = [GradientEdge(fork.node, port) for fork in seen.forks for port in fork.ports]
+    wanted = [*xs.values(), *(ps[index] for index in early), *ports]
+    results = iter(_grad(ends, wanted, keep=bool(seen.late)))
     for cell in cells:
         cell.clear()
-    n = len(xs)
-    m = len(xs) + len(early)
-    arrived: dict[Node, list[tuple[int, torch.Tensor]]] = {}
-    for (fork, port), gradient in zip(ports, results[m:], strict=True):
-        if gradient is not None:
-            arrived.setdefault(fork.node, []).append((port, gradient))
-    kept = Kept(
-        [(fork, arrived[fork.node]) for fork in seen.forks if fork.node in arrived],
-        [ends[place] for place in seen.ends],
-        {index: ps[index] for index in ps if index in seen.late},
-        dict(zip(early, results[n:m], strict=True)),
-    )
-    return dict(zip(xs, results[:n], strict=True)), kept
+    dxs = {index: next(results) for index in xs}
+    dps = {index: next(results) for index in early}
+    forks = []
+    for fork in seen.forks:
+        gradients = [(GradientEdge(fork.node, port), next(results)) for port in fork.ports]
+        arrived = [(edge, gradient) for edge, gradient in gradients if gradient is not None]
+        if arrived:
+            forks.append((arrived, fork.edges))
+    late = {index: edge for index, edge in ps.items() if index in seen.late}
+    return dxs, Kept(forks, [ends[place] for place in seen.ends], late, dps)
 
 
 def of_weights(kept: Kept) -> Grads:
@@ -329,42 +286,28 @@ def of_weights(kept: Kept) -> Grads:
     grads = kept.early
     owners = {edge.node: index for index, edge in kept.leaves.items()}
     below = kept.ends
-    kept.arrived.reverse()
-    while kept.arrived:
-        fork, arrived = kept.arrived.pop()
-        results = _grad(
-            [(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False
-        )
+    kept.forks.reverse()
+    while kept.forks:
+        arrived, edges = kept.forks.pop()
+        results = _grad(arrived, edges, keep=False)
         del arrived
-        for edge, gradient in zip(fork.edges, results, strict=True):
+        for edge, gradient in zip(edges, results, strict=True):
             index = owners.get(edge.node)
             if index is not None:
                 grads[index] = gradient
             elif gradient is not None:
                 below.append((edge, gradient))
-        del fork, results
+        del edges, results
     rest = {index: edge for index, edge in kept.leaves.items() if index not in grads}
-    grads |= dict(zip(rest, _grad(below, list(rest.values()), keep=False), strict=True))
-    return grads
+    return grads | all_gradients(below, rest, {})[0]
 
 
+@torch.inference_mode(False)  # a checkpoint records its region again
 def _grad(
-    ends: Sequence[tuple[GradientEdge, torch.Tensor]], wanted: Sequence[GradientEdge], keep: bool
+    ends: Sequence[Arrived], wanted: Sequence[GradientEdge], keep: bool
 ) -> Sequence[torch.Tensor | None]:
     if not ends or not wanted:
         return [None] * len(wanted)
-    edges, cotangents = zip(*ends, strict=True)
-    grad = partial(
-        torch.autograd.grad,
-        edges,
-        wanted,
-        cotangents,
-        retain_graph=keep or RETAINED.get(),
-        allow_unused=True,
-    )
-    if not torch.is_inference_mode_enabled():
-        return grad()
-    with torch.inference_mode(
-        False
-    ):  # a checkpoint records its region again, which inference mode would prevent
-        return grad()
+    edges, gradients = zip(*ends, strict=True)
+    keep = keep or RETAINED.get()
+    return torch.autograd.grad(edges, wanted, gradients, retain_graph=keep, allow_unused=True)

@@ -18,7 +18,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -31,22 +31,25 @@ from ... import tree
 from ...errors import StageError
 from ...programs.internals import Ambient, ambient, resolved, versions, without_autocast
 from ...programs.program import Held, Program, Programs
-from ...programs.signature import LossCall, Result, Signature, entering
+from ...programs.signature import LossCall, Result, Signature, entering, outputs_from
 from ...programs.wrappers import Remat
 from ...stage import Stage
-from ...tree import AbstractLeaf, Aval, arriving
+from ...tree import AbstractLeaf, AbstractTree, Aval, arriving
 from ..explain import sparse_gradient_error
 from ..streams import Streams, restore_streams, save_streams
-from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
+from .autograd_split import Arrived, Edges, Grads, all_gradients, of_inputs, of_weights, survey
 from .shape_probe import (
     Groups,
     devices_of,
     facts_of,
     refuse_captured,
-    refuse_writes,
     run_recording,
     stored_in_full,
+    wrote_into_input,
 )
+
+#: What a program returns.
+Results: TypeAlias = tuple[object, ...]
 
 
 def programs_of(
@@ -65,14 +68,9 @@ def programs_of(
     if stage.compile:
         raise StageError(
             f"stage {stage.label} has compile={stage.compile!r} and engine='eager'; only traced "
-            "programs are compiled: "
-            "leave compile= out, or call torch.compile inside the function"
+            "programs are compiled: leave compile= out, or call torch.compile inside the function"
         )
     return _Engine(stage, signature, unused).programs()
-
-
-#: The inputs of a program, which empties it.
-Box: TypeAlias = list[Any]
 
 
 class Tape(NamedTuple):
@@ -81,8 +79,8 @@ class Tape(NamedTuple):
     """
 
     ends: Mapping[str, GradientEdge]
-    xs: Mapping[int, GradientEdge]
-    ps: Mapping[int, GradientEdge]
+    xs: Edges
+    ps: Edges
     hooked: bool
 
 
@@ -97,49 +95,49 @@ class Replay(NamedTuple):
 
 
 class _Engine:
-    """One stage's function and what is known of it; its methods are the programs."""
+    """One stage's function and what is known of it; its methods are the programs.
+
+    A program empties the list of its inputs.
+    """
 
     def __init__(self, stage: Stage, signature: Signature, unused: frozenset[int]):
         self.stage, self.signature = stage, signature
-        self.facts = facts_of(stage, signature, unused)
+        self.facts = facts = facts_of(stage, signature, unused)
         self.autocast = ambient()
-        self.cotangents = tuple(self.facts.outputs.cotangents)
-        reached = self.facts.dx
-        self.dps = {i: f"dp{i}" for i in signature.params.wanted if self.cotangents}
-        self.dxs = {
-            i: f"dx{i}"
-            for i in signature.x.wanted
-            if self.cotangents and (reached is None or i in reached)
-        }
-        self.dx_avals = {i: stored_in_full((reached or signature.x.avals)[i]) for i in self.dxs}
-        self.outputs = replace(self.facts.outputs, y=self.facts.outputs.y.with_avals(Aval.arrived))
+        self.devices = devices_of(signature)
+        self.outputs = replace(facts.outputs, y=facts.outputs.y.with_avals(Aval.arrived))
+        self.cotangents = tuple(facts.outputs.cotangents)
         # Without a cotangent F records all the same, to check that the function is as expected,
         # unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
-        self.slots = signature.slots
-        self.devices = devices_of(signature)
+        reached = signature.x.avals if facts.dx is None else facts.dx
+        self.dxs: dict[int, Aval] = {}
+        self.dps: dict[int, Aval] = {}
+        if self.cotangents:
+            inputs = (i for i in signature.x.wanted if i in reached)
+            self.dxs = {i: stored_in_full(reached[i]) for i in inputs}
+            self.dps = {i: signature.params.avals[i] for i in signature.params.wanted}
         self.extra = isinstance(stage.fn, LossCall) and stage.fn.extra
         self.check_captured = _until_passed(
-            lambda ends, xs, ps: refuse_captured(
-                stage, survey(list(ends.values()), xs.values(), ps).foreign
+            lambda tape: refuse_captured(
+                stage, survey(list(tape.ends.values()), tape.xs, tape.ps).foreign
             )
         )
 
     # ---- F ----
-    def forward(self, box: Box) -> tuple[object, ...]:
+    def forward(self, inputs: list[Any]) -> Results:
         """F: outputs, auxiliary scalar, new state, and the tape."""
-        groups = [argument.map(lambda aval: None) for argument in self.signature]
-        for (g, i), value in zip(self.slots, box, strict=True):
-            groups[g][i] = value
-        box.clear()
+        following = iter(inputs)
+        groups = [argument.map(lambda _: next(following)) for argument in self.signature]
+        inputs.clear()
         if isinstance(self.stage.fn, Remat) and self.trained:
             replay = Replay(groups, save_streams(self.devices), list(map(versions, groups)))
             # Recorded, since torch chooses products by what requires a gradient; nothing is saved.
             with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                 return (*self.record(groups, grad=True)[0], replay)
-        outs, tape = self.record(groups, grad=self.trained)
-        return (*outs, tape) if self.trained else outs
+        results, tape = self.record(groups, grad=self.trained)
+        return (*results, tape) if self.trained else results
 
     def _tape(self, held: Tape | Replay) -> Tape:
         """The recorded graph; of a stage under remat, recorded now, with the random draws of F."""
@@ -148,8 +146,7 @@ class _Engine:
         if list(map(versions, held.groups)) != held.versions:
             raise StageError(
                 f"an argument of stage {self.stage.label}, which runs again in its backward, was "
-                "changed in place "
-                "since the forward; change a copy"
+                "changed in place since the forward; change a copy"
             )
         with ExitStack() as stack:
             stack.callback(restore_streams, save_streams(self.devices))
@@ -157,220 +154,211 @@ class _Engine:
             return self.record(held.groups, grad=True)[1]
 
     @torch.inference_mode(False)
-    def record(
-        self, groups: Sequence[Sequence[object]], grad: bool
-    ) -> tuple[tuple[object, ...], Tape]:
+    def record(self, groups: Groups, grad: bool) -> tuple[Results, Tape]:
         """Outputs that are not inputs, auxiliary scalar and new state, and the graph; ``grad``:
         whether to record.
         """
         before = list(map(versions, groups[:3]))  # not of the state, which is copied
-        arguments = [
-            [_leaf(value, leaf, grad) for value, leaf in zip(group, abstract.leaves, strict=True)]
+        params, x, side = (
+            list(map(_leaf, group, abstract.leaves, [grad] * len(group)))
             for group, abstract in zip(groups[:3], self.signature, strict=False)
-        ]
-        x = entering(self.signature.x, arguments[1])
+        )
+        given = entering(self.signature.x, x)
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
         with _under(self.autocast):
-            given = [arguments[0], x, arguments[2], state]
-            result = run_recording(self.stage, self.signature, given, self.facts.outputs.copies)
+            arguments = [params, given, side, state]
+            result = run_recording(self.stage, self.signature, arguments, self.outputs.copies)
         hooked = RemovableHandle.next_id != hooks
-        after = map(versions, groups[:3])
-        changed = [old != new for old, new in zip(before, after, strict=True)]
-        refuse_writes(changed)
-        if changed[1]:
+        if wrote_into_input(before, groups):
             raise StageError(
                 f"stage {self.stage.label} wrote into its input in place, which it did not do when "
                 "the plan was made; write x = x.clone() first"
             )
-        ys, new_state = self._check(result, x)
-        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals}
+        ys = self._check(result, given)
+        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.outputs.y.avals}
         live["daux"] = result.aux
-        ends = {
-            name: get_gradient_edge(live[name])
-            for name in self.cotangents
-            if live[name].requires_grad
-        }
-        ps, xs = (
-            {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
-            for argument, abstract in zip(arguments, self.signature[:2], strict=False)
-        )
-        if ends:
-            self.check_captured(ends, xs, ps)
-        callers = _storages(groups)
-        y = self.outputs.y.avals
-        others = callers | set(map(tree.address, (ys[j] for j in self.facts.captured)))
-        fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
-        if self.outputs.aux is not None and result.aux is not None:
-            fresh.append(_as_planned(result.aux.detach(), self.outputs.aux, callers))
-        extra = [result.extra] if self.extra else []
-        return (*fresh, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
-
-    def _check(self, result: Result, xs: Sequence[object]) -> tuple[list[Any], list[Any]]:
-        """The leaves of output and state, which must be as the plan expects them."""
-        expected = self.facts.outputs
-        ys, spec = tree.flatten(result.y)
-        self._expect(spec == expected.y.spec, "another structure", spec, expected.y.spec)
-        for j, (value, leaf) in enumerate(zip(ys, expected.y.leaves, strict=True)):
-            name = f"output {j}"
-            if not isinstance(leaf, Aval):
-                same = value is leaf.value or (type(value) is leaf.type and value == leaf.value)
-                self._expect(same, name, value, leaf)
-                continue
-            self._expect(_fits(value, leaf), name, value, leaf)
-            steps = zip(value.stride(), leaf.stride, strict=True) if 0 in leaf.stride else ()
-            expanded = all(planned or not step for step, planned in steps)
-            self._expect(expanded, name, "a tensor stored in full", "an expanded one")
-            grad = leaf.grad or not value.requires_grad
-            self._expect(grad, name, "one that carries a gradient", "none that does")
-        for j, i in self.facts.passed.items():
-            self._expect(
-                ys[j] is xs[i], f"output {j}", "a new tensor", f"its input {i}, unchanged,"
+        carrying = [name for name in self.cotangents if live[name].requires_grad]
+        ends = {name: get_gradient_edge(live[name]) for name in carrying}
+        tape = Tape(ends, {}, {}, hooked)
+        if grad:
+            ps, xs = (
+                {i: get_gradient_edge(leaves[i]) for i in abstract.wanted}
+                for leaves, abstract in zip((params, x), self.signature[:2], strict=True)
             )
-        for j, i in expected.y.repeats:
+            tape = Tape(ends, xs, ps, hooked)
+        if ends:
+            self.check_captured(tape)
+        return self._returned(result, ys, groups), tape
+
+    def _returned(self, result: Result, ys: Sequence[Any], groups: Groups) -> Results:
+        """What F returns of a result: new tensors without a graph."""
+        leaves = (leaf for group in (0, 2, 3) for leaf in groups[group])
+        foreign = {tree.address(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        foreign |= {tree.address(ys[j]) for j in self.facts.captured}
+        planned = [
+            (ys[j], aval) for j, aval in self.outputs.y.avals.items() if j not in self.facts.passed
+        ]
+        if result.aux is not None and self.outputs.aux is not None:
+            planned.append((result.aux, self.outputs.aux))
+        returned = [_as_planned(tensor.detach(), aval, foreign) for tensor, aval in planned]
+        if self.stage.state:
+            returned += [t.detach() for t in tree.leaves(result.state)]
+        return (*returned, result.extra) if self.extra else tuple(returned)
+
+    def _check(self, result: Result, xs: Sequence[object]) -> list[Any]:
+        """The leaves of the output; all results must be as the plan expects them."""
+        returned, expected = outputs_from(self.stage, result, False), self.facts.outputs
+        y, planned = returned.y, expected.y
+        self._expect(y.spec == planned.spec, "another structure", y.spec, planned.spec)
+        for j, (leaf, aval) in enumerate(zip(y.leaves, planned.leaves, strict=True)):
+            name = f"output {j}"
+            self._expect(_alike(leaf, aval), name, leaf, aval)
+            if not isinstance(leaf, Aval) or not isinstance(aval, Aval):
+                continue
+            expanded = zip(leaf.stride, aval.stride, strict=True) if 0 in aval.stride else ()
+            stored = any(step and not wanted for step, wanted in expanded)
+            self._expect(not stored, name, "a tensor stored in full", "an expanded one")
+            grad = aval.grad or not leaf.grad
+            self._expect(grad, name, "one that carries a gradient", "none that does")
+        ys = tree.leaves(result.y)
+        for j, i in self.facts.passed.items():
+            same = ys[j] is xs[i]
+            self._expect(same, f"output {j}", "a new tensor", f"its input {i}, unchanged,")
+        for j, i in planned.repeats:
             self._expect(ys[j] is ys[i], f"output {j}", "another tensor", f"output {i}")
         if expected.aux is not None:
-            fits = _fits(result.aux, expected.aux)
-            self._expect(fits, "its auxiliary loss", result.aux, expected.aux)
-        if expected.state is None:
-            return ys, []
-        states, spec = tree.flatten(result.state)
-        fits = spec == expected.state.spec and all(map(_fits, states, expected.state.leaves))
-        self._expect(fits, "its state", states, expected.state)
-        return ys, states
+            fits = returned.aux is not None and _alike(returned.aux, expected.aux)
+            self._expect(fits, "its auxiliary loss", returned.aux, expected.aux)
+        state, planned_state = returned.state, expected.state
+        if state is not None and planned_state is not None:
+            fits = state.spec == planned_state.spec
+            fits = fits and all(map(_alike, state.leaves, planned_state.leaves))
+            self._expect(fits, "its state", state, planned_state)
+        return ys
 
     def _expect(self, fits: bool, what: str, value: object, expected: object) -> None:
-        if fits:
-            return
-        if isinstance(value, (torch.Tensor, list)):
-            value = tree.describe(value if isinstance(value, list) else [value])
-        raise StageError(
-            f"stage {self.stage.label} returned {what} otherwise than the plan was made for: "
-            f"{value}, where {expected} was expected. Shapes, dtypes, structure and numbers that "
-            "leave a stage may not depend on data; if fpipe found out the wrong ones, declare the "
-            "right ones: fpipe.Stage(fn, like=lambda p, x: x)"
-        )
+        if not fits:
+            raise StageError(
+                f"stage {self.stage.label} returned {what} otherwise than the plan was made for: "
+                f"{value}, where {expected} was expected. Shapes, dtypes, structure and numbers "
+                "that leave a stage may not depend on data; if fpipe found out the wrong ones, "
+                "declare the right ones: fpipe.Stage(fn, like=lambda p, x: x)"
+            )
 
     # ---- B, I and W ----
-    def _open(
-        self, box: Box
-    ) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]], Sequence[torch.Tensor]]:
-        """The tape, its ends with their cotangents, and sums to add gradients into: the box has
-        what F returned last, the cotangents, and the sums.
-        """
-        held, *rest = box
-        box.clear()
+    def _open(self, inputs: list[Any]) -> tuple[Tape, list[Arrived], list[torch.Tensor]]:
+        """The tape, its ends with their cotangents, and sums to add gradients into."""
+        held, *rest = inputs
+        inputs.clear()
         tape = self._tape(held)
-        cotangents = zip(self.cotangents, rest, strict=False)
-        return (
-            tape,
-            [(tape.ends[n], dy) for n, dy in cotangents if n in tape.ends],
-            rest[len(self.cotangents) :],
-        )
+        named = zip(self.cotangents, rest, strict=False)
+        ends = [(tape.ends[name], dy) for name, dy in named if name in tape.ends]
+        return tape, ends, rest[len(self.cotangents) :]
 
-    def backward(self, box: Box) -> tuple[object, ...]:
+    def backward(self, inputs: list[Any]) -> Results:
         """B: input gradients, then parameter gradients, or the former alone where the latter are
         added into others.
         """
-        tape, ends, into = self._open(box)
-        dxs, dps = both(ends, tape.xs, tape.ps)
+        tape, ends, sums = self._open(inputs)
+        dxs, dps = all_gradients(ends, tape.xs, tape.ps)
         del tape, ends
-        return (*self._input_grads(dxs), *self._weight_grads(dps, into))
+        return (*self._input_grads(dxs), *self._weight_grads(dps, sums))
 
-    def backward_input(self, box: Box) -> tuple[object, ...]:
+    def backward_input(self, inputs: list[Any]) -> Results:
         """I: input gradients, and what W needs."""
-        tape, ends, _ = self._open(box)
-        seen = survey([edge for edge, _ in ends], tape.xs.values(), tape.ps, whole=tape.hooked)
+        tape, ends, _ = self._open(inputs)
+        seen = survey([edge for edge, _ in ends], tape.xs, tape.ps, whole=tape.hooked)
         refuse_captured(self.stage, seen.foreign)
         dxs, kept = of_inputs(ends, tape.xs, tape.ps, seen)
         return (*self._input_grads(dxs), kept) if self.dps else self._input_grads(dxs)
 
-    def backward_weight(self, box: Box) -> tuple[object, ...]:
+    def backward_weight(self, inputs: list[Any]) -> Results:
         """W: parameter gradients, or nothing where they are added into others."""
-        kept: Kept
-        kept, *into = box
-        box.clear()
-        return self._weight_grads(of_weights(kept), into)
+        kept, *sums = inputs
+        inputs.clear()
+        return self._weight_grads(of_weights(kept), sums)
 
     def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
         for i, dx in dxs.items():
             planned = dx is None or i in self.dxs
             self._expect(planned, f"the gradient of its input {i}", "one that is not None", "None")
-        gradients = ((aval, dxs[i]) for i, aval in self.dx_avals.items())
-        return tuple(
-            _zeros(aval) if dx is None else _as_planned(dx, aval) for aval, dx in gradients
-        )
+        gradients = []
+        for i, aval in self.dxs.items():
+            dx = dxs[i]
+            gradients.append(_as_planned(_zeros(aval) if dx is None else dx, aval))
+        return tuple(gradients)
 
-    def _weight_grads(self, dps: Grads, into: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _weight_grads(self, dps: Grads, sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The gradients, or none once each is added into its sum; an unused parameter adds
         nothing.
         """
         for dp in dps.values():
             if dp is not None and dp.layout is not torch.strided:
                 raise sparse_gradient_error(self.stage.label, dp.shape)
-        if not into:
-            gradients = ((self.signature.params.avals[i], dps[i]) for i in self.dps)
-            return tuple(
-                _expanded_zeros(aval) if dp is None else resolved(dp) for aval, dp in gradients
-            )
-        for index, total in zip(self.dps, into, strict=True):
-            gradient = dps.pop(index)
-            if gradient is not None:
-                total.add_(gradient)
-        return ()
+        if sums:
+            for index, total in zip(self.dps, sums, strict=True):
+                gradient = dps.pop(index)
+                if gradient is not None:
+                    total.add_(gradient)
+            return ()
+        gradients = []
+        for i, aval in self.dps.items():
+            dp = dps[i]
+            gradients.append(_zeros(aval) if dp is None else resolved(dp))
+        return tuple(gradients)
 
     # ---- all four ----
     def programs(self) -> Programs:
         """The programs with their names."""
-        signature, facts, outputs = self.signature, self.facts, self.facts.outputs
-        dxs = tuple(self.dxs.values())
-        dps = tuple(self.dps.values())
-        computed = {f"y{j}": a for j, a in outputs.y.avals.items() if j not in facts.passed}
-        ys = {j: f"x{facts.passed[j]}" if j in facts.passed else f"y{j}" for j in outputs.y.avals}
-        state = {} if outputs.state is None else outputs.state.avals
-        states = {f"s{i}": aval for i, aval in state.items()}
+        signature, facts, outputs = self.signature, self.facts, self.outputs
+        dxs, dps = _named("dx", self.dxs), _named("dp", self.dps)
+        passed = {j: f"x{i}" for j, i in facts.passed.items()}
+        computed = {j: aval for j, aval in outputs.y.avals.items() if j not in passed}
+        ys = _named("y", computed)
+        states = {} if outputs.state is None else _named("s", outputs.state.avals)
         aux = "aux" if outputs.aux is not None else None
         extra = "extra" if self.extra else None
         held = ("ctx",) if self.trained else ()
         kept = ("kept",) if self.dps else ()
         back = (*held, *self.cotangents)
-        results = filter(None, (*computed, aux, *states, extra, *held))
-        f = self._program("F", self.forward, signature.names, results)
-        b = self._program("B", self.backward if self.trained else _nothing, back, [*dxs, *dps])
+        results = tuple(filter(None, (*ys, aux, *states, extra, *held)))
+        f = self._program("F", self.forward, tuple(signature.names), results)
+        both = self.backward if self.trained else _nothing
+        b = self._program("B", both, back, (*dxs, *dps))
         if dxs:
-            i = self._program("I", self.backward_input, back, [*dxs, *kept])
-            w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
+            weights = self.backward_weight if dps else _nothing
+            i = self._program("I", self.backward_input, back, (*dxs, *kept))
+            w = self._program("W", weights, kept, tuple(dps))
         else:  # without input gradients W is the whole backward
             i = self._program("I", _nothing, (), ())
-            w = self._program("W", b.run, back, dps)
+            w = self._program("W", both, back, tuple(dps))
             kept = back
-        dx_avals = {name: self.dx_avals[i] for i, name in self.dxs.items()}
-        dp_avals = {name: signature.params.avals[i] for i, name in self.dps.items()}
-        avals = computed | dx_avals | states | dp_avals
-        sizes = {name: aval.nbytes for name, aval in avals.items()}
-        sizes |= {"ctx": facts.saved, "kept": facts.kept}
+        sizes = {name: aval.nbytes for name, aval in (ys | states | dxs | dps).items()}
+        gradients = sum(sizes[name] for name in dps)
+        unknown = {"ctx": facts.saved, "kept": facts.kept}
+        sizes |= {name: nbytes for name, nbytes in unknown.items() if nbytes is not None}
+        by_leaf = dict(zip(computed, ys, strict=True)) | passed
         return Programs(
             f,
             b,
             i,
             w,
             counts=signature.counts,
-            outputs=self.outputs,
-            ys=tuple(map(ys.get, range(len(outputs.y.leaves)))),
+            outputs=outputs,
+            ys=tuple(map(by_leaf.get, range(len(outputs.y.leaves)))),
             aux=aux,
             new_state=tuple(states),
-            dps=tuple(map(self.dps.get, range(signature.counts[0]))),
-            dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
+            dps=_by_leaf("dp", self.dps, signature.params),
+            dxs=_by_leaf("dx", self.dxs, signature.x),
             saved=held,
             kept=kept,
-            grad_avals=dx_avals,
-            memory={
-                name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None
-            },
+            grad_avals=dxs,
+            memory={name: Held(name, nbytes) for name, nbytes in sizes.items()},
             eager=True,
             extra=extra,
             label=self.stage.label,
-            during=self._during(sum(sizes[name] or 0 for name in dps)),
+            during=self._during(gradients),
         )
 
     def _during(self, gradients: int) -> dict[str, int]:
@@ -379,26 +367,38 @@ class _Engine:
         I leaves the gradients of parameters to W, which computes all before it adds them up. W
         frees what I kept in parts; half of that is taken as free when most is held.
         """
-        during = self.facts.during
-        both = during.get("B", 0)
+        forward, both = (self.facts.during.get(letter, 0) for letter in "FB")
         weights = max(0, gradients - (self.facts.kept or 0) // 2)
-        return {"F": during.get("F", 0), "B": both, "I": max(0, both - gradients), "W": weights}
+        return {"F": forward, "B": both, "I": max(0, both - gradients), "W": weights}
 
     def _program(
         self,
         letter: str,
-        run: Callable[[Box], tuple[object, ...]],
-        inputs: Iterable[str],
-        outputs: Iterable[str],
+        run: Callable[[list[Any]], Results],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
     ) -> Program:
-        inputs, outputs = tuple(inputs), tuple(outputs)
         label = self.stage.label
-        text = f"# {letter} of {label}, on autograd: ({', '.join(inputs)}) -> "
-        text += f"({', '.join(outputs)})\n"
+        named = f"({', '.join(inputs)}) -> ({', '.join(outputs)})"
+        text = f"# {letter} of {label}, on autograd: {named}\n"
         # a backward may draw too: one under remat repeats the draws of F
         random = run is not _nothing
         stage = f"{label} {self.signature}"
         return Program(letter, text, run, inputs, outputs, random=random, stage=stage)
+
+
+def _named(prefix: str, avals: Mapping[int, Aval]) -> dict[str, Aval]:
+    """Abstract tensors by the names of their values."""
+    return {f"{prefix}{leaf}": aval for leaf, aval in avals.items()}
+
+
+def _by_leaf(
+    prefix: str, avals: Mapping[int, Aval], argument: AbstractTree
+) -> tuple[str | None, ...]:
+    """The names by leaf of an argument; ``None`` for leaves without one."""
+    return tuple(
+        f"{prefix}{leaf}" if leaf in avals else None for leaf in range(len(argument.leaves))
+    )
 
 
 @contextmanager
@@ -412,48 +412,37 @@ def _under(state: Ambient) -> Iterator[None]:
         yield
 
 
-def _until_passed(check: Callable[..., None]) -> Callable[..., None]:
+def _until_passed(check: Callable[[Tape], None]) -> Callable[[Tape], None]:
     """A check that is not repeated once it has passed."""
     pending = [check]
 
-    def run(*args: object) -> None:
-        for each in pending:
-            each(*args)
+    def run(tape: Tape) -> None:
+        for check in pending:
+            check(tape)
         pending.clear()
 
     return run
 
 
 def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
+    """An argument as a leaf of a new graph."""
     if not isinstance(value, torch.Tensor):
         return value
-    tensor = (
-        value.clone() if value.is_inference() else value.detach()
-    )  # a graph holds no inference tensors
+    # a graph holds no inference tensors
+    tensor = value.clone() if value.is_inference() else value.detach()
     return tensor.requires_grad_() if grad and isinstance(leaf, Aval) and leaf.grad else tensor
 
 
-def _storages(groups: Sequence[Sequence[object]]) -> set[int]:
-    """Addresses of the caller's memory: parameters, side inputs, state."""
-    plain = (torch.Tensor, torch.nn.Parameter)
-    leaves = (leaf for place in (0, 2, 3) for leaf in groups[place])
-    return {
-        leaf.untyped_storage().data_ptr()
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and type(leaf) in plain
-    }
-
-
-def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = ()) -> torch.Tensor:
+def _as_planned(tensor: torch.Tensor, planned: Aval, foreign: Container[int] = ()) -> torch.Tensor:
     """A result with numbers for lazy flags and the strides with which it arrives on another rank.
 
-    It is copied where it has other strides or is the caller's memory. Of an expanded axis one
-    element is stored.
+    It is copied where it has other strides or memory at an address in ``foreign``. Of an expanded
+    axis one element is stored.
     """
     tensor = resolved(tensor)
     stride = planned.stride
-    mine = not callers or tensor.untyped_storage().data_ptr() not in callers or not tensor.numel()
-    if mine and (tensor.stride() == stride or arriving(tensor.shape, tensor.stride()) == stride):
+    new = not tensor.numel() or not foreign or tree.address(tensor) not in foreign
+    if new and stride in (tensor.stride(), arriving(tensor.shape, tensor.stride())):
         return tensor
     if planned.kind is not None:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -465,23 +454,19 @@ def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = (
     return memory.copy_(stored).as_strided(tensor.shape, stride)
 
 
-def _fits(value: object, leaf: AbstractLeaf) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and isinstance(leaf, Aval)
-        and (tuple(value.shape), value.dtype, value.device) == (leaf.shape, leaf.dtype, leaf.device)
-    )
+def _alike(leaf: AbstractLeaf, planned: AbstractLeaf) -> bool:
+    """Whether two numbers are the same, or two tensors have one shape, dtype and device."""
+    if isinstance(leaf, Aval) and isinstance(planned, Aval):
+        rest = {"stride": (), "grad": False, "kind": None}
+        return leaf._replace(**rest) == planned._replace(**rest)
+    return leaf == planned
 
 
 def _zeros(aval: Aval) -> torch.Tensor:
-    return aval.build(lambda a: torch.zeros(a.shape, dtype=a.dtype, device=a.device))
-
-
-def _expanded_zeros(aval: Aval) -> torch.Tensor:
     """Zeros that take no memory, into which nothing is written."""
     return aval.build(lambda a: torch.zeros((), dtype=a.dtype, device=a.device).expand(a.shape))
 
 
-def _nothing(box: Box) -> tuple[object, ...]:
-    box.clear()
+def _nothing(inputs: list[Any]) -> Results:
+    inputs.clear()
     return ()

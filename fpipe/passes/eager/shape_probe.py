@@ -60,7 +60,7 @@ from ..explain import (
     write_error,
 )
 from ..streams import restore_streams, save_streams
-from .autograd_split import all_nodes, both, saved_tensors, survey
+from .autograd_split import Edges, all_gradients, all_nodes, saved_tensors, survey
 from .meter import Meter, gradient_bytes, meter
 
 Groups: TypeAlias = list[list[Any]]
@@ -137,11 +137,11 @@ def _unknown(
         return explain(on_numbers, stage.label, str(signature))
     return StageError(
         f"fpipe cannot find out what stage {stage.label} {signature} returns: it looks at its "
-        "data, and on invented "
-        f"numbers it raised {type(on_numbers).__name__}{where(on_numbers)}: {on_numbers}\n"
+        f"data, and on invented numbers it raised {type(on_numbers).__name__}{where(on_numbers)}: "
+        f"{on_numbers}\n"
         'declare what it returns: fpipe.Stage(fn, engine="eager", like=lambda p, x: x), with a '
-        "function of the same "
-        "arguments that returns something of the same structure, shapes and dtypes"
+        "function of the same arguments that returns something of the same structure, shapes and "
+        "dtypes"
     )
 
 
@@ -167,11 +167,15 @@ def run_recording(
         RECORDING.reset(token)
 
 
-def refuse_writes(changed: Sequence[bool]) -> None:
-    """Raise where parameters or side inputs, the first and third of the arguments, were changed."""
+def wrote_into_input(before: Sequence[Sequence[int]], groups: Groups) -> bool:
+    """Whether the input has other versions than ``before``; raises where parameters or side inputs
+    have.
+    """
+    changed = [old != new for old, new in zip(before, map(versions, groups), strict=False)]
     for argument, what in ((0, "a parameter"), (2, "a side input")):
         if changed[argument]:
             raise write_error(what)
+    return changed[1]
 
 
 def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:
@@ -200,9 +204,7 @@ def _observed(
             if copies or not writes_into_leaf(error):
                 raise
             continue
-        changed = [old != new for old, new in zip(before, map(versions, groups), strict=True)]
-        refuse_writes(changed)
-        if not changed[1]:
+        if not wrote_into_input(before, groups):
             break
     outputs = replace(outputs_from(stage, result, copies), unused=unused)
     inputs = {id(leaf): i for i, leaf in reversed(list(enumerate(given[1])))}
@@ -225,51 +227,42 @@ def _with_graph(
     ends = {t: get_gradient_edge(t) for t in outs if t.requires_grad}
     if not ends:
         return replace(facts, saved=0, kept=0, dx={})
-    ps, xs = (
-        {
-            i: get_gradient_edge(t)
-            for i, t in enumerate(group)
-            if tree.is_tensor(t) and t.requires_grad
-        }
-        for group in groups[:2]
-    )
-    seen = survey(list(ends.values()), xs.values(), ps)
+    ps, xs = map(_edges, groups[:2])
+    seen = survey(list(ends.values()), xs, ps)
     refuse_captured(stage, seen.foreign)
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
     else:
         saved = _bytes(saved_tensors(all_nodes(list(ends.values()))), callers)
-    kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers) + sum(
-        gradient_bytes(f.node, f.ports) for f in seen.forks
-    )
-    facts = replace(facts, saved=saved, kept=kept if xs else saved)
+    kept = saved
+    if xs:
+        kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers)
+        kept += sum(gradient_bytes(fork.node, fork.ports) for fork in seen.forks)
+    facts = replace(facts, saved=saved, kept=kept)
     if not is_fake(next(iter(ends))):
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
     try:
         count.peak[0] = before = count.now[0]
         with pure_on_fakes(stage.label, "other_parameters_error"), count.mode:
-            dxs, _ = both(cotangents, xs, ps)
+            dxs, _ = all_gradients(cotangents, xs, ps)
     except FpipeError:
         raise
     except Exception:  # a backward that looks at its data
         return facts
-    during = _with_backward(stage, facts.during, count.peak[0] - before)
-    return replace(
-        facts,
-        dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None},
-        during=during,
-    )
+    forward, backward = facts.during["F"], count.peak[0] - before
+    during = {"F": forward, "B": backward}
+    if isinstance(stage.fn, Remat):  # its B records the graph first
+        during = {"B": forward + backward}
+    dx = {i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None}
+    return replace(facts, dx=dx, during=during)
 
 
-def _with_backward(stage: Stage, forward: Mapping[str, int], backward: int) -> Mapping[str, int]:
-    """The most bytes that F and B hold beyond those before; the B of a stage under remat records
-    the graph first.
-    """
-    if isinstance(stage.fn, Remat):
-        return {"B": forward["F"] + backward}
-    return {**forward, "B": backward}
+def _edges(leaves: Sequence[object]) -> Edges:
+    """The ends of the leaves that have a gradient."""
+    tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    return {i: get_gradient_edge(tensor) for i, tensor in tensors if tensor.requires_grad}
 
 
 def stored_in_full(aval: Aval) -> Aval:
