@@ -75,13 +75,11 @@ class FpipeEngine(base.BaseEngine):
                 f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; "
                 "change one"
             )
-        self.kind = devices.get_device_name()
-        self.mesh = init_device_mesh(self.kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
-        self.group = adopt(self.mesh["pp"], self.kind)
-        self.copies = adopt(self.mesh["dp"], self.kind) if world > pp else None
-        self.schedule = make_schedule(
-            config.schedule, ranks=pp, microbatches=2 * pp, stages=config.stages
-        )
+        kind = devices.get_device_name()
+        self.mesh = init_device_mesh(kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
+        self.group = adopt(self.mesh["pp"], kind)
+        self.copies = adopt(self.mesh["dp"], kind) if world > pp else None
+        self.schedule = make_schedule(config.schedule, pp, 2 * pp, config.stages)
         self.device = self.group.device(self.group.here[0])
         self.saved: list[str] = []
 
@@ -99,20 +97,16 @@ class FpipeEngine(base.BaseEngine):
     def initialize(self) -> None:
         """Load the model, cut it, and build pipeline, optimizer and learning rate scheduler."""
         config = self.engine_config
-        compute = DTYPES[self.engine_config.dtype]
         if config.full_determinism:
             engines.enable_full_determinism(seed=config.seed)
-        own = DTYPES[config.model_dtype]
         self.cut, from_files = self._cut()
-        self.loss = Loss(
-            self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device
-        )
         self.pipe = self._pipeline()
         if from_files:
-            parts = models.read(self.model_config.local_path, self.pipe, own)
+            dtype = DTYPES[config.model_dtype]
+            parts = models.read(self.model_config.local_path, self.pipe, dtype)
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
-        self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
+        self.weights = Weights(self.pipe, parts, DTYPES[config.dtype], cut=True)
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps = 0
@@ -128,8 +122,7 @@ class FpipeEngine(base.BaseEngine):
     def _offload(self) -> None:
         """Move to the host what the configuration keeps there between phases."""
         model = self.is_param_offload_enabled
-        optimizer = self.is_optimizer_offload_enabled
-        self.to("cpu", model=model, optimizer=optimizer, grad=model)
+        self.to("cpu", model=model, optimizer=self.is_optimizer_offload_enabled, grad=model)
 
     def _cut(self) -> tuple[models.Cut, bool]:
         """Return the model as stages, and whether its parameters are still to be read from its
@@ -169,17 +162,22 @@ class FpipeEngine(base.BaseEngine):
 
     def _pipeline(self) -> Pipeline:
         config = self.engine_config
-        options: dict[str, Any] = {"compile": config.compile}
+        group = self.get_data_parallel_group()
+        loss = Loss(self.values, config.logits_chunk_size, group, self.device)
+        options: dict[str, Any] = {
+            "loss": Stage(loss, engine="eager", like=like, name="loss"),
+            "reduction": "sum",
+            "group": self.group,
+            "compile": config.compile,
+        }
         if config.dtype != config.model_dtype:
             options["accumulate"] = torch.float32
         if self.copies is not None:
-            dtype = None if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+            dtype = DTYPES.get(config.reduce_dtype)
             options["dp"] = copies(
                 self.copies, zero=config.zero, reduce_dtype=dtype, reduction="mean"
             )
-        loss = Stage(self.loss, engine="eager", like=like, name="loss")
-        options |= {"loss": loss, "reduction": "sum", "group": self.group, **config.override}
-        return pipeline(self.cut.stages, config.schedule, **options)
+        return pipeline(self.cut.stages, config.schedule, **options | config.override)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -222,14 +220,11 @@ class FpipeEngine(base.BaseEngine):
                 "sequences with padding are not supported by engine=fpipe; set "
                 "model.use_remove_padding=True"
             )
-        tokens = [
-            tokens_of(
-                batch["input_ids"].to(self.device),
-                batch["position_ids"].to(self.device),
-                batch["temperature"],
-            )
-            for batch in batches
-        ]
+        tokens = list[Tokens]()
+        for batch in batches:
+            ids = batch["input_ids"].to(self.device)
+            positions = batch["position_ids"].to(self.device)
+            tokens.append(tokens_of(ids, positions, batch["temperature"]))
         keep_outputs = forward_only or asked(data, "return_model_output")
         with Batch(batches, tokens, loss_function, keep_outputs).current():
             rows = self._run(tokens, forward_only)
@@ -273,7 +268,7 @@ class FpipeEngine(base.BaseEngine):
     def optimizer_zero_grad(self) -> None:
         """Forget the gradients."""
         if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         """Clip the gradients and update the parameters, unless the norm is not finite.
