@@ -24,7 +24,7 @@ from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
 from .calls import Call, Forward, observe, observed_by, result_of
-from .crossing import Flow, Part
+from .crossing import Flow, Part, Sizes
 from .recording import INPUT, Value
 from .units import Units, outside
 
@@ -39,62 +39,57 @@ class _Run:
 
     def __init__(self, stage: ModelPart, values: dict[Value, Tensor], side: Mapping[str, Tree]):
         self.stage = stage
+        self.flow = stage.flow
         self.values = values
         self.numbers = count()
-        flow = stage.flow
-        self.like = next(iter(values.values()))
-        self.dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
-        self.sizes = {
-            axis: size
-            for source, tensor in {**side, **values}.items()
-            if isinstance(tensor, Tensor)
-            for axis, size in zip(flow.sizes.get(source, ()), tensor.shape, strict=False)
-        }
+        self.device = next(iter(values.values())).device
+        self.dtypes = {self.flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
+        self.sizes = dict[Sizes, int]()
+        for source, tensor in {**side, **values}.items():
+            if isinstance(tensor, Tensor):
+                self.sizes.update(zip(self.flow.sizes.get(source, ()), tensor.shape, strict=False))
 
     def value(self, value: Value) -> Tensor:
         """Return a value that is known, or a blank: not a number, so that a use of it shows."""
         if value in self.values:
             return self.values[value]
-        flow = self.stage.flow
-        axes = flow.sizes[value]
-        dtype = flow.dtypes[value]
+        axes = self.flow.sizes[value]
         shape = [axis[0] if axis[0] == axis[1] else self.sizes[axis] for axis in axes]
+        dtype = self.flow.dtypes[value]
         filling = float("nan") if dtype.is_floating_point else 0
         dtype = self.dtypes.get(dtype, dtype)
-        return torch.full(shape, filling, dtype=dtype, device=self.like.device)
+        return torch.full(shape, filling, dtype=dtype, device=self.device)
 
-
-def _visit(run: _Run, call: Call) -> Tree:
-    """Run a call of a unit, or return the values of one that runs in a stage before."""
-    number = next(run.numbers)
-    part = run.stage.part
-    visits = run.stage.flow.visits
-    if number >= len(visits) or visits[number].unit != call.unit:
-        raise StageError(
-            f"{run.stage.name} runs {call.unit!r} where the model did not when it was cut; which "
-            "modules run must not depend on the inputs"
-        )
-    visit = visits[number]
-    if number < part.first:
-        leaves = [run.value(leaf) if isinstance(leaf, Value) else leaf for leaf in visit.leaves]
-        return call.output(visit.structure, leaves)
-    leaves, structure = call.run()
-    results = zip(visit.leaves, leaves, strict=True)
-    run.values.update((value, leaf) for value, leaf in results if value in part.sends)
-    if number + 1 == part.stop < len(visits):
-        raise _DoneError
-    return call.output(structure, leaves)
+    def visit(self, call: Call) -> Tree:
+        """Run a call of a unit, or return the values of one that runs in a stage before."""
+        number = next(self.numbers)
+        part = self.stage.part
+        visits = self.flow.visits
+        if number >= len(visits) or visits[number].unit != call.unit:
+            raise StageError(
+                f"{self.stage.name} runs {call.unit!r} where the model did not when it was cut; "
+                "which modules run must not depend on the inputs"
+            )
+        visit = visits[number]
+        if number < part.first:
+            values = [self.value(v) if isinstance(v, Value) else v for v in visit.leaves]
+            return call.output(visit.structure, values)
+        leaves, structure = call.run()
+        results = zip(visit.leaves, leaves, strict=True)
+        self.values.update((value, leaf) for value, leaf in results if value in part.sends)
+        if number + 1 == part.stop < len(visits):
+            raise _DoneError
+        return call.output(structure, leaves)
 
 
 # ---- the module of a stage ----
 def part_module(
-    model: nn.Module, whole: nn.Module, units: Units, flow: Flow, part: Part
+    whole: nn.Module, units: Units, flow: Flow, part: Part
 ) -> tuple[nn.Module, list[str]]:
     """Clone a model such that its units know that they run in a stage.
 
     Args:
-        model: the model.
-        whole: its clone that can be traced.
+        whole: the clone of the model that can be traced.
         units: those of the model.
         flow: the flow of its values.
         part: what the stage runs.
@@ -107,16 +102,18 @@ def part_module(
     writing = {visit.unit for visit in flow.visits if visit.writes}
     run = {new.get_submodule(unit) for unit in mine}
     others = {new.get_submodule(unit) for unit in units.names if unit not in mine}
-    for child in new.modules():
-        _fill_rotary(child)
-        if getattr(child, "gradient_checkpointing", False):
-            vars(child)["gradient_checkpointing"] = False
+    checkpointing = [m for m in new.modules() if getattr(m, "gradient_checkpointing", False)]
+    recomputed = {child for module in checkpointing for child in module.modules()}
+    for module in checkpointing:
+        vars(module)["gradient_checkpointing"] = False
+    for module in new.modules():
+        _fill_rotary(module)
     for unit in units.names:
         child = new.get_submodule(unit)
         if unit in mine and unit in units.layers:
             if unit not in writing:
                 make_block(child)
-            if child.training and _is_checkpointed(model, unit):
+            if child.training and child in recomputed:
                 child.forward = _checkpointed(child)
         observe(child, unit)
     needed = {child for _, child in outside(new, others)}
@@ -149,13 +146,6 @@ def _fill_rotary(module: nn.Module) -> None:
                 setattr(module, name, filled[name].to(buffer.dtype))
 
 
-def _is_checkpointed(model: nn.Module, unit: str) -> bool:
-    """Return whether a layer, or what contains it, checkpoints."""
-    names = [unit.rsplit(".", up)[0] for up in range(unit.count(".") + 1)]
-    modules = map(model.get_submodule, names)
-    return any(getattr(module, "gradient_checkpointing", False) for module in modules)
-
-
 def _checkpointed(layer: nn.Module) -> Forward:
     """Return the forward of a layer that is computed again in the backward.
 
@@ -164,12 +154,8 @@ def _checkpointed(layer: nn.Module) -> Forward:
     plain = copy.copy(layer)
 
     def forward(*args: Tree, **kwargs: Tree) -> Tree:
-        tensors = tensors_of(layer)
-
-        def run(*args, **kwargs):
-            return functional_call(plain, tensors, args, kwargs, tie_weights=False)
-
-        return remat(run)(*args, **kwargs)
+        run = partial(functional_call, plain, tensors_of(layer), tie_weights=False)
+        return remat(run)(args, kwargs)
 
     return forward
 
@@ -185,7 +171,6 @@ class ModelPart(ModuleFunction):
         super().__init__(module, claim.aliases, sides=flow.sides, name=name)
         self.flow = flow
         self.part = part
-        self.last = part.stop == len(flow.visits)
         self.unused = {
             name: parameter
             for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -197,12 +182,12 @@ class ModelPart(ModuleFunction):
         run = _Run(self, self._received(x), side)
         # what code between units of other stages computes with these is not used
         for name, like in self.unused.items():
-            blank = torch.full((), float("nan"), dtype=like.dtype, device=run.like.device)
+            blank = torch.full((), float("nan"), dtype=like.dtype, device=run.device)
             tensors[name] = blank.expand(like.shape)
         inputs = {name: run.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}
         try:
-            with observed_by(partial(_visit, run)):
+            with observed_by(run.visit):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
         except _DoneError:
             sent = tuple(run.values[value] for value in self.part.sends)

@@ -60,7 +60,7 @@ def stages(
     layers = [number for number, visit in enumerate(flow.visits) if visit.unit in units.layers]
     edges = [0, *_first_layers(model, flow, layers, n, cuts), len(layers)]
     parts = parts_of(model, flow, [layers[first - 1] + 1 for first in edges[1:-1]])
-    modules = [part_module(model, whole, units, flow, part) for part in parts]
+    modules = [part_module(whole, units, flow, part) for part in parts]
     owned = _claims(model, [names for _, names in modules])
     params = [claim.params for claim in owned]
     functions = list[ModelPart]()
