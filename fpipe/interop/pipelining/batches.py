@@ -50,11 +50,13 @@ def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: S
     """Return a batch from (args, kwargs, target), whole and split, as ``step`` takes them."""
     names = ("arg_mbs", "kwarg_mbs", "target_mbs")
     for one, rows, name in zip(whole, parts, names, strict=True):
-        if rows is not None and not isinstance(rows, list):
+        if rows is None:
+            continue
+        if not isinstance(rows, list):
             raise TypeError(f"{name} must be a list but got a {type(rows)}")
-        if rows is not None and len(rows) != number:
+        if len(rows) != number:
             raise ValueError(f"Expecting {number} {name} but got {len(rows)}")
-        if rows is not None and tree.leaves(one):
+        if tree.leaves(one):
             raise ValueError(f"give {name}, or the whole batch, not both")
     (args, kwargs, target) = whole
     (arg_mbs, kwarg_mbs, target_mbs) = parts
@@ -63,8 +65,7 @@ def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: S
     if target_mbs is None and target is not None:
         target_mbs = [row for (row,) in split_args_kwargs_into_chunks((target,), None, number)[0]]
     rows = None if arg_mbs is None else list(map(tuple, arg_mbs))
-    found = [_microbatches(part, number) for part in (rows, kwarg_mbs, target_mbs)]
-    return Batch(*found)
+    return Batch(*(_microbatches(part, number) for part in (rows, kwarg_mbs, target_mbs)))
 
 
 def _microbatches(rows: list[Tree] | None, number: int) -> Microbatches | None:

@@ -297,20 +297,18 @@ def of_schedule(
 
 
 _CLASSES: dict[str, type[_PipelineSchedule]] = {
-    "PipelineScheduleSingle": PipelineScheduleSingle,
-    "PipelineScheduleMulti": PipelineScheduleMulti,
-    **{
-        cls.name: cls
-        for cls in (
-            ScheduleGPipe,
-            Schedule1F1B,
-            ScheduleLoopedBFS,
-            ScheduleInterleaved1F1B,
-            ScheduleInterleavedZeroBubble,
-            ScheduleZBVZeroBubble,
-            ScheduleDualPipeV,
-        )
-    },
+    cls.name or cls.__name__: cls
+    for cls in (
+        PipelineScheduleSingle,
+        PipelineScheduleMulti,
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleLoopedBFS,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
+    )
 }
 
 
