@@ -5,15 +5,13 @@
 and with chosen faults; a fault that does not occur is an error.
 """
 
-from .faults import Corrupt, Delay, Drop, Duplicate, Kill, Refuse
+from .faults import Delay, Drop, Kill, Refuse
 from .play import outcomes, run
 from .world import Outcome
 
 __all__ = [
-    "Corrupt",
     "Delay",
     "Drop",
-    "Duplicate",
     "Kill",
     "Outcome",
     "Refuse",

@@ -30,7 +30,7 @@ from ..collectives.trail import at
 from ..collectives.wire import as_planned, part_of, wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
-from .faults import Corrupt, Delay, Drop, Duplicate, Fault, Kill, Refuse
+from .faults import Delay, Drop, Fault, Kill, Refuse
 from .world import Killed, World
 
 _CPU = torch.device("cpu")
@@ -67,7 +67,6 @@ class _Channel:
     """
 
     arrivals: list[_Message | None] = field(default_factory=list)
-    sent: int = 0
     requested: int = 0
     settled: int = 0
     last_arrival: float = 0.0
@@ -105,7 +104,9 @@ class Network:
         never = [str(fault) for fault in self.faults if fault not in self.occurred]
         if not never:
             return ""
-        sent = [f"{src} to {dst}: {c.sent}" for (src, dst), c in sorted(self.channels.items())]
+        sent = [
+            f"{src} to {dst}: {len(c.arrivals)}" for (src, dst), c in sorted(self.channels.items())
+        ]
         calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
         return (
             f"{', '.join(never)} never occurred, so the test did not test it. Messages by channel "
@@ -123,7 +124,6 @@ class FakeGroup(Group):
         self.timeout = network.world.timeout
         self.at_once, self.strict = False, network.lockstep
         self._numbers = count()
-        self._announcements = count()
         self._announced: _Announced = {}
         self._call, self._refused = -1, False  # the last one, and whether a rank refused it
 
@@ -181,7 +181,7 @@ class FakeGroup(Group):
         self._refused = True
 
     def _announce(self, digest: int, facts: Callable[[], Facts]) -> int:
-        self._call = next(self._announcements)
+        self._call += 1
         self._announced = self._network.announced[self._call]
         self._announced[self.rank] = digest, facts
         return self._call
@@ -240,8 +240,8 @@ class FakeGroup(Group):
         channel, world, network = self._channel(src, dst), self._world, self._network
         self._enter("send")
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
-        where = src, dst, channel.sent
-        number, channel.sent = channel.sent, channel.sent + 1
+        number = len(channel.arrivals)
+        where = src, dst, number
         if network.occurring(Drop, *where):
             channel.arrivals.append(None)
             world.lost += 1
@@ -250,13 +250,7 @@ class FakeGroup(Group):
         spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
         message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
-        for fault in network.occurring(Corrupt, *where):
-            message.buffers.clear()  # they differ from what arrives
-            _invert(message.copies, fault)
         channel.arrivals.append(message)
-        if network.occurring(Duplicate, *where):
-            again = [copy.clone() for copy in message.copies]
-            channel.arrivals.append(_Message(specs, [], again, arrival))
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(
@@ -310,7 +304,7 @@ class FakeGroup(Group):
         """
         self._enter("settle")
         channel = self._channel(self.rank, dst)
-        for number in range(channel.settled, min(channel.settled + count, channel.sent)):
+        for number in range(channel.settled, min(channel.settled + count, len(channel.arrivals))):
             what = f"to let go of message {number} to rank {dst}, which has not asked for it"
             self._until(lambda number=number: channel.requested > number, dst, what)
             channel.settled += 1
@@ -405,17 +399,6 @@ class FakeGroup(Group):
 
     def failed(self, error: BaseException) -> None:
         """The world records errors itself."""
-
-
-def _invert(buffers: list[Tensor], fault: Corrupt) -> None:
-    """Invert the bits of one byte of a message."""
-    byte, size = fault.byte, sum(buffer.nbytes for buffer in buffers)
-    if not 0 <= byte < size:
-        raise GroupError(f"{fault} can never occur: the message has {size} bytes")
-    for buffer in buffers:
-        if 0 <= byte < buffer.nbytes:
-            _bytes(buffer)[byte].bitwise_not_()
-        byte -= buffer.nbytes
 
 
 def _bytes(buffer: Tensor) -> Tensor:

@@ -49,44 +49,6 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Duplicate:
-    """The ``nth`` message of a channel arrives twice, so later ones are received one place late.
-
-    Args:
-        src: the rank that sends.
-        dst: the rank that receives.
-        nth: which message of the channel, from 0.
-
-    >>> Duplicate(0, 1, nth=3)
-    Duplicate(src=0, dst=1, nth=3)
-    """
-
-    src: int
-    dst: int
-    nth: int
-
-
-@dataclass(frozen=True)
-class Corrupt:
-    """The ``nth`` message of a channel arrives with the bits of one byte inverted.
-
-    Args:
-        src: the rank that sends.
-        dst: the rank that receives.
-        nth: which message of the channel, from 0.
-        byte: which byte of the message.
-
-    >>> Corrupt(0, 1, nth=0)
-    Corrupt(src=0, dst=1, nth=0, byte=0)
-    """
-
-    src: int
-    dst: int
-    nth: int
-    byte: int = 0
-
-
-@dataclass(frozen=True)
 class Kill:
     """A rank ends before its ``before``-th call of the group (from 0), without an error report.
 
@@ -118,6 +80,4 @@ class Refuse:
     rank: int | None = None
 
 
-#: What fails for one message.
-MessageFault: TypeAlias = Delay | Drop | Duplicate | Corrupt
-Fault: TypeAlias = MessageFault | Kill | Refuse
+Fault: TypeAlias = Delay | Drop | Kill | Refuse

@@ -36,8 +36,7 @@ def run(
         order: ``"buffered"``: messages arrive later, each channel in order. ``"lockstep"``: every
             send blocks until its receive is posted.
         seed: draws which rank runs next.
-        faults: what goes wrong: ``Kill``, ``Drop``, ``Delay``, ``Duplicate``, ``Corrupt``,
-            ``Refuse``.
+        faults: what goes wrong: ``Kill``, ``Drop``, ``Delay``, ``Refuse``.
         timeout: of a wait, in seconds of a simulated clock, which take no time.
 
     Returns:

@@ -21,10 +21,8 @@ from fpipe.errors import (
     UnsupportedError,
 )
 from fpipe.testing import (
-    Corrupt,
     Delay,
     Drop,
-    Duplicate,
     Kill,
     Refuse,
     outcomes,
@@ -281,28 +279,6 @@ def test_a_refused_operation():
         run(pair, 2, faults=[Refuse("recv", rank=0)])
 
 
-def test_a_duplicated_message():
-    for order in ("buffered", "lockstep"):
-        assert run(pair, 2, order=order, faults=[Duplicate(0, 1, 1)])[1] == 0 + 10 + 100
-        assert (
-            run(pair, 2, order=order, faults=[Duplicate(0, 1, 0), Duplicate(0, 1, 1)])[1]
-            == 0 + 0 + 100
-        )
-
-
-def test_a_corrupted_message():
-    def send(group: Group) -> list[float]:
-        if group.here[0] == 0:
-            sent = torch.tensor([1.0, 2.0])
-            group.send((sent,), 0, 1).wait()
-            return sent.tolist()
-        return group.recv(ONE, 0, 1).wait()[0].tolist()
-
-    assert run(send, 2, faults=[Corrupt(0, 1, 0, byte=7)]) == [[1.0, 2.0], [1.0, -0.5]]
-    with pytest.raises(GroupError, match="the message has 8 bytes"):
-        run(send, 2, faults=[Corrupt(0, 1, 0, byte=8)])
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -311,8 +287,6 @@ def test_a_corrupted_message():
             r"nth=10000\) never occurred.*by channel were 0 to 1: 3; calls .* rank 0: 3, rank 1: 3",
         ),
         (Delay(1, 0, 0, seconds=1), "never occurred"),
-        (Duplicate(0, 1, 3), "never occurred"),
-        (Corrupt(0, 1, 3), "never occurred"),
         (Kill(1, before=99), "never occurred"),
         (Refuse("barrier"), "never occurred"),
         (Refuse("nonsense"), "nonsense.*never occurred"),
