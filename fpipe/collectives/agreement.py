@@ -67,15 +67,12 @@ class Difference(NamedTuple):
         Difference(fact='seed', ranks=(0, 2), values=('1', '2'))
         """
         for fact in dict.fromkeys(fact for facts in by_rank.values() for fact in facts):
-            values = {
-                rank: value
-                for rank, facts in by_rank.items()
-                if (value := facts.get(fact)) is not None
-            }
-            one = next(iter(values), 0)
-            other = next((rank for rank in values if values[rank] != values[one]), None)
-            if other is not None:
-                return cls(fact, (one, other), _parted(values[one], values[other]))
+            known = {rank: facts.get(fact) for rank, facts in by_rank.items()}
+            values = {rank: value for rank, value in known.items() if value is not None}
+            one, *others = values or [0]
+            for other in others:
+                if values[other] != values[one]:
+                    return cls(fact, (one, other), _parted(values[one], values[other]))
         return None
 
     def text(self, names: Sequence[int], where: str = "") -> str:
@@ -103,17 +100,15 @@ class Agreement:
 
     ``head`` contains the header of this rank's messages in its upper 32 bits. It is different in
     every call, so that a message of one call is never taken for one of another. The group is the
-    ``nth`` of its ranks; ``names`` are their global numbers.
+    ``nth`` of its ranks.
     """
 
-    def __init__(
-        self, store: BoundedStore, monitor: FaultMonitor, names: Sequence[int], nth: int = 0
-    ):
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int = 0):
         #: Announces the number and digest of a call, and returns the comparison of the ranks.
         self.exchange: Callable[[int, int], Reduced | Board] | None = None
         self._compared: Reduced | Board | None = None
         self.head = [0]
-        self._store, self._monitor, self._names = store, monitor, names
+        self._store, self._monitor = store, monitor
         self._number, self._base = -1, nth * _STEP
         self._facts: Callable[[], Facts] = dict
         self._agreed, self._round = True, -1
@@ -213,15 +208,17 @@ class Agreement:
         call.
         """
         by_rank = self._facts_of_all()
-        refused = refusal(by_rank, self._names)
+        refused = refusal(by_rank, self._monitor.names)
         if refused is not None:
             self.refusal = refused
             return refused
         difference = Difference.of(by_rank)
-        known = ", ".join(str(self._names[rank]) for rank in by_rank)
-        text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
         if difference is not None:
-            text = difference.text(self._names)
+            text = difference.text(self._monitor.names)
+        else:
+            known = ", ".join(str(self._monitor.names[rank]) for rank in by_rank)
+            text = f"ranks run different calls (known are those of rank {known}); "
+            text += _REMEDIES["call"]
         error = MismatchError(f"{text}. This group cannot be used again")
         self._monitor.end(error)
         return error

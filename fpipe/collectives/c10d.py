@@ -37,7 +37,7 @@ from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
 from .shared_memory import SWITCH, connect
 from .waiting import within
-from .wire import wire_format
+from .wire import WireFormat, wire_format
 
 if TYPE_CHECKING:
     from .shared_memory.mailboxes import SharedMemory
@@ -82,7 +82,7 @@ class C10dGroup(Group):
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
-        self._agreement = Agreement(store, self._monitor, names, nth)
+        self._agreement = Agreement(store, self._monitor, nth)
         self._rendezvous = Rendezvous(
             store, self._monitor, self._agreement.check, self._agreement.next_round
         )
@@ -112,16 +112,11 @@ class C10dGroup(Group):
 
     @property
     def carried(self) -> str:
-        """How messages are sent where not by the backend, as text; empty where the backend sends
-        all.
-        """
-        near = sum(self._near(rank) is not None for rank in range(self.size))
-        if not near:
+        """How messages are sent, as text; empty where the backend sends all."""
+        if self._memory is None:
             return ""
         text = f"through shared memory ({SWITCH}=0 turns it off)"
-        if self.at_once:
-            return text
-        return f"{text} with {near} of {self.size - 1} ranks, by the backend with the others"
+        return text if self.at_once else f"{text}, by the backend with ranks of other hosts"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
@@ -178,7 +173,7 @@ class C10dGroup(Group):
             def finish() -> Tensors:
                 self._wait_all(works, src, "for a message from")
                 del self._held[id(works)]
-                return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
+                return self._received(form, buffers)
 
             return Pending(finish, partial(_completed, works))
 
@@ -288,26 +283,26 @@ class C10dGroup(Group):
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Broadcast, as bytes; through shared memory if every two ranks use it."""
         self._check()
-        if src != self.rank:
-            tensors = None
-        elif tensors is None:
+        mine = tensors if src == self.rank else None
+        if src == self.rank and mine is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
         if self._memory is not None and self.at_once:
-            return self._memory.share(form, tensors, src)
+            return self._memory.share(form, mine, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
-        if tensors is None:
+        if mine is None:
             buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
         else:
-            buffers = [buffer.to(device) for buffer in form.pack(tensors, src, src)]
+            buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
             peer, doing = None, "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
-                self._wait(
-                    dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True)
-                )
-        if tensors is not None:
-            return tensors
+                flat = _bytes(buffer)
+                self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
+        return self._received(form, buffers) if mine is None else mine
+
+    def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
+        """The tensors of a message, on the device of this rank."""
         return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:

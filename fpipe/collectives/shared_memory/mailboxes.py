@@ -296,9 +296,9 @@ def connect(
                 peers[other] = _Peer(addresses[other], size)
     opened = gather(tuple(peers))
     whole = all(len(ranks) == size - 1 for ranks in opened)
-    if outbox is None:
-        return None, whole
     both = {other: peer for other, peer in peers.items() if rank in opened[other]}
+    if outbox is None or not both:
+        return None, whole
     return SharedMemory(monitor, agreement, outbox, both), whole
 
 
