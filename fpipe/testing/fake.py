@@ -84,10 +84,10 @@ class Network:
     def __init__(self, world: World, order: str, faults: Sequence[Fault]):
         self.world, self.faults, self.occurred = world, tuple(faults), set[Fault]()
         self.lockstep = order == "lockstep"
-        self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
-        self.calls: defaultdict[int, _Call] = defaultdict(dict)
+        #: By epoch, source and destination; an epoch ends with a call that a rank refused.
+        self.channels: defaultdict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
+        self.calls: defaultdict[tuple[int, int], _Call] = defaultdict(dict)
         self.announced: defaultdict[int, _Announced] = defaultdict(dict)
-        self.left: defaultdict[int, set[int]] = defaultdict(set)
 
     def occurring(self, kind: type[F], *where: object) -> list[F]:
         """The faults of a kind whose first fields are these; they occur now."""
@@ -104,9 +104,8 @@ class Network:
         never = [str(fault) for fault in self.faults if fault not in self.occurred]
         if not never:
             return ""
-        sent = [
-            f"{src} to {dst}: {len(c.arrivals)}" for (src, dst), c in sorted(self.channels.items())
-        ]
+        numbers = sorted((key, len(channel.arrivals)) for key, channel in self.channels.items())
+        sent = [f"{src} to {dst}: {number}" for (_, src, dst), number in numbers]
         calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
         return (
             f"{', '.join(never)} never occurred, so the test did not test it. Messages by channel "
@@ -126,6 +125,7 @@ class FakeGroup(Group):
         self._numbers = count()
         self._announced: _Announced = {}
         self._call, self._refused = -1, False  # the last one, and whether a rank refused it
+        self._epoch = -1  # the last call that a rank refused
 
     def __repr__(self) -> str:
         return f"fake rank {self.rank} of {self.size}"
@@ -187,19 +187,10 @@ class FakeGroup(Group):
         return self._call
 
     def _leave(self) -> None:
-        """If a rank refused the last call: all ranks leave it, and the last one drops its
-        messages.
-        """
-        if not self._refused:
-            return
-        announced, left = self._announced, self._network.left[self._call]
-        self._announced, self._refused, self._numbers = {}, False, count()
-        self._meet(announced, "for the call of rank {}")
-        left.add(self.rank)
-        if len(left) == self.size:
-            self._network.channels.clear()
-            self._network.calls.clear()
-        self._meet(left, "for rank {} to leave a call")
+        """Leave the last call, with its messages, if a rank refused it."""
+        if self._refused:
+            self._announced, self._refused, self._numbers = {}, False, count()
+            self._epoch = self._call
 
     def confirm(self) -> None:
         """Wait until every rank has announced the same call."""
@@ -224,7 +215,7 @@ class FakeGroup(Group):
     # ---- messages ----
     def _channel(self, src: int, dst: int) -> _Channel:
         check_channel(src, dst, self.size)
-        return self._network.channels[src, dst]
+        return self._network.channels[self._epoch, src, dst]
 
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """In lockstep a send returns only once its receive was posted."""
@@ -312,8 +303,8 @@ class FakeGroup(Group):
     def flush(self) -> None:
         """Wait until all messages of this rank have arrived."""
         self._enter("flush")
-        for (src, dst), channel in list(self._network.channels.items()):
-            if src != self.rank:
+        for (epoch, src, dst), channel in list(self._network.channels.items()):
+            if (epoch, src) != (self._epoch, self.rank):
                 continue
             self._until(
                 lambda end=channel.last_arrival: self._world.clock >= end,
@@ -331,7 +322,7 @@ class FakeGroup(Group):
         """
         self._enter(name.split()[0])
         self._leave()
-        call = self._network.calls[next(self._numbers)]
+        call = self._network.calls[self._epoch, next(self._numbers)]
         call[self.rank] = (name, value)
 
         def values() -> list[Any]:
