@@ -152,19 +152,17 @@ class Agreement:
 
     def confirm(self) -> None:
         """Wait until every rank has announced this call."""
-        if not self._agreed and not self.check():
-            self._wait(self.check)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
+        if self.check():
+            return
         compared = self._compared
         assert compared is not None
         end = time.perf_counter() + compared.poll
-        while not done() and time.perf_counter() < end:
+        while not self.check() and time.perf_counter() < end:
             pass  # a rank that sleeps wakes late
-        while not done():
+        while not self.check():
             peer = compared.missing()
             self._monitor.until(
-                lambda peer=peer: done() or compared.missing() != peer,
+                lambda peer=peer: self.check() or compared.missing() != peer,
                 peer,
                 "for the calls of" if peer is None else "for the call of",
                 compared.pause,
@@ -183,17 +181,8 @@ class Agreement:
         self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
         self._wait_for_readers(range(self._monitor.size), end)
 
-    def _announced(self) -> bool:
-        """Whether every rank has announced this call, or refused it. Never blocks."""
-        compared = self._compared
-        assert compared is not None
-        return compared.missing() is None and compared.equal() is not None
-
     def leave(self) -> None:
-        """Wait until every rank has announced a call that one of them refused; then the next one
-        can begin.
-        """
-        self._wait(self._announced)
+        """Leave a call that a rank refused; then the next one can begin, once all ranks met."""
         self._agreed, self.refusal = True, None
         self._round = (self._number + 1) << 32  # ranks left it in different rounds
 
