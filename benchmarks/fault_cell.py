@@ -210,7 +210,7 @@ def shorten(group: Any, timeout: float) -> None:
     """
     meet(group)
     for each in (group, group.dp, group.tp):
-        each.timeout = each._monitor.timeout = each._rendezvous._store.seconds = timeout
+        each.timeout = each._monitor.timeout = each._rendezvous.store.seconds = timeout
         set_timeout(each.pg, timeout)
     meet(group)  # a rank may still wait in the first one, for as long as it takes to start
 

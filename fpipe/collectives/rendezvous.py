@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import GroupError
 from .bounded import BoundedStore
@@ -21,42 +22,36 @@ from .journal import BEAT, Entry
 #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
 _LINGER = 5.0
 _POLL = 0.02  #: seconds between two polls, at most
-_SLICE = 0.2  #: seconds between two looks at the calls of all ranks
+_SLICE = 0.5  #: seconds between two looks at the calls and failures of other ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
 _ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal
 _BUSY = 0.05  #: seconds of its processor that a rank which computes uses in that time, at least
 _TRACING_LIMIT = 10
-_POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 
 
 #: The object of every rank, by rank, of the object of this one.
 Gather: TypeAlias = Callable[[object], list[Any]]
 
 
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """Numbered rounds in which every rank contributes one object; a round ends when all objects
     were read.
 
     ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
-    ``numbers`` are those of the rounds.
+    ``next_round`` returns the number of the next round.
     """
 
-    def __init__(
-        self,
-        store: BoundedStore,
-        monitor: FaultMonitor,
-        check: Callable[[], object],
-        numbers: Callable[[], int],
-    ):
-        self._store, self._monitor, self._check = store, monitor, check
-        self._next = numbers
+    store: BoundedStore
+    monitor: FaultMonitor
+    check: Callable[[], object]
+    next_round: Callable[[], int]
 
     def gather(self, obj: object) -> list[Any]:
         """The object of every rank, by rank."""
-        monitor, store = self._monitor, self._store
+        monitor, store = self.monitor, self.store
         monitor.check()
-        number = self._next()
+        number = self.next_round()
         if monitor.size == 1:
             return [obj]
         try:
@@ -77,10 +72,10 @@ class Rendezvous:
 
     def _read(self, number: int, rank: int) -> Any:
         key = f"round/{number}/{rank}"
-        with self._monitor.waiting(rank, "to meet"):
+        with self.monitor.waiting(rank, "to meet"):
             if not self._appears(key, rank):
                 raise RuntimeError(f"timed out: rank {rank} has not called it")
-            return decode(self._store.get(key))
+            return decode(self.store.get(key))
 
     def _appears(self, key: str, rank: int) -> bool:
         """Wait until a key is set; raises if the rank that should set it reports a failure.
@@ -88,18 +83,16 @@ class Rendezvous:
         A first trace may take longer than any message: while the rank traces and its process
         computes, the wait goes on for up to ``_TRACING_LIMIT`` times as long.
         """
-        monitor, seconds, before = self._monitor, self._monitor.timeout, None
-        start = checked = now = time.monotonic()
+        monitor, seconds, before = self.monitor, self.monitor.timeout, None
+        start = now = time.monotonic()
         look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank
-        while not self._store.appears(
+        while not self.store.appears(
             key, max(look, start + seconds), _POLL, min(look, now + _SLICE)
         ):
             now = time.monotonic()
-            self._check()
-            if now - checked > _POLL_FAILURES:
-                checked = now
-                if monitor.failure(rank) is not None:
-                    raise RuntimeError(f"rank {rank} failed before it called it")
+            self.check()
+            if monitor.failure(rank) is not None:
+                raise RuntimeError(f"rank {rank} failed before it called it")
             if now >= look:
                 entry = monitor.last(rank)
                 limit = _TRACING_LIMIT * seconds if _traces(before, entry) else seconds
@@ -111,17 +104,15 @@ class Rendezvous:
 
     def _leave(self, number: int) -> None:
         """Rank 0 leaves last: its process may host the store, and may exit right after."""
-        store, rank, size = self._store, self._monitor.rank, self._monitor.size
-        try:
-            if rank == 0:
-                end = time.monotonic() + min(_LINGER, self._monitor.timeout / 2)
-                for other in range(1, size):
-                    self._store.appears(f"left/{number}/{other}", end, _POLL)
+        store, monitor = self.store, self.monitor
+        with suppress(RuntimeError):  # all objects were read: the next message reports a lost rank
+            if monitor.rank > 0:
+                # without an answer: a store that is lost delays no rank
+                store.set(f"left/{number}/{monitor.rank}", "")
                 return
-            # without an answer: a store that is lost delays no rank
-            store.set(f"left/{number}/{rank}", "")
-        except RuntimeError:  # all objects were read: the next message reports a rank that is gone
-            return
+            end = time.monotonic() + min(_LINGER, monitor.timeout / 2)
+            for other in range(1, monitor.size):
+                store.appears(f"left/{number}/{other}", end, _POLL)
 
 
 def _traces(before: Entry | None, entry: Entry | None) -> bool:

@@ -35,7 +35,7 @@ def main(moment: str, env: dict[str, str], errors: Path) -> None:
         group = fpipe.init(device="cpu", timeout=TIMEOUT if moment == "start" else 60)
         assert isinstance(group, MeshGroup)
         group.barrier()
-        group._monitor.timeout = group._rendezvous._store.seconds = TIMEOUT
+        group._monitor.timeout = group._rendezvous.store.seconds = TIMEOUT
         print("met", file=sys.stderr, flush=True)
         while rank == 0 and any("met" not in errors.with_name(other).read_text() for other in "12"):
             time.sleep(
