@@ -14,11 +14,10 @@ from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
 from .timeline import Carried, Span, Timeline, Wait
-from .unit import MOST_SLICES, Slice, unit
+from .unit import Slice, unit
 
 __all__ = [
     "KINDS",
-    "MOST_SLICES",
     "OPS",
     "Action",
     "AnyAction",

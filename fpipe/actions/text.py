@@ -7,22 +7,23 @@ line, column and the expected text; no text raises another exception. ``check`` 
 actions together.
 
     [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes, blank lines ignored
-    [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches, which torch.distributed.pipelining
-    does not know 0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads
-    and writes; its empty cells,
-                                          communication and sharding actions are dropped, a blank
-                                          line is an idle rank
+    [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches
+    0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads and writes
+
+Of a CSV, empty cells and actions of communication and sharding are dropped, and a blank line is an
+idle rank. torch.distributed.pipelining does not know slices.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Row, joined
+from .action import Action, AnyAction, Fused, Row
 from .action_kinds import OPS
-from .unit import MOST_SLICES, Slice, unit
+from .unit import unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([{OPS}]){_NUMBER}(?:[.]{_NUMBER})?")
@@ -96,25 +97,22 @@ def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) ->
             f"a schedule is read from text, not from a {type(text).__name__}; give one line for "
             "each rank"
         )
+    slices = _slices(text)
     rows: list[Row] = []
     for number, line in enumerate(track(_lines(text)), 1):
         body = line.strip(_BLANK)
         if not body:
             continue
-        place = _Place(line, number, len(rows))
+        place = _Line(line, number, len(rows), slices)
         start = line.index(body[0])
+        end = start + len(body)
         if body[0] != "[":
             raise place.error(start, start + 1, "a '[' that opens the actions of a rank")
         if body[-1] != "]":
-            end = start + len(body)
-            raise place.error(
-                end, end + 1, "a ']' that closes the actions of the rank", "the end of the line"
-            )
-        inside = body[1:-1]
-        rows.append(
-            tuple(_cells(inside, place, start + 1, csv=False)) if inside.strip(_BLANK) else ()
-        )
-    return _counted_slices(rows)
+            expected = "a ']' that closes the actions of the rank"
+            raise place.error(end, end + 1, expected, "the end of the line")
+        rows.append(tuple(_cells(body[1:-1], place, start + 1, csv=False)))
+    return tuple(rows)
 
 
 def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
@@ -127,28 +125,14 @@ def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> 
     lines = _lines(text.removeprefix("\ufeff"))
     if lines[-1] == "":
         lines.pop()
-    places = (_Place(line, number, number - 1) for number, line in enumerate(track(lines), 1))
-    return _counted_slices([tuple(_cells(place.line, place, 0, csv=True)) for place in places])
+    slices = _slices(text)
+    places = (_Line(line, k + 1, k, slices) for k, line in enumerate(track(lines)))
+    return tuple(tuple(_cells(place.text, place, 0, csv=True)) for place in places)
 
 
-def _counted_slices(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows with the number of slices of a microbatch that they have in all."""
-    numbers = (part.microbatch for row in rows for cell in row for part in cell.parts)
-    most = max((number.slice + 1 for number in numbers if isinstance(number, Slice)), default=0)
-    if not most:
-        return tuple(rows)
-
-    def counted(part: Action) -> Action:
-        at = part.microbatch
-        return (
-            part._replace(microbatch=unit(at.microbatch * most + at.slice, most))
-            if isinstance(at, Slice)
-            else part
-        )
-
-    return tuple(
-        tuple(joined([counted(part) for part in cell.parts]) for cell in row) for row in rows
-    )
+def _slices(text: str) -> int:
+    """The number of slices of a microbatch: the greatest that is named, and 1."""
+    return max(map(int, re.findall("[.]([0-9]{1,6})", text)), default=0) + 1
 
 
 def _lines(text: str) -> list[str]:
@@ -160,13 +144,13 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-class _Place:
+class _Line(NamedTuple):
     """A line of the text, and errors about it."""
 
-    __slots__ = ("line", "number", "rank")
-
-    def __init__(self, line: str, number: int, rank: int):
-        self.line, self.number, self.rank = line, number, rank
+    text: str
+    number: int
+    rank: int
+    slices: int
 
     def error(
         self, start: int, end: int, expected: str, found: str = "", position: int | None = None
@@ -174,84 +158,77 @@ class _Place:
         """Expected text against actual text; columns ``start`` to ``end`` are marked under the
         line.
         """
-        what = found if found.startswith("the ") else _clip(found or self.line[start:end])
+        found = found or self.text[start:end]
+        what = found if found.startswith("the ") else repr(found[:40]) if found else "nothing"
+        more = " and more" if len(found) > 40 else ""
         where = f"line {self.number}, column {start + 1}"
         left = max(0, start - 30)
-        shown = "".join(c if c.isprintable() else "?" for c in self.line[left : start + 50])
+        shown = "".join(c if c.isprintable() else "?" for c in self.text[left : start + 50])
         dots = "... " if left else ""
         mark = " " * (4 + len(dots) + start - left) + "^" * max(1, min(end, start + 50) - start)
-        message = f"{where}: expected {expected}, but found {what}\n    {dots}{shown}\n{mark}"
+        message = f"{where}: expected {expected}, but found {what}{more}\n    {dots}{shown}\n{mark}"
         return ScheduleError(message, rank=self.rank, position=position, rule="text")
 
 
-def _clip(found: str) -> str:
-    return (
-        "nothing"
-        if not found
-        else repr(found)
-        if len(found) <= 40
-        else repr(found[:40]) + " and more"
-    )
-
-
-def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyAction]:
+def _cells(text: str, line: _Line, column: int, *, csv: bool) -> Iterator[AnyAction]:
     """The actions in ``text``, whose first character is at ``column`` of the line."""
-    if csv and not text.strip(_BLANK + ","):
+    if not text.strip(_BLANK + "," if csv else _BLANK):
         return
-    plain = _ACTION.fullmatch
-    for position, cell in enumerate(text.split(",")):
-        word = cell.strip(_BLANK)
-        if match := plain(word):
-            yield _action(match)
-        elif word[:1] == "(":
-            yield _fused(word, place, column + cell.index("("), position)
-        elif not csv or (word and not _DROPPED.fullmatch(word)):
-            raise _bad(word, place, column + len(cell) - len(cell.lstrip(_BLANK)), position)
+    for position, (cell, at) in enumerate(_split(text, ",", column)):
+        if match := _ACTION.fullmatch(cell):
+            yield _action(match, line)
+        elif cell[:1] == "(":
+            yield _fused(cell, line, at, position)
+        elif not csv or (cell and not _DROPPED.fullmatch(cell)):
+            raise _bad(cell, line, at, position)
+
+
+def _split(text: str, separator: str, column: int) -> Iterator[tuple[str, int]]:
+    """The cells of a text without blanks, each with its column; the text is at ``column``."""
+    for cell in text.split(separator):
+        yield cell.strip(_BLANK), column + len(cell) - len(cell.lstrip(_BLANK))
         column += len(cell) + 1
 
 
-def _action(match: re.Match[str]) -> Action:
+def _action(match: re.Match[str], line: _Line) -> Action:
     stage, op, microbatch, part = match.groups()
-    at = int(microbatch) if part is None else Slice(int(microbatch), int(part), MOST_SLICES)
+    at = int(microbatch)
+    if part is not None:
+        at = unit(at * line.slices + int(part), line.slices)
     return Action._make((int(stage), op, at))
 
 
-def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
-    end = word.find(")")
-    if word[end:] != _FUSED_END:
-        start = column + (end if end >= 0 else len(word) - 1)
-        raise place.error(
-            start, column + len(word), f"{_FUSED_END!r} to end the fused action", position=position
-        )
+def _fused(cell: str, line: _Line, column: int, position: int) -> Fused:
+    stop = column + len(cell)
+    end = cell.find(")")
+    if cell[end:] != _FUSED_END:
+        start = column + end if end >= 0 else stop - 1
+        expected = f"{_FUSED_END!r} to end the fused action"
+        raise line.error(start, stop, expected, position=position)
     parts: list[Action] = []
-    at = column + 1
-    for cell in word[1:end].split(";"):
-        part = cell.strip(_BLANK)
+    for part, at in _split(cell[1:end], ";", column + 1):
         if not (match := _ACTION.fullmatch(part)):
-            raise _bad(part, place, at + len(cell) - len(cell.lstrip(_BLANK)), position)
-        parts.append(_action(match))
-        at += len(cell) + 1
+            raise _bad(part, line, at, position)
+        parts.append(_action(match, line))
     if len(parts) < 2:
         expected = "two or more actions between '(' and ')', with ';' between"
-        raise place.error(column, column + len(word), expected, position=position)
+        raise line.error(column, stop, expected, position=position)
     return Fused(tuple(parts))
 
 
-def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
+def _bad(cell: str, line: _Line, column: int, position: int) -> ScheduleError:
     """The most helpful error for a cell that is no action."""
-    end = column + len(word)
-    if match := _ACTION.match(word):
-        rest = word[match.end() :]
-        if not rest[0].isdigit():
-            return place.error(
-                end - len(rest), end, f"',' or the end after {match[0]}", position=position
-            )
+    end = column + len(cell)
+    match = _ACTION.match(cell)
+    if match and not cell[match.end()].isdigit():
+        expected = f"',' or the end after {match[0]}"
+        return line.error(column + match.end(), end, expected, position=position)
     hints = {
-        "only compute here (lowering adds communication)": _DROPPED.fullmatch(word),
-        "a number of at most 6 digits": re.search("[0-9]{7}", word[:60]),
+        "only compute here (lowering adds communication)": _DROPPED.fullmatch(cell),
+        "a number of at most 6 digits": re.search("[0-9]{7}", cell[:60]),
         "a number without leading zeros": re.match(
-            "0[0-9]|[0-9]+[FBIW](?:0[0-9]|[0-9]+[.]0[0-9])", word
+            "0[0-9]|[0-9]+[FBIW](?:0[0-9]|[0-9]+[.]0[0-9])", cell
         ),
     }
     expected = next((hint for hint, applies in hints.items() if applies), _EXPECTED)
-    return place.error(column, end, expected, word, position)
+    return line.error(column, end, expected, cell, position)

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, count, repeat
-from math import fsum, inf
-from operator import sub
+from math import fsum, inf, isfinite
+from operator import itemgetter, sub
 from os import PathLike
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Placement, Row
+from .action import Action, AnyAction, Fused, Placement, Row, plain
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .product import product
@@ -28,6 +28,10 @@ from .routes import placement_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+#: op -> what it adds to the memory of its rank, by stage
+Held: TypeAlias = Mapping[str, Sequence[float]]
 
 
 class Span(NamedTuple):
@@ -84,13 +88,11 @@ class Timeline:
     placement: Placement
     microbatches: int
     causes: tuple[array[int], ...]
-    memory: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    memory: Held = field(default_factory=dict)
     boundary: Sequence[float] = ()
     name: str = ""
     unit: str = ""  # of time; "" for that of the cost model
-    carried: tuple[
-        tuple[Carried, ...], ...
-    ] = ()  # by rank: what its link carries, if that was predicted
+    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank, if that was predicted
     sizes: Sequence[float] = ()  # by microbatch, where they are not equal
 
     @classmethod
@@ -120,33 +122,31 @@ class Timeline:
         >>> t.start, t.total
         (5.0, 3.0)
         """
-        by_rank: dict[int, list[tuple[float, float, AnyAction]]] = {}
-        for rank, action, start, end in spans:
-            by_rank.setdefault(rank, []).append((start, end, action))
-        if not by_rank or min(by_rank) < 0:
+        ordered = sorted(spans, key=itemgetter(0, 2, 3))
+        if not ordered or ordered[0][0] < 0:
             raise ScheduleError(
                 "a timeline needs at least one span, and ranks counted from 0", rule="timeline"
             )
-        lanes = [
-            sorted(by_rank.get(rank, ()), key=lambda lane: lane[:2])
-            for rank in range(max(by_rank) + 1)
-        ]
-        rows = tuple(tuple(action for _, _, action in lane) for lane in lanes)
-        starts = tuple(array("d", [start for start, _, _ in lane]) for lane in lanes)
-        ends = tuple(array("d", [end for _, end, _ in lane]) for lane in lanes)
-        microbatches = (
-            max(part.microbatch for row in rows for action in row for part in action.parts) + 1
-        )
+        ranks = range(ordered[-1][0] + 1)
+        actions: list[list[AnyAction]] = [[] for _ in ranks]
+        starts, ends = [array("d") for _ in ranks], [array("d") for _ in ranks]
+        for rank, action, start, end in ordered:
+            actions[rank].append(action)
+            starts[rank].append(start)
+            ends[rank].append(end)
+        if not isfinite(sum(map(sum, starts + ends))):
+            raise ScheduleError("every time of a timeline must be finite", rule="timeline")
+        rows = tuple(map(tuple, actions))
+        microbatches = max(part.microbatch for row in rows for part in plain(row)) + 1
         placement = placement_of(rows)
         causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
-        return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
+        times = tuple(starts), tuple(ends)
+        return cls(rows, *times, placement, microbatches, causes, name=name, unit=unit)
 
     @property
     def slices(self) -> int:
         """How many slices each microbatch has; ``microbatches`` counts all of them."""
-        return next(
-            (part.slices for row in self.rows for action in row for part in action.parts), 1
-        )
+        return next((part.slices for row in self.rows for part in plain(row)), 1)
 
     # ---- spans ----
     @property
@@ -236,21 +236,20 @@ class Timeline:
         """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W
         or B.
         """
-        held = {op: (kind.activations,) * self.placement.stages for op, kind in KINDS.items()}
-        most = (max(accumulate(_changes(row, held), initial=0)) for row in self.rows)
-        return cast(tuple[int, ...], tuple(most))
+        return tuple(map(int, self._most(self._activations)))
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per rank, the most that is held at once by the costs' ``saved`` and ``kept``."""
-        changes = (_changes(row, self._held, self.sizes) for row in self.rows)
-        return tuple(max(accumulate(each, initial=0.0)) for each in changes)
+        return self._most(self.memory or self._activations, self.sizes)
 
-    @cached_property
-    def _held(self) -> Mapping[str, Sequence[float]]:
-        """op -> what it adds to the memory of its rank, by stage: bytes, else activations."""
-        stages = self.placement.stages
-        return self.memory or {op: (kind.activations,) * stages for op, kind in KINDS.items()}
+    def _most(self, held: Held, sizes: Sequence[float] = ()) -> tuple[float, ...]:
+        changes = (_changes(row, held, sizes) for row in self.rows)
+        return tuple(max(accumulate(row, initial=0.0)) for row in changes)
+
+    @property
+    def _activations(self) -> Held:
+        return {op: (kind.activations,) * self.placement.stages for op, kind in KINDS.items()}
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """What a rank holds over time: an action adds at its start and frees at its end.
@@ -266,9 +265,11 @@ class Timeline:
         >>> t.curve(1)
         ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
         """
-        row, held, points = self.rows[rank], 0.0, []
+        held, points = 0.0, []
         times = chain.from_iterable(zip(self.starts[rank], self.ends[rank], strict=True))
-        for time, change in zip(times, _fused_changes(row, self._held, self.sizes), strict=True):
+        memory = self.memory or self._activations
+        changes = _fused_changes(self.rows[rank], memory, self.sizes)
+        for time, change in zip(times, changes, strict=True):
             if change:
                 held += change
                 points.append((time, held))
@@ -288,25 +289,20 @@ class Timeline:
     @cached_property
     def _sent(self) -> tuple[int, float]:
         """Messages between different ranks, and their bytes."""
-        crossed = [
-            {
-                (op, stage): list(_boundaries(path, op, stage))
-                for op in KINDS
-                for stage in range(len(path))
-            }
-            for path in self.placement.paths
-        ]
-        route = [crossed[self.placement.path_index(mb)] for mb in range(self.microbatches)]
-        counts: Counter[tuple[int, float]] = Counter()  # (boundary, size) -> messages
-        for row in self.rows:
-            for action in row:
-                for stage, op, mb in action.parts:
-                    for boundary in route[mb][op, stage]:
-                        counts[boundary, self.sizes[mb] if self.sizes else 1.0] += 1
-        if not self.boundary:
-            return counts.total(), 0.0
-        nbytes = (count * size * self.boundary[at] for (at, size), count in counts.items())
-        return counts.total(), fsum(nbytes)
+        route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
+        sizes = self.sizes or [1.0] * self.microbatches
+        actions = Counter(
+            (route[mb], op, stage, sizes[mb]) for row in self.rows for stage, op, mb in plain(row)
+        )
+        messages, amounts = 0, [0.0]
+        for (path_index, op, stage, size), times in actions.items():
+            path = self.placement.paths[path_index]
+            other = stage + KINDS[op].needs[-1][1]  # no more than the last one is of another stage
+            if 0 <= other < len(path) and path[other] != path[stage]:
+                messages += times
+                boundary = self.boundary[min(stage, other)] if self.boundary else 0.0
+                amounts.append(times * size * boundary)
+        return messages, fsum(amounts)
 
     # ---- causes ----
     @cached_property
@@ -339,17 +335,15 @@ class Timeline:
         """The chain of actions, each held back by the one before it, that ends last and so makes
         the total.
         """
-        last = [(-ends[-1], rank) for rank, ends in enumerate(self.ends) if ends]
-        if not last:
-            return ()
-        rank = min(last)[1]
-        position = len(self.rows[rank]) - 1
+        rows = [self.of_rank(rank) for rank in range(self.ranks)]
+        lasts = (row[-1] for row in rows if row)
+        span = max(lasts, key=lambda span: span.end, default=None)
         path: list[Span] = []
-        while position >= 0:
-            start, end = self.starts[rank][position], self.ends[rank][position]
-            path.append(Span(rank, position, self.rows[rank][position], start, end))
-            wait = self.waited_for(rank, position)
-            rank, position = (wait.rank, wait.position) if wait else (rank, position - 1)
+        while span:
+            path.append(span)
+            before = self.waited_for(*span[:2]) or (span.rank, span.position - 1)
+            rank, position = before[:2]
+            span = rows[rank][position] if position >= 0 else None
         return tuple(reversed(path))
 
     # ---- pictures ----
@@ -440,18 +434,14 @@ class Timeline:
         product("pictures").save(self if against is None else [against, self], path, look)
 
 
-def _changes(
-    row: Row, held: Mapping[str, Sequence[float]], sizes: Sequence[float] = ()
-) -> Iterator[float]:
+def _changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:
     """What the actions of a row add to the memory of its rank; fused ones first add, then free."""
     if sizes or any(isinstance(action, Fused) for action in row):
         return _fused_changes(row, held, sizes)
     return (held[op][stage] for stage, op, _ in cast(Sequence[Action], row))
 
 
-def _fused_changes(
-    row: Row, held: Mapping[str, Sequence[float]], sizes: Sequence[float]
-) -> Iterator[float]:
+def _fused_changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:
     """For each action two numbers: what it adds at its start, and what it frees at its end."""
     for action in row:
         changes = [
@@ -462,15 +452,6 @@ def _fused_changes(
         yield sum([change for change in changes if change < 0])
 
 
-def _boundaries(path: Sequence[int], op: str, stage: int) -> Iterator[int]:
-    """The boundaries between ranks that the messages of an action cross. Boundary s is between
-    stage s and stage s + 1.
-    """
-    for by in {by for _, by in KINDS[op].needs if by}:
-        if 0 <= stage + by < len(path) and path[stage + by] != path[stage]:
-            yield min(stage, stage + by)
-
-
 def _causes(
     rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
 ) -> tuple[array[int], ...]:
@@ -479,9 +460,8 @@ def _causes(
     """
     arrivals = {fact: ends[rank][position] for fact, rank, position in facts.provided(rows)}
     table, microbatches = facts.table, facts.microbatches
-    result = []
+    result = [array("q", [-1]) * len(row) for row in rows]
     for rank, row in enumerate(rows):
-        causes = array("q", [-1]) * len(row)
         free = -inf
         for position, action in enumerate(row):
             needed = [
@@ -491,7 +471,6 @@ def _causes(
             ]
             last = max(needed, key=lambda fact: arrivals.get(fact, -inf), default=-1)
             if free < arrivals.get(last, -inf) <= starts[rank][position]:
-                causes[position] = last
+                result[rank][position] = last
             free = ends[rank][position]
-        result.append(causes)
     return tuple(result)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from ..errors import ScheduleError
 
-#: Slices of a microbatch where their number is not known, as of an action alone.
-MOST_SLICES = 1_000_000
-
 
 class Slice(int):
     """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
