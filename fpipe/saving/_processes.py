@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..collectives.group import Group
 from ..collectives.setup import MeshGroup
@@ -74,44 +74,44 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
     """The result of an action of every process; CheckpointError on all of them where it failed on
     one.
     """
-    fault: Exception | None = None
-    message = ""
-    result: Any = None
+    result, fault, message = None, None, ""
     try:
         result = act()
     except Exception as error:
-        fault, message = error, f"{type(error).__name__}: {error}"
-        if isinstance(error, (FpipeError, OSError)):
-            message = str(error)
-    faults = [text for text in _gathered(groups_of(pipe), message) if text]
+        plain = isinstance(error, (FpipeError, OSError))
+        fault, message = error, str(error) if plain else f"{type(error).__name__}: {error}"
+    messages = [text for text in _gathered(groups_of(pipe), message) if text]
     if isinstance(fault, CheckpointError):
         raise fault
-    if faults:
-        raise CheckpointError(faults[0]) from fault
-    return result
+    if messages:
+        raise CheckpointError(messages[0]) from fault
+    return cast(T, result)
 
 
 def check_unused(
-    pipe: Pipe,
-    there: Iterable[str],
-    taken: Iterable[str],
-    text: Callable[[str], str],
-    remedy: str | None,
+    pipe: Pipe, names: Iterable[str], used: Iterable[str], text: str, remedy: str, strict: bool
 ) -> None:
-    """Names of tensors that no process takes are an error.
-
-    ``text`` is the message for such names. Without a remedy it is a warning on the first process.
+    """Names of tensors that no process uses are an error; if not ``strict``, a warning on the first
+    process. ``text`` is the message, with ``{}`` for such names.
     """
-    rows = everyone(pipe, json.dumps(sorted(taken)))
-    unused = sorted(set(there).difference(*map(json.loads, rows)))
+    rows = everyone(pipe, json.dumps(sorted(used)))
+    unused = sorted(set(names).difference(*map(json.loads, rows)))
     if not unused:
         return
-    more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
-    message = text(f"{unused[0]!r}{more}")
-    if remedy is not None:
+    message = text.format(and_more(list(map(repr, unused))))
+    if strict:
         raise CheckpointError(f"{message}; {remedy}, or pass strict=False")
     if is_first(pipe):
         warnings.warn(message, stacklevel=3)
+
+
+def and_more(texts: Sequence[str]) -> str:
+    """The first of some texts, and how many others there are.
+
+    >>> and_more(["a"]), and_more(["a", "b"])
+    ('a', 'a (and 1 more)')
+    """
+    return texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more)"
 
 
 # ---- folders ----

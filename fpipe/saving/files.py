@@ -140,11 +140,9 @@ def opened(folder: Path, name: str) -> Iterator[BufferedReader]:
     try:
         number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        why = (
-            "a symbolic link, which is not followed"
-            if (folder / name).is_symlink()
-            else error.strerror
-        )
+        why = error.strerror
+        if (folder / name).is_symlink():
+            why = "a symbolic link, which is not followed"
         raise CheckpointError(
             f"{folder / name}: {why}; use a complete copy of the checkpoint"
         ) from error
@@ -161,8 +159,8 @@ def size_of(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def header(file: BufferedReader, what: str) -> tuple[dict[str, Header], bytes]:
-    """The tensors of a file by name, in the order of their data, and the bytes before the data.
+def header(file: BufferedReader, what: str) -> dict[str, Header]:
+    """The tensors of a file by name, in the order of their data.
 
     Raises CheckpointError for anything that safetensors does not allow: a header that is too long
     or is not JSON, tensors that overlap, leave a gap or do not have the bytes of their shape.
@@ -176,16 +174,16 @@ def header(file: BufferedReader, what: str) -> tuple[dict[str, Header], bytes]:
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
         rows.pop("__metadata__", None)
-        found = {name: _entry(row, _LENGTH.size + length) for name, row in rows.items()}
-        ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
         at = _LENGTH.size + length
-        for name, entry in ordered.items():
+        tensors = [(name, _entry(row, at)) for name, row in rows.items()]
+        tensors.sort(key=lambda tensor: (tensor[1].begin, tensor[1].end))
+        for name, entry in tensors:
             if entry.begin != at:
                 raise ValueError(f"{name!r} begins at byte {entry.begin}, not at {at}")
             at = entry.end
         if at != size_of(file):
             raise ValueError(f"its data end at byte {at} of {size_of(file)}")
-        return ordered, _LENGTH.pack(length) + text
+        return dict(tensors)
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{what} is no safetensors file: {error}; files of other formats are not read"
@@ -193,10 +191,10 @@ def header(file: BufferedReader, what: str) -> tuple[dict[str, Header], bytes]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    rows = dict(pairs)
+    if len(rows) < len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return rows
 
 
 def _entry(row: Any, start: int) -> Header:
@@ -211,13 +209,12 @@ def _entry(row: Any, start: int) -> Header:
 
 def exactly(file: BufferedReader, begin: int, count: int) -> bytearray:
     """Bytes of a file; ValueError where it is shorter."""
-    if begin + count > size_of(file):
-        raise ValueError(f"it ends before byte {begin + count}")
-    raw = bytearray(count)
     file.seek(begin)
-    if file.readinto(raw) != count:
-        raise ValueError(f"it ends before byte {begin + count}")
-    return raw
+    if begin + count <= size_of(file):  # no memory for more than there is
+        raw = bytearray(count)
+        if file.readinto(raw) == count:
+            return raw
+    raise ValueError(f"it ends before byte {begin + count}")
 
 
 def hashed(
@@ -265,7 +262,7 @@ def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path in files:
         with opened(path.parent, path.name) as file:
-            for name, entry in header(file, str(path))[0].items():
+            for name, entry in header(file, str(path)).items():
                 if name in tensors:
                     raise CheckpointError(
                         f"{name!r} is in {tensors[name].file} and in {path.name}; remove one"

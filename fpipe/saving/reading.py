@@ -13,8 +13,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from ..actions import progress
 from ..collectives.codec import Node, dtype_name, from_bytes, from_node
 from ..errors import CheckpointError
 from ..tree import Tree
-from ._processes import Pipe, agree, check_unused, everyone, folder_of, wait_for_writers
+from ._processes import (
+    Pipe,
+    agree,
+    and_more,
+    check_unused,
+    everyone,
+    folder_of,
+    wait_for_writers,
+)
 from .collect import own_key
 from .leaf_names import Names, StageLeaf, StageTree, misfit
 from .manifest import Leaf, Manifest
@@ -79,66 +87,20 @@ def load(
         raise CheckpointError(
             f"processes read different checkpoints at {path}; all must see one file system"
         )
-    reader = agree(pipe, lambda: _reader(folder, manifest, Names(pipe), like, strict, names))
+    reader = Reader(folder, manifest, Names(pipe), like, strict)
+    agree(pipe, lambda: reader.check(names))
+    here = reader.templates.values()
     check_unused(
         pipe,
         manifest.slots.get("params", {}),
-        {leaf.key for here in reader.templates.values() for leaf in here.leaves},
-        lambda unused: f"{folder} has a parameter {unused} that no stage takes",
-        "load it into the whole model" if strict else None,
+        {leaf.key for stage in here for leaf in stage.leaves},
+        f"{folder} has a parameter {{}} that no stage takes",
+        "load it into the whole model",
+        strict,
     )
     with progress(f"loading {path}") as track:
         values = agree(pipe, lambda: [reader.value(name) for name in track(names)])
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _reader(
-    folder: Path,
-    manifest: Manifest,
-    names: Names,
-    like: Sequence[Tree] | None,
-    strict: bool,
-    wanted: Sequence[str],
-) -> Reader:
-    unknown = [name for name in wanted if name not in manifest.trees]
-    if unknown or not wanted:
-        there = ", ".join(map(repr, manifest.trees))
-        raise CheckpointError(
-            f"{folder} has {there}, not {unknown[0] if unknown else 'nothing'!r}; name what to load"
-        )
-    check = lru_cache(maxsize=None)(partial(manifest.check_file, folder))
-    reader = Reader(folder, manifest, names, {}, {}, check)
-    if not manifest.slots:
-        return reader
-    with _readable(f"{folder}: the structure of its parameters"):
-        reader = replace(reader, templates=_templates(reader, like))
-    return replace(reader, kept=_kept(reader, strict))
-
-
-def _kept(reader: Reader, strict: bool) -> dict[str, Tensor]:
-    """Parameters that keep their value because the checkpoint has no such leaf; CheckpointError
-    where they must not, or have none.
-    """
-    kept, lost = dict[str, Tensor](), list[str]()
-    for stage, here in reader.templates.items():
-        for _, key, like, shape, *_ in here.leaves:
-            if not tree.is_tensor(like):
-                continue
-            leaf = reader.leaf(f"params/{key}")
-            wanted = f"{dtype_name(like.dtype)}{list(shape)}"
-            fault = misfit(stage, key, None if leaf is None else str(leaf), wanted)
-            if fault and (strict or like.is_meta):
-                lost.append(fault)
-            elif fault:
-                kept[key] = like
-                warnings.warn(f"{reader.folder}: skipped: {fault}", stacklevel=6)
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise CheckpointError(
-            f"{reader.folder}: {lost[0]}{more}; load the same model, or pass strict=False with "
-            "like=params"
-        )
-    return kept
 
 
 @contextmanager
@@ -152,35 +114,6 @@ def _readable(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error}; save it again") from error
 
 
-# ---- templates ----
-def _templates(reader: Reader, like: Sequence[Tree] | None) -> dict[int, StageTree]:
-    """The parameters of the stages here as tensors without data, with their names."""
-    names, pipe = reader.names, reader.names.pipe
-    trees = names.expected(like)
-    for stage in pipe.here:
-        if like is None and names.stages[stage].stage.weights is None:
-            trees[stage] = _recorded(reader, stage)
-    if pipe.parts is not None and (like is None or not pipe.cache.shares.layouts):
-        trees = pipe.shard(trees)  # records the layout of whole leaves
-    return {stage: names.tree(stage, trees[stage]) for stage in pipe.here}
-
-
-def _recorded(reader: Reader, stage: int) -> Tree:
-    """Parameters of one stage without data, from the structure in the checkpoint."""
-    names, manifest = reader.names, reader.manifest
-
-    def leaf(node: Node, path: str) -> object:
-        if node[0] == "at":
-            return from_node(node[2], path)
-        stored = reader.existing(f"params/{node[1]}")
-        return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
-
-    # tied parts were one in the cut that was saved
-    stages = {**tied_parts(names, stage), **manifest.stages}
-    return Structures(stages, manifest.layers).expand(names.stages[stage], leaf)
-
-
-# ---- values ----
 @dataclass(frozen=True)
 class Reader:
     """Reads the values of one checkpoint for the stages here."""
@@ -188,10 +121,81 @@ class Reader:
     folder: Path
     manifest: Manifest
     names: Names
-    templates: Mapping[int, StageTree]
-    kept: Mapping[str, Tensor]  # parameters that are not read, by name
-    check: Callable[[str], None]  # of the header of a file, once
+    like: Sequence[Tree] | None
+    strict: bool
 
+    def check(self, wanted: Sequence[str]) -> None:
+        """Raise CheckpointError unless the checkpoint has these trees, and the parameters of the
+        stages here.
+        """
+        unknown = [name for name in wanted if name not in self.manifest.trees] or ["nothing"]
+        if not wanted or unknown != ["nothing"]:
+            existing = ", ".join(map(repr, self.manifest.trees))
+            raise CheckpointError(
+                f"{self.folder} has {existing}, not {unknown[0]!r}; name what to load"
+            )
+        assert self.kept is not None  # the checks of parameters
+
+    @cached_property
+    def check_file(self) -> Callable[[str], None]:
+        """Checks the header of a file, once."""
+        return lru_cache(maxsize=None)(partial(self.manifest.check_file, self.folder))
+
+    # ---- templates ----
+    @cached_property
+    def templates(self) -> Mapping[int, StageTree]:
+        """The parameters of the stages here as tensors without data, with their names."""
+        if not self.manifest.slots:
+            return {}
+        names, pipe = self.names, self.names.pipe
+        with _readable(f"{self.folder}: the structure of its parameters"):
+            trees = names.expected(self.like)
+            for stage in pipe.here:
+                if self.like is None and names.stages[stage].stage.weights is None:
+                    trees[stage] = self._recorded(stage)
+            if pipe.parts is not None and (self.like is None or not pipe.cache.shares.layouts):
+                trees = pipe.shard(trees)  # records the layout of whole leaves
+            return {stage: names.tree(stage, trees[stage]) for stage in pipe.here}
+
+    def _recorded(self, stage: int) -> Tree:
+        """Parameters of one stage without data, from the structure in the checkpoint."""
+
+        def leaf(node: Node, path: str) -> object:
+            if node[0] == "at":
+                return from_node(node[2], path)
+            stored = self.existing(f"params/{node[1]}")
+            return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
+
+        # tied parts were one in the cut that was saved
+        stages = {**tied_parts(self.names, stage), **self.manifest.stages}
+        return Structures(stages, self.manifest.layers).expand(self.names.stages[stage], leaf)
+
+    @cached_property
+    def kept(self) -> Mapping[str, Tensor]:
+        """Parameters that keep their value because the checkpoint has no such leaf; CheckpointError
+        where they must not, or have none.
+        """
+        kept, lost = dict[str, Tensor](), list[str]()
+        for stage, here in self.templates.items():
+            for _, key, like, shape, *_ in here.leaves:
+                if not tree.is_tensor(like):
+                    continue
+                leaf = self.leaf(f"params/{key}")
+                wanted = f"{dtype_name(like.dtype)}{list(shape)}"
+                fault = misfit(stage, key, None if leaf is None else str(leaf), wanted)
+                if fault and (self.strict or like.is_meta):
+                    lost.append(fault)
+                elif fault:
+                    kept[key] = like
+                    warnings.warn(f"{self.folder}: skipped: {fault}", stacklevel=6)
+        if lost:
+            raise CheckpointError(
+                f"{self.folder}: {and_more(lost)}; load the same model, or pass strict=False with "
+                "like=params"
+            )
+        return kept
+
+    # ---- values ----
     def leaf(self, key: str) -> Leaf | None:
         """A leaf, or this copy's of one that each copy has for itself."""
         leaves, pipe = self.manifest.leaves, self.names.pipe
@@ -256,7 +260,7 @@ class Reader:
         """A leaf on the host, or elements of it along one axis."""
         leaf = self.existing(key)
         for piece in leaf.pieces:
-            self.check(piece.file)
+            self.check_file(piece.file)
         return read_leaf(self.folder, key, leaf, span)
 
 

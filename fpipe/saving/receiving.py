@@ -76,24 +76,21 @@ def receive(
         pairs = agree(pipe, named_tensors)
     names = Names(pipe)
     expected = agree(pipe, lambda: names.expected(like))
-    templates = {
-        stage: names.tree(stage, expected[stage], whole=True)
-        for stage in pipe.here
-        if expected[stage] is not None
-    }
+    trees = {stage: tree for stage, tree in enumerate(expected) if tree is not None}
+    templates = {stage: names.tree(stage, tree, whole=True) for stage, tree in trees.items()}
     wanted = _wanted(names, templates)
-    there, taken = set[str](), dict[str, Tensor]()
+    seen, taken = set[str](), dict[str, Tensor]()
     fault: Exception | None = None
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
-        there.add(name)
+        seen.add(name)
         try:
             if fault is None and wanted(name):
                 taken[name] = _copied(value if isinstance(value, Tensor) else value(), dtype)
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
     params = agree(pipe, lambda: _built(names, templates, taken, fault))
-    remedy = "pass the tensors of this model alone" if strict else None
-    check_unused(pipe, there, taken, lambda unused: f"no stage takes {unused}", remedy)
+    remedy = "pass the tensors of this model alone"
+    check_unused(pipe, seen, taken, "no stage takes {}", remedy, strict)
     return pipe.shard(params)
 
 
@@ -136,8 +133,8 @@ def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) ->
     if not tree.is_tensor(like):
         return like
     value = taken.get(key)
-    found = None if value is None else tree.describe([value])[1:-1]
-    fault = misfit(stage, key, found, tree.describe([like])[1:-1])
+    kind = None if value is None else tree.describe([value])[1:-1]
+    fault = misfit(stage, key, kind, tree.describe([like])[1:-1])
     if fault:
         raise CheckpointError(
             f"{fault}; pass the tensors of the whole model, and dtype= to convert them"
