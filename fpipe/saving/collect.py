@@ -24,7 +24,7 @@ from ..collectives.codec import Node, dtype_name, to_bytes, to_node
 from ..errors import CheckpointError
 from ._processes import Pipe, is_first
 from .files import Entry, plain
-from .leaf_names import Names, StageLeaf, StageNames, StageTree
+from .leaf_names import Names, StageLeaf, StageTree
 from .structures import Structures, describe_stage
 
 #: Names of trees that would be taken for arguments of ``load``.
@@ -58,10 +58,6 @@ class Place(NamedTuple):
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
-def _no_facts() -> Facts:
-    return {name: {} for name in ("trees", "stages", "layers", "slots", "leaves", "owners")}
-
-
 @dataclass(frozen=True)
 class Holding:
     """What this process holds: facts, as they are in a manifest, and tensors.
@@ -70,14 +66,20 @@ class Holding:
     have it. ``owners`` are the stages and paths of a parameter's name, and whether it is tied.
     """
 
-    facts: Facts = field(default_factory=_no_facts)
+    facts: Facts
     places: list[Place] = field(default_factory=list)
 
 
-def stage_trees(names: Names, params: Sequence[tree.Tree]) -> tuple[dict[int, StageTree], Facts]:
+def stage_trees(
+    names: Names, params: Sequence[tree.Tree] | None
+) -> tuple[dict[int, StageTree], Facts]:
     """The parameters of the stages here, and the facts of them."""
+    trees = dict[int, StageTree]()
+    keys = "trees", "stages", "layers", "slots", "leaves", "owners"
+    facts: Facts = {key: {} for key in keys}
+    if params is None:
+        return trees, facts
     names.pipe.config.check_params(params)
-    trees, facts = dict[int, StageTree](), _no_facts()
     for stage in names.pipe.here:
         of = names.stages[stage]
         trees[stage] = names.tree(stage, params[stage])
@@ -90,17 +92,15 @@ def stage_trees(names: Names, params: Sequence[tree.Tree]) -> tuple[dict[int, St
         _merge(facts, {"stages": stages, "layers": layers})
         if rest or not of.parts:
             _merge(facts["stages"], {of.prefix: node})
-        elif _expanded(Structures(stages, layers), of) != trees[stage].spec:
+            continue
+        again = Structures(stages, layers).expand(of, lambda node, path: 0)
+        if tree.flatten(again)[1] != trees[stage].spec:
             raise CheckpointError(
                 f"layers= of stage {stage} has the paths {list(of.parts)}, and its parameters are "
                 "not nested dicts with these keys, and lists of blocks; use such, so that they can "
                 "be put together again"
             )
     return trees, facts
-
-
-def _expanded(structures: Structures, of: StageNames) -> tree.Structure:
-    return tree.flatten(structures.expand(of, lambda node, path: 0))[1]
 
 
 def collect(
@@ -112,11 +112,11 @@ def collect(
         raise CheckpointError(
             f"{min(wrong)!r} is an argument of load; save the tree under another name"
         )
-    pipe, holding = names.pipe, Holding()
+    pipe = names.pipe
+    trees, facts = stage_trees(names, params)
+    holding = Holding(facts)
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
     if params is not None:
-        trees, facts = stage_trees(names, params)
-        holding = Holding(facts)
         facts["trees"]["params"] = ["stages", "params"]
         _by_parameter(names, trees, "params", holding)
         templates.append(("stages", type(params), trees))
@@ -128,11 +128,10 @@ def collect(
         if tree.is_tensor(value):
             return _shared(pipe, holding, plain(value, path), path)
         for tag, kind, stages in templates:
-            if type(value) is kind and len(value) == pipe.stages:
-                by_stage = _by_stage(stages, value)
-                if by_stage is not None:
-                    _by_parameter(names, by_stage, path, holding)
-                    return [tag, path]
+            by_stage = _by_stage(stages, value, pipe.stages) if type(value) is kind else None
+            if by_stage is not None:
+                _by_parameter(names, by_stage, path, holding)
+                return [tag, path]
         return NotImplemented
 
     for name, value in more.items():
@@ -157,10 +156,11 @@ def _kind(tensor: Tensor, shape: Sequence[int]) -> list[object]:
 
 # ---- lists by stage ----
 def _by_stage(
-    templates: Mapping[int, StageTree], value: Sequence[tree.Tree]
+    templates: Mapping[int, StageTree], value: Sequence[tree.Tree], count: int
 ) -> dict[int, StageTree] | None:
     """What a list by stage has at the leaves of the templates; None if it has another form."""
-    if any(part is not None for stage, part in enumerate(value) if stage not in templates):
+    others = [part for stage, part in enumerate(value) if stage not in templates]
+    if len(value) != count or any(part is not None for part in others):
         return None
     by_stage: dict[int, StageTree] = {}
     for stage, here in templates.items():
@@ -195,28 +195,29 @@ def _part(
     names: Names, here: StageTree, leaf: StageLeaf, holding: Holding, tensor: Tensor, path: str
 ) -> Node:
     """A tensor of one stage."""
-    pipe, stage = names.pipe, here.stage
-    shape, first, last = tuple(tensor.shape), 0, tensor.numel()
-    low, high = leaf.span or (0, -1)
-    cut = shape == (high - low,)
-    if cut:
-        shape, first, last = leaf.shape, low, high
+    pipe = names.pipe
+    shape = tuple(tensor.shape)
+    first, last = 0, tensor.numel()
+    is_cut = leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],)
+    if is_cut and leaf.span is not None:
+        shape = leaf.shape
+        first, last = leaf.span
     key = own_key(path, pipe) if leaf.own else path
     kind = _kind(tensor, shape)
-    known = holding.facts["leaves"].setdefault(key, [*kind, None])
-    if known[:2] != kind[:2]:
+    other = holding.facts["leaves"].setdefault(key, [*kind, None])
+    if other[:2] != kind[:2]:
         raise CheckpointError(
-            f"the tied leaves {path!r} differ: {known[:2]} and {kind[:2]}; tie equal leaves"
+            f"the tied leaves {path!r} differ: {other[:2]} and {kind[:2]}; tie equal leaves"
         )
-    member, home = (stage, leaf.path), pipe.config.rank_here(stage)
-    ranks = pipe.placement.ranks_of(stage)
-    repeated, write = False, home == ranks[0]
+    rank = pipe.config.rank_here(here.stage)
+    ranks = pipe.placement.ranks_of(here.stage)
+    write, repeated = rank == ranks[0], False
     if not here.state:  # replicas update states of their own, and the first one counts
         replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
-        repeated = member in names.ties or replicas
-        write = write and names.first(*member) == stage
-    if (write or repeated) and (first < last if cut else _is_ours(pipe, here, leaf, path)):
-        where = f"stage {stage} on rank {home}"
+        repeated = (here.stage, leaf.path) in names.ties or replicas
+        write = write and names.first(here.stage, leaf.path) == here.stage
+    if (write or repeated) and (first < last if is_cut else _is_ours(pipe, here, leaf, path)):
+        where = f"stage {here.stage} on rank {rank}"
         holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))
     return ["leaf", path]
 

@@ -41,18 +41,17 @@ class Row(NamedTuple):
     leaf: int
     rank: int
     name: str
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
-        return DTYPES[self.dtype]
+    def empty(self, device: torch.device | str) -> Tensor:
+        """The whole tensor, to be filled."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
 
     @property
     def bytes(self) -> int:
         """Of the whole tensor."""
-        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+        return self.empty("meta").nbytes
 
 
 def stream(
@@ -103,15 +102,15 @@ def stream(
     agree(pipe, lambda: merged(texts))
     mine = agree(pipe, lambda: _rows(names, trees, dtype))
     texts = everyone(pipe, json.dumps(mine))
-    data = (row for text in texts for row in json.loads(text))
-    rows = sorted({Row(*row)._replace(shape=tuple(row[4])) for row in data})
+    of_all = [Row(*row) for text in texts for row in json.loads(text)]
+    rows = [row for row, _ in groupby(sorted(of_all))]  # copies of the pipeline have the same
     return _streamed(pipe, trees, rows, bucket_bytes, to)
 
 
 def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
     """The parameters that this process sends."""
     pipe = names.pipe
-    rows = []
+    rows = list[Row]()
     for stage, here in trees.items():
         rank = pipe.placement.ranks_of(stage)[0]
         for index, leaf in enumerate(here.leaves):
@@ -119,8 +118,9 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
                 raise CheckpointError(
                     f"{leaf.key!r} is in own=: each copy has another one, and none is whole"
                 )
-            value, writes = leaf.value, names.first(stage, leaf.path) == stage
-            if is_tensor(value) and rank in pipe.group.here and writes:
+            value = leaf.value
+            writes = rank in pipe.group.here and names.first(stage, leaf.path) == stage
+            if is_tensor(value) and writes:
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 rows.append(Row(stage, index, rank, leaf.key, leaf.shape, dtype_name(kind)))
     return rows
@@ -141,8 +141,7 @@ def _streamed(
         if run[0].rank in pipe.group.here:
             tensors = [_whole(pipe, trees[row.stage], row) for row in run]
         else:
-            device = pipe.config.device
-            tensors = [torch.empty(row.shape, dtype=row.torch_dtype, device=device) for row in run]
+            tensors = [row.empty(pipe.config.device) for row in run]
         if len(pipe.group.here) < pipe.group.size:
             _send(pipe, tensors, run, _piece(pipe, bucket))
         if not wanted:
@@ -156,7 +155,7 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     """A whole parameter of this process; with parts, those of all copies."""
     leaf: Tensor = here.leaves[row.leaf].value.detach()
     if here.layout is None or here.leaves[row.leaf].span is None or pipe.copies is None:
-        return leaf.to(row.torch_dtype)
+        return leaf.to(DTYPES[row.dtype])
     group = pipe.copies.group
     total = torch.empty(row.shape, dtype=leaf.dtype, device=leaf.device)
     flat = total.view(-1)
@@ -166,7 +165,7 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
             mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
             spec = Spec((last - first,), (1,), leaf.dtype)
             flat[first:last] = group.share(mine, (spec,), copy)[0]
-    return total.to(row.torch_dtype)
+    return total.to(DTYPES[row.dtype])
 
 
 def _piece(pipe: Pipe, bucket: int) -> int:
@@ -184,7 +183,7 @@ def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int
     flat = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
     views = [view for data in flat for view in data.split(piece) if view.numel()]
     for number, group in enumerate(grouped(views, Tensor.numel, piece)):
-        specs = tuple(Spec((view.numel(),), (1,), torch.uint8) for view in group)
+        specs = tuple(map(Spec.of, group))
         values = pipe.group.share(tuple(group) if own else None, specs, source)
         if not own:
             for view, value in zip(group, values, strict=True):

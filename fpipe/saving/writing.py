@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ..actions import progress
 from ..collectives.codec import to_bytes
@@ -124,16 +124,17 @@ def _start(
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
     rows = everyone(pipe, json.dumps(holding.facts))
     facts = agree(pipe, lambda: merged(rows))
-    me = _Process(_number(pipe), str(folder.absolute()), secrets.token_hex(8))
-    rows = everyone(pipe, json.dumps(me))
-    processes = sorted(_Process(*json.loads(row)) for row in rows)
-    first, mark = processes[0], folder / f".{processes[0].token}.part"
+    number = _number(pipe)
+    rows = everyone(pipe, json.dumps([number, str(folder.absolute()), secrets.token_hex(8)]))
+    processes = sorted(map(json.loads, rows))
+    _, first_folder, token = processes[0]  # the token is in the names of files of this checkpoint
+    mark = folder / f".{token}.part"
     agree(pipe, lambda: _prepare(folder, mark) if is_first(pipe) else None)
-    agree(pipe, lambda: _see(mark, me, first))
+    agree(pipe, lambda: _see(mark, first_folder))
     if is_first(pipe):
         mark.unlink(missing_ok=True)
-    numbers = [process.number for process in processes]
-    job = _Job(folder, first.token, me.number, numbers, pipe.group.timeout, shown=wait)
+    numbers = [number for number, *_ in processes]
+    job = _Job(folder, token, number, numbers, pipe.group.timeout, shown=wait)
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
@@ -156,19 +157,6 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
 
     threading.Thread(target=run, name=writer_of(folder)).start()
     return future
-
-
-class _Process(NamedTuple):
-    """A process: its number, its folder, and a token; that of the first one marks the files of this
-    checkpoint.
-    """
-
-    number: int
-    folder: str
-    token: str
-
-    def __str__(self) -> str:
-        return f"process {self.number} {self.folder}"
 
 
 def _number(pipe: Pipe) -> int:
@@ -197,14 +185,14 @@ def _prepare(folder: Path, mark: Path) -> None:
     mark.touch()
 
 
-def _see(mark: Path, me: _Process, first: _Process) -> None:
+def _see(mark: Path, first_folder: str) -> None:
     """Wait for the mark of the first process; CheckpointError where it has another folder."""
     end = time.monotonic() + _SEEN
     while not mark.exists():
         if time.monotonic() > end:
             raise CheckpointError(
-                f"{first} and {me} are two folders; give one path, on a file system that all "
-                "processes share"
+                f"{first_folder} and {mark.parent} here are two folders; give one path, on a file "
+                "system that all processes share"
             )
         time.sleep(_POLL)
 
@@ -252,20 +240,23 @@ class _Job:
         """Wait for the lists of all processes and write the manifest."""
         lists = [self._list_of(number) for number in self.numbers]
         self._wait_for(lists, written)
-        rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
-        fault = next((row for row in rows if isinstance(row, str)), None)
-        if fault is not None:
-            raise CheckpointError(f"a process could not write its part of {self.folder}: {fault}")
-        files, pieces = dict[str, File](), dict[str, list[Piece]]()
-        for part, found, _ in rows:
-            files |= {name: File(*file) for name, file in part.items()}
-            for key, places in found.items():
-                pieces.setdefault(key, []).extend(Piece(*place) for place in places)
-        _check_ties([row for _, _, prints in rows for row in prints])
-        leaves = {
-            key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
-            for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items())
-        }
+        files = dict[str, File]()
+        pieces = dict[str, list[Piece]]()
+        prints = list[_Print]()
+        for path in lists:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, str):
+                raise CheckpointError(
+                    f"a process could not write its part of {self.folder}: {content}"
+                )
+            files |= {name: File(*file) for name, file in content[0].items()}
+            for key, rows in content[1].items():
+                pieces.setdefault(key, []).extend(Piece(*row) for row in rows)
+            prints += content[2]
+        _check_ties(prints)
+        leaves = dict[str, Leaf]()
+        for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items()):
+            leaves[key] = Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
         manifest = Manifest(leaves=leaves, files=files, **facts)
         for key, leaf in leaves.items():
             manifest.check_leaf(key, leaf)
@@ -279,9 +270,7 @@ class _Job:
         while missing := [path for path in lists if not path.exists()]:
             if written.done():
                 written.result()  # raises where not even the list could be written
-            if (
-                not threading.main_thread().is_alive()
-            ):  # the program ends: a process may have failed
+            if not threading.main_thread().is_alive():  # a process may have failed
                 until = min(until, time.monotonic() + _LAST)
             if time.monotonic() > until:
                 raise CheckpointError(
