@@ -13,15 +13,11 @@ from collections.abc import Callable, Mapping
 
 from ..errors import TransformError
 from ..tree import Tree, tree_map
-from .leaves import Column, Labels, Mask, Places, labels_of, mask_of, places
+from .leaves import Column, Labels, Mask, labels_of, mask_of, places
 from .optimizer import weights_of
 from .transform import (
-    Params,
-    Pass,
-    State,
     T,
     Transform,
-    Updates,
     both_ways,
     identity,
     refuse_shared,
@@ -51,7 +47,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         {True: inner, False: identity()}, lambda tree: tree_map(bool, mask_of(mask, tree))
     )
 
-    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def call(grads, state, params, how):
         after, (state, _) = run(both, grads, (state, ()), params, how)
         return after, state
 
@@ -82,7 +78,7 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
 
 
 def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree]) -> Transform:
-    def column(at: Places, tree: Tree) -> Column:
+    def column(at, tree):
         by_leaf = at.of(labels(tree), "the labels")
         unknown = set(by_leaf) - set(transforms)
         if unknown:
@@ -92,7 +88,7 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
             )
         return by_leaf
 
-    def init(params: Params) -> State:
+    def init(params):
         at = places(params)
         by_leaf = column(at, params)
         return tuple(
@@ -100,7 +96,7 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
             for label, tx in transforms.items()
         )
 
-    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def call(grads, state, params, how):
         at = places(grads)
         if how is not None:
             weights = weights_of(at, params, "a step")

@@ -8,7 +8,6 @@ schedules.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..collectives.checks import as_group
 from ..collectives.group import Group
@@ -33,7 +32,7 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     """
     as_group("mean_over", group)
 
-    def kernel(leaves: list[Tensor]) -> list[Tensor]:
+    def kernel(leaves):
         flat = torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
         mean = group.all_reduce(flat if dtype is None else flat.to(dtype), "mean").to(flat.dtype)
         parts = mean.split([leaf.numel() for leaf in leaves])

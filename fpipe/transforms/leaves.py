@@ -175,7 +175,7 @@ def scaled(leaves: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
     for 1.
     """
 
-    def kernel(xs: list[Tensor]) -> list[Tensor]:
+    def kernel(xs):
         if isinstance(factor, Tensor):
             return F.mul(xs, factor.to(xs[0].device, xs[0].dtype))
         return F.mul(xs, factor)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tree import Tree, tree_map
+from ..tree import tree_map
 from .boards import wide
-from .leaves import Column, Places, places
+from .leaves import Column, places
 from .optimizer import weights_of
-from .transform import Params, Pass, State, Transform, added, one_pass, run
+from .transform import Params, State, Transform, added, one_pass, run
 
 #: Dtypes of parameters that get a copy.
 _HALF = (torch.float16, torch.bfloat16)
@@ -61,7 +61,7 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
     (1.0078125, 0.00099945068359375)
     """
 
-    def init(params: Params) -> State:
+    def init(params):
         copies = tree_map(lambda leaf: leaf.detach().float() if _is_half(leaf) else None, params)
         at = places(params)
         columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
@@ -69,7 +69,7 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
             copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
         )
 
-    def body(at: Places, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def body(at, state, params, how):
         before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
         halves = [copy is not None for copy in copies]
         like = [p if copy is None else copy for p, copy in zip(before, copies, strict=True)]

@@ -34,7 +34,7 @@ from .boards import (
     wide,
 )
 from .leaves import map_kinds, places, recording
-from .transform import Params, State, Transform, Updates, times
+from .transform import Transform, times
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
@@ -215,10 +215,10 @@ def clip_by_global_norm(
         raise TransformError(f"max_norm={max_norm!r}; clipping needs a norm above 0")
     over = _checked(over, p)
 
-    def init(params: Params) -> State:
+    def init(params):
         return ClipState(torch.zeros((), device=board_device(params, over)))
 
-    def factor(grads: Updates) -> tuple[Tensor | None, State]:
+    def factor(grads):
         with recording(places(grads).leaves):
             norm = global_norm(grads, over=over, p=p, exact=exact, tied=tied, shards=shards)
             by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -226,7 +226,7 @@ def clip_by_global_norm(
             unclipped = by.device.type == "cpu" and not F.differentiated() and by.item() == 1
             return None if unclipped else by, ClipState(norm.detach())
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         by, state = factor(grads)
         return times(grads, by), state
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree
 from .leaves import Column, Mask, Places, by_kind, count, flags, mask_of, scaled, zeros
-from .transform import Params, Pass, State, Transform, added, one_pass, refuse_shared
+from .transform import Params, State, Transform, added, one_pass, refuse_shared
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -88,12 +87,12 @@ def optimizer(
     if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
         raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
 
-    def init(params: Params) -> State:
+    def init(params):
         if mask is not None:
             mask_of(mask, params)  # raises
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
-    def body(at: Places, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def body(at, state, params, how):
         if not hasattr(state, "step"):
             raise TransformError(f"{name} got the state {state!r}; pass that of tx.init(params)")
         number, rate = state.step + 1, rate_at(lr, state.step)
@@ -108,7 +107,7 @@ def optimizer(
             refuse_shared(at, weights)
         decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
 
-        def kind(gs: Column, ps: Column, on: list[bool], *old: Column) -> tuple[Column, ...]:
+        def kind(gs, ps, on, *old):
             gs = gs if how is None else scaled(gs, how.factor)
             step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
             after = None if how is None or kernel is None else kernel(step, *old)

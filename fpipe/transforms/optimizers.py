@@ -85,7 +85,7 @@ def sgd(
             f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least"
         )
 
-    def arithmetic(step: Step, *sums: Column) -> tuple[Column, ...]:
+    def arithmetic(step, *sums):
         gs = step.grads
         if step.decay:
             gs = F.add(gs, step.params, alpha=step.decay)

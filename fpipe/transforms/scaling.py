@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import TransformError
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, copies_of
-from .leaves import Column, Places, count, map_kinds, scaled
+from .leaves import count, map_kinds, scaled
 from .optimizer import rate_at
-from .transform import Params, State, Transform, leafwise, on_leaves
+from .transform import Transform, leafwise, on_leaves
 
 
 class StepState(NamedTuple):
@@ -58,7 +58,7 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     [tensor([0.5000])]
     """
 
-    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+    def step(at, state, params):
         return scaled(at.leaves, rate_at(schedule, state.step)), StepState(state.step + 1)
 
     return leafwise(lambda params: StepState(count()), step)
@@ -112,11 +112,11 @@ def add_noise(
     copies, differing = copies_of(as_over(over))
     shard = f"/{copies.here[0]}" if copies is not None and differing == EVERY_LEAF else ""
 
-    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+    def step(at, state, params):
         t, stages = int(state.step.item()) + 1, at.stages()
         std = (eta / t**gamma) ** 0.5
 
-        def kernel(gs: list[Tensor], stages: list[int]) -> list[Tensor]:
+        def kernel(gs, stages):
             return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), alpha=std)
 
         keys = [

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
-from .leaves import Column, Places
+from .leaves import Column
 from .optimizer import weights_of
-from .transform import Params, State, Transform, leafwise
+from .transform import Transform, leafwise
 
 
 class TorchState(NamedTuple):
@@ -62,10 +62,10 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
             "closure"
         )
 
-    def init(params: Params) -> State:
+    def init(params):
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+    def step(at, state, params):
         if not at.leaves:
             return [], state
         before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]

@@ -133,7 +133,7 @@ def both_ways(
 ) -> Transform:
     """A transform whose update and step are one function."""
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         return run(grads, state, params, None)
 
     return Transform(init, update, run=run, rate=rate)
@@ -149,7 +149,7 @@ def one_pass(
     A step is an update and a sum where derivatives are taken.
     """
 
-    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def call(grads, state, params, how):
         at = places(grads)
         with recording(at.leaves, () if how is None else [how.factor]):
             if how is None or not F.differentiated():
@@ -241,10 +241,10 @@ def chain(*transforms: Transform) -> Transform:
     if not transforms:
         return identity()
 
-    def init(params: Params) -> State:
+    def init(params):
         return tuple(tx.init(params) for tx in transforms)
 
-    def call(grads: Updates, state: State, params: Params, how: Pass | None) -> tuple[Tree, State]:
+    def call(grads, state, params, how):
         if not isinstance(state, Sequence) or len(state) != len(transforms):
             given = f"the state {state!r}"
             if isinstance(state, Sequence):
@@ -314,7 +314,7 @@ def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
 def added(params: Column, updates: Column, donate: bool) -> Column:
     """``params + updates``, each sum in its parameter's dtype."""
 
-    def kernel(ps: list[Tensor], us: list[Tensor]) -> list[Tensor]:
+    def kernel(ps, us):
         if donate or all(u.dtype == ps[0].dtype for u in us):
             return F.add(ps, us, inplace=donate)
         return [(p + u).to(p.dtype) for p, u in zip(ps, us, strict=True)]
