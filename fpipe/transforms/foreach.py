@@ -2,7 +2,7 @@
 """Functions of lists of tensors: torch's foreach and fused kernels under plain names.
 
 torch's names for these kernels begin with an underscore, so this is the only file of the transforms
-that calls them. Lists may be empty. ``inplace=True`` allows a function to write into the memory of
+that calls them. No list is empty. ``inplace=True`` allows a function to write into the memory of
 its first list; it never does so where derivatives are taken. There, each tensor goes through
 torch's ordinary function: the kernels for lists have no rules for forward mode and vmap, and wrong
 backwards for some lists of several tensors. This module must not know trees, ranks or optimizers.
@@ -44,8 +44,6 @@ def _each(
     """torch's function ``name`` of each tensor; an argument is one for all or a list of one for
     each.
     """
-    if not xs:
-        return []
     if differentiated():
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
         return [getattr(torch, name)(*row, **options) for row in zip(xs, *rows, strict=True)]
@@ -64,8 +62,6 @@ sqrt = partial(_each, "sqrt")
 
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
-    if not xs:
-        return []
     dtype = norm_dtype(xs[0])
     if differentiated():
         return [torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs]
@@ -82,20 +78,6 @@ def norm_dtype(x: Tensor) -> torch.dtype | None:
 def cast(xs: Tensors, dtype: torch.dtype) -> Tensors:
     """In another dtype; tensors of that dtype are returned as they are."""
     return [x if x.dtype == dtype else x.to(dtype) for x in xs]
-
-
-def cast_like(xs: Tensors, others: Tensors) -> Tensors:
-    """Each in the dtype of the tensor at the same index of ``others``."""
-    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
-
-
-def copies(xs: Tensors, into: Tensors | None = None) -> Tensors:
-    """The same values in new memory, or in the memory of ``into``."""
-    if differentiated() or into is None:
-        return [x.clone() for x in xs]
-    if xs:
-        torch._foreach_copy_(into, xs)
-    return into
 
 
 def fused_adamw(

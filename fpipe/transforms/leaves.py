@@ -230,7 +230,7 @@ def mask_of(mask: Mask, tree: Tree) -> Tree:
     if isinstance(mask, str):
         raise TransformError(f"mask={mask!r}; give a list of patterns such as [{mask!r}]")
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(item, str) for item in mask):
-        return _by_name(mask, tree, lambda name: matches(name, mask))
+        return _by_name({**dict.fromkeys(mask, True), "*": False}, tree)
     return _spread(mask, tree)
 
 
@@ -245,16 +245,7 @@ def labels_of(labels: Labels, tree: Tree) -> Tree:
     """
     if not isinstance(labels, Mapping) or isinstance(tree, Mapping):
         return _spread(labels, tree)
-
-    def first(name: str) -> str:
-        for pattern, label in labels.items():
-            if matches(name, [pattern]):
-                return label
-        raise TransformError(
-            f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest"
-        )
-
-    return _by_name(labels, tree, first)
+    return _by_name(labels, tree)
 
 
 def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
@@ -264,23 +255,32 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
     return [bool(flag) for flag in at.of(mask_of(mask, params), "the mask")]
 
 
-def _by_name(patterns: Iterable[str], tree: Tree, label: Callable[[str], object]) -> Tree:
-    """A tree with ``label(name)`` for each leaf.
+def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
+    """The label of the first pattern that fits, for each leaf.
 
     A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
     process.
     """
-    here, spec = names(tree), optree.tree_structure(tree, namespace=NAMESPACE)
-    labelled = optree.tree_unflatten(spec, map(label, here))
-    unused = [one for one in patterns if not any(matches(name, [one]) for name in here)]
-    missing = places(tree).missing() if unused else []
-    fault = unmatched(unused, here, missing) if here or missing else ""
+    every, spec = names(tree), optree.tree_structure(tree, namespace=NAMESPACE)
+    column: Column = []
+    for name in every:
+        fitting = [label for pattern, label in labels.items() if matches(name, [pattern])]
+        if not fitting:
+            raise TransformError(
+                f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the "
+                "rest"
+            )
+        column.append(fitting[0])
+    fault = unmatched(labels, every)
+    if fault:
+        missing = places(tree).missing()
+        fault = unmatched(labels, every, missing) if every or missing else ""
     if fault:
         raise TransformError(
             f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
             "'*.bias'"
         )
-    return labelled
+    return optree.tree_unflatten(spec, column)
 
 
 def _spread(labels: Tree, tree: Tree) -> Tree:

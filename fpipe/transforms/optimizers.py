@@ -92,9 +92,9 @@ def sgd(
         if not sums:
             return (F.mul(gs, -step.rate),)
         (bs,) = sums
-        gs = F.cast_like(gs, bs)
+        gs = F.cast(gs, bs[0].dtype)
         if step.number.item() == 1:
-            bs = F.copies(gs, bs if donate else None)
+            bs = [g.clone() for g in gs]
         else:
             bs = F.mul(bs, momentum, inplace=donate)
             bs = F.add(bs, gs, alpha=1 - dampening, inplace=True)

@@ -81,11 +81,9 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
         updates = [new.data - old for new, old in zip(after, before, strict=True)]
         return updates, TorchState(at.tree(memories, base=state.memory))
 
-    probe = _instance(optimizer, [torch.zeros(1, 1)], options)
-    rate = probe.defaults.get("lr")
-    if rate is None:
-        return leafwise(init, step)
-    return replace(leafwise(init, step), rate=lambda state: float(rate))
+    rate = _instance(optimizer, [torch.zeros(1, 1)], options).defaults.get("lr")
+    constant = None if rate is None else lambda state: float(rate)
+    return replace(leafwise(init, step), rate=constant)
 
 
 def _instance(
