@@ -32,8 +32,8 @@ from torch import Tensor
 
 from ..errors import TransformError
 from . import foreach as F
-from .leaves import Column, Mask
-from .optimizer import Rate, Step, optimizer
+from .leaves import Mask
+from .optimizer import Arithmetic, Kernel, Rate, optimizer
 from .transform import Transform, Updates
 
 
@@ -165,35 +165,41 @@ def adamw(
             f"betas={betas}, eps={eps}, weight_decay={weight_decay}; "
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"
         )
-    adam = _Adam(betas, eps, fused)
+    arithmetic, kernel = _adam(betas, eps, fused)
     return optimizer(
         "adamw",
         AdamState,
-        adam.updates,
+        arithmetic,
         lr,
         moments=2,
         decay=weight_decay,
         mask=mask,
         dtype=dtype,
         donate=donate,
-        kernel=adam.parameters,
+        kernel=kernel,
     )
 
 
-class _Adam(NamedTuple):
-    betas: tuple[float, float]
-    eps: float
-    fused: bool | None
+def _adam(betas: tuple[float, float], eps: float, fused: bool | None) -> tuple[Arithmetic, Kernel]:
+    """The arithmetic of AdamW, and the kernel that updates parameters."""
+    beta1, beta2 = betas
 
-    def parameters(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...] | None:
+    def has_kernel(leaf):
+        return leaf.device.type in F.FUSED_DEVICES if fused is None else fused
+
+    def in_one_pass(step, first, gs, ms, vs, decay):
+        columns = first, (ms, step.donate), (vs, step.donate)
+        return F.fused_adamw(columns, gs, step.number, step.rate, betas, eps, decay)
+
+    def parameters(step, ms, vs):
         """Parameters and moments from torch's fused kernel; None where it does not take them."""
         p = step.params[0]
-        if not self._has_kernel(p) or p.is_complex() or p.dtype != ms[0].dtype:
+        if not has_kernel(p) or p.is_complex() or p.dtype != ms[0].dtype:
             return None
-        ps = step.params, step.donate_params
-        return self._fused(step, ps, F.cast(step.grads, p.dtype), ms, vs, step.decay)
+        gs = F.cast(step.grads, p.dtype)
+        return in_one_pass(step, (step.params, step.donate_params), gs, ms, vs, step.decay)
 
-    def updates(self, step: Step, ms: Column, vs: Column) -> tuple[Column, ...]:
+    def updates(step, ms, vs):
         """Updates and moments; the updates start as the decay alone."""
         dtype = ms[0].dtype
         if step.decay:
@@ -202,36 +208,21 @@ class _Adam(NamedTuple):
             us = [torch.zeros_like(m) for m in ms]
         columns = us, F.cast(step.grads, dtype), ms, vs
         if not dtype.is_complex:
-            return self._updates(step, *columns)
+            return real_updates(step, *columns)
         real = ([torch.view_as_real(x) for x in xs] for xs in columns)
-        after = self._updates(step, *real)
+        after = real_updates(step, *real)
         return tuple([torch.view_as_complex(x) for x in xs] for xs in after)
 
-    def _updates(
-        self, step: Step, us: Column, gs: Column, ms: Column, vs: Column
-    ) -> tuple[Column, ...]:
-        if not F.differentiated() and self._has_kernel(us[0]):
-            return self._fused(step, (us, True), gs, ms, vs, 0.0)
-        (beta1, beta2), t = self.betas, float(step.number.item())
+    def real_updates(step, us, gs, ms, vs):
+        if not F.differentiated() and has_kernel(us[0]):
+            return in_one_pass(step, (us, True), gs, ms, vs, 0.0)
+        t = float(step.number.item())
         ms = F.lerp(ms, gs, 1 - beta1, inplace=step.donate)
         vs = F.mul(vs, beta2, inplace=step.donate)
         vs = F.addcmul(vs, gs, gs, value=1 - beta2, inplace=True)
         roots = F.div(F.sqrt(vs), (1 - beta2**t) ** 0.5, inplace=True)
-        roots = F.add(roots, self.eps, inplace=True)
+        roots = F.add(roots, eps, inplace=True)
         rate = -step.rate / (1 - beta1**t)
         return F.addcdiv(us, ms, roots, value=rate, inplace=True), ms, vs
 
-    def _has_kernel(self, leaf: Tensor) -> bool:
-        return leaf.device.type in F.FUSED_DEVICES if self.fused is None else self.fused
-
-    def _fused(
-        self,
-        step: Step,
-        first: tuple[Column, bool],
-        gs: Column,
-        ms: Column,
-        vs: Column,
-        decay: float,
-    ) -> tuple[Column, ...]:
-        columns = first, (ms, step.donate), (vs, step.donate)
-        return F.fused_adamw(columns, gs, step.number, step.rate, self.betas, self.eps, decay)
+    return updates, parameters

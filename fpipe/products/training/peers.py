@@ -18,18 +18,11 @@ from torch import Tensor
 
 from ...collectives import decode, encode
 from ...errors import GroupError
-from ...tree import Tree, flatten, unflatten
+from ...tree import Spec, Tree, flatten, unflatten
 
 _ELEMENTS = 16 << 20  #: of gradients that are added up at once
 #: For documented names that the stubs of torch.distributed do not export.
 _DIST: Any = dist
-
-
-class _Shape(NamedTuple):
-    """A tensor without its numbers."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Peers(NamedTuple):
@@ -65,17 +58,14 @@ class Peers(NamedTuple):
         """The means of tensors over the members, added in their order."""
         results = list(tensors)
         for dtype in {tensor.dtype: None for tensor in tensors}:
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            same = [tensors[place].detach() for place in places]
-            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in same])
-            mean = torch.cat([self._mean(part) for part in flat.split(_ELEMENTS)])
-            parts = mean.split([tensor.numel() for tensor in same])
-            for place, like, part in zip(places, same, parts, strict=True):
-                results[place] = part.reshape(like.shape).to(like.device)
+            same = {n: tensor.detach() for n, tensor in enumerate(tensors) if tensor.dtype == dtype}
+            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in same.values()])
+            sums = [reduce(torch.add, self.gathered(part)) for part in flat.split(_ELEMENTS)]
+            mean = torch.cat(sums) / len(self.copies)
+            parts = mean.split([tensor.numel() for tensor in same.values()])
+            for (n, like), part in zip(same.items(), parts, strict=True):
+                results[n] = part.reshape(like.shape).to(like.device)
         return results
-
-    def _mean(self, mine: Tensor) -> Tensor:
-        return reduce(torch.add, self.gathered(mine)) / len(self.copies)
 
     def gathered(self, mine: Tensor) -> list[Tensor]:
         """A tensor of each member."""
@@ -87,10 +77,7 @@ class Peers(NamedTuple):
     def send(self, state: Tree, to: int) -> None:
         """Send a pytree of tensors and data, a tensor at a time."""
         leaves, _ = flatten(state)
-        header = [
-            _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
+        header = [Spec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         raw = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
         self._send(torch.tensor([len(raw)]), to)
         self._send(raw, to)
@@ -112,12 +99,11 @@ class Peers(NamedTuple):
             )
         leaves: list[object] = []
         for leaf, described in zip(mine, header, strict=True):
-            if isinstance(described, _Shape):
+            if isinstance(described, Spec):
                 tensor = torch.empty(described.shape, dtype=described.dtype)
-                tensor = self._receive(tensor, source)
-                leaves.append(tensor.to(leaf.device) if isinstance(leaf, Tensor) else tensor)
-            else:
-                leaves.append(described)
+                self._receive(tensor, source)
+                described = tensor.to(leaf.device) if isinstance(leaf, Tensor) else tensor
+            leaves.append(described)
         return unflatten(spec, leaves)
 
     def _send(self, tensor: Tensor, to: int) -> None:
