@@ -352,14 +352,16 @@ class Far:
 
 
 def test_clocks_of_other_machines_are_set_right():
-    moved = tuple(each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].did)
+    moved = tuple(
+        each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].events
+    )
     ((mine, theirs),) = gathered(Far([Run(1, moved, ())]), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
     assert mine == BY_HAND[0]
-    assert [each.start for each in theirs.did] == pytest.approx(
-        [each.start for each in BY_HAND[1].did], abs=0.01
+    assert [each.start for each in theirs.events] == pytest.approx(
+        [each.start for each in BY_HAND[1].events], abs=0.01
     )
-    assert [each.end for each in theirs.did] == pytest.approx(
-        [each.end for each in BY_HAND[1].did], abs=0.01
+    assert [each.end for each in theirs.events] == pytest.approx(
+        [each.end for each in BY_HAND[1].events], abs=0.01
     )
 
 

@@ -10,7 +10,9 @@ times have a tail. Knows the names of instructions; no tensors.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import add, itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -21,6 +23,9 @@ from .recording import Run
 
 _COMPUTES = frozenset(("F", "B", "I", "W", "ADD", "EACH"))
 _HANDLES = frozenset(("RECV", "SETTLE"))
+#: The kinds of work by the kinds of instructions.
+_WORK: dict[str, str] = {"WAIT": "waiting", "SEND": "sending"}
+_WORK |= dict.fromkeys(_COMPUTES, "programs") | dict.fromkeys(_HANDLES, "posting")
 
 
 class Message(NamedTuple):
@@ -43,60 +48,59 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
     action.
     """
     for run in runs:
-        times: dict[Action, tuple[float, float]] = {}
-        for did in run.did:
-            if did.kind in _COMPUTES:
-                for action in filter(None, (did.action, did.beside)):
-                    times[action] = times.get(action, (did.start,))[0], did.end
-        groups: list[tuple[tuple[Action, ...], float, float]] = []
-        for action, (start, end) in sorted(
-            (times | _idle(run, times)).items(), key=lambda item: item[1]
-        ):
-            if groups and start < groups[-1][2]:
-                parts, first, last = groups.pop()
-                groups.append(((*parts, action), first, max(last, end)))
-            else:
-                groups.append(((action,), start, end))
-        for parts, first, last in groups:
-            yield run.rank, parts[0] if len(parts) == 1 else Fused(parts), first, last
+        actions: list[Action] = []
+        start = end = 0.0
+        for action, (first, last) in sorted(_times(run).items(), key=itemgetter(1)):
+            if actions and first >= end:
+                yield run.rank, _fused(actions), start, end
+                actions = []
+            start = start if actions else first
+            end = max(end, last) if actions else last
+            actions.append(action)
+        if actions:
+            yield run.rank, _fused(actions), start, end
 
 
-def _idle(
-    run: Run, times: Mapping[Action, tuple[float, float]]
-) -> dict[Action, tuple[float, float]]:
-    """Actions that need no instruction, such as an unused gradient of an input: they take no time
-    after the action before them.
+def _fused(actions: Sequence[Action]) -> AnyAction:
+    return actions[0] if len(actions) == 1 else Fused(tuple(actions))
+
+
+def _times(run: Run) -> dict[Action, tuple[float, float]]:
+    """Start and end of the actions of a rank.
+
+    Those without an instruction, such as an unused gradient of an input, take no time after the
+    action before them; the last ones are left out.
     """
+    times: dict[Action, tuple[float, float]] = {}
+    for event in run.events:
+        if event.kind in _COMPUTES:
+            for action in filter(None, (event.action, event.beside)):
+                start, _ = times.get(action, (event.start, 0.0))
+                times[action] = start, event.end
     idle: dict[Action, tuple[float, float]] = {}
     later: list[Action] = []  # those without an instruction since the last one with
-    clock = run.did[0].start if run.did else 0.0
+    clock = run.events[0].start if run.events else 0.0
     for action in run.actions:
         if action in times:
             idle |= dict.fromkeys(later, (clock, clock))
-            clock, later = times[action][1], []
+            _, clock = times[action]
+            later = []
         else:
             later.append(action)
-    return idle
+    return times | idle
 
 
 def messages(runs: Iterable[Run]) -> Iterator[Message]:
     """The messages of actions that both sides recorded."""
-    events = [(run.rank, did) for run in runs for did in run.did if did.number >= 0]
-    waits = {(did.peer, rank, did.number): did for rank, did in events if did.kind == "WAIT"}
-    for rank, did in events:
-        wait = waits.get((rank, did.peer, did.number))
-        if did.kind == "SEND" and wait is not None and did.action is not None:
-            boundary = did.action.stage - (did.action.op != "F")
-            yield Message(
-                rank,
-                did.peer,
-                max(boundary, 0),
-                did.nbytes,
-                did.start,
-                did.end,
-                wait.start,
-                wait.end,
-            )
+    events = [(run.rank, event) for run in runs for event in run.events if event.number >= 0]
+    waits = {(e.peer, rank, e.number): e for rank, e in events if e.kind == "WAIT"}
+    for rank, sent in events:
+        wait = waits.get((rank, sent.peer, sent.number))
+        if sent.kind == "SEND" and wait is not None and sent.action is not None:
+            stage, op, _ = sent.action
+            boundary = max(stage - (op != "F"), 0)
+            times = sent.start, sent.end, wait.start, wait.end
+            yield Message(rank, sent.peer, boundary, sent.nbytes, *times)
 
 
 def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
@@ -110,12 +114,15 @@ def costs(
     """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are
     bytes by stage.
     """
-    lasted: dict[str, dict[int, list[float]]] = {op: {} for op in ("F", "B", "I", "W", "overlap")}
+    lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
     stages, slices = 0, 1
-    for _, action, start, end in (span for runs in steps for span in spans(runs)):
-        op, slices = action.op if isinstance(action, Action) else "overlap", action.parts[0].slices
-        lasted[op].setdefault(action.parts[0].stage, []).append((end - start) * slices)
-        stages = max(stages, *(part.stage + 1 for part in action.parts))
+    for runs in steps:
+        for _, action, start, end in spans(runs):
+            first = action.parts[0]
+            slices = first.slices
+            op = action.op if isinstance(action, Action) else "overlap"
+            lasted[op][first.stage].append((end - start) * slices)
+            stages = max(stages, *(part.stage + 1 for part in action.parts))
     forward, whole, inputs, weights, overlap = (
         {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
     )
@@ -126,7 +133,7 @@ def costs(
     def row(times: Mapping[int, float]) -> tuple[float, ...]:
         return tuple(times.get(stage, 0.0) for stage in range(stages))
 
-    apart = {stage: forward.get(stage, 0.0) + whole.get(stage, 0.0) for stage in range(stages)}
+    one_by_one = dict(enumerate(map(add, row(forward), row(whole))))
     return Costs(
         F=row(forward),
         I=row(inputs),
@@ -135,67 +142,51 @@ def costs(
         unit="s",
         saved=saved,
         kept=kept,
-        overlap=row(apart | overlap) if overlap else None,
-        **(links(steps, stages, slices) if stages > 1 else {}),
+        overlap=row(one_by_one | overlap) if overlap else None,
+        **(_links(steps, stages, slices) if stages > 1 else {}),
     )
 
 
-def links(
-    steps: Sequence[Sequence[Run]], stages: int, slices: int = 1
+def _links(
+    steps: Sequence[Sequence[Run]], stages: int, slices: int
 ) -> dict[str, tuple[float, ...]]:
     """The costs of messages over each boundary: ``comm`` for the latency, ``send`` and ``receive``
     for either side, ``boundary`` in bytes; 0 where no message passes.
     """
-    by_boundary: dict[int, list[Message]] = {}
-    for message in (m for runs in steps for m in messages(runs)):
-        by_boundary.setdefault(message.boundary, []).append(message)
-    count = sum(map(len, by_boundary.values()))
-    handled = sum(
-        did.end - did.start
-        for runs in steps
-        for run in runs
-        for did in run.did
-        if did.kind in _HANDLES
-    )
-    rows = [
-        _link(by_boundary[boundary], handled / count, slices)
-        if boundary in by_boundary
-        else (0.0,) * 4
-        for boundary in range(stages - 1)
-    ]
+    by_boundary = defaultdict[int, list[Message]](list)
+    handling = count = 0.0
+    for runs in steps:
+        for message in messages(runs):
+            by_boundary[message.boundary].append(message)
+            count += 1
+        for run in runs:
+            handling += sum(e.end - e.start for e in run.events if e.kind in _HANDLES)
+    rows = [(0.0,) * 4] * (stages - 1)
+    for boundary, passed in by_boundary.items():
+        rows[boundary] = _link(passed, handling / count, slices)
     return dict(zip(("comm", "send", "receive", "boundary"), zip(*rows, strict=True), strict=True))
 
 
 def _link(
-    sent: Sequence[Message], handling: float, slices: int
+    passed: Sequence[Message], handling: float, slices: int
 ) -> tuple[float, float, float, float]:
     """(latency, sending, receiving, bytes). Where the receiver waited, latency and receiving are
     measured together; receiving alone is measured where the message arrived long before.
     """
-    awaited = [m.had - m.sent for m in sent if m.asked < m.sending]
+    awaited = [m.had - m.sent for m in passed if m.asked < m.sending]
     both = fmean(awaited) if awaited else 0.0
-    there = [m.had - m.asked for m in sent if m.asked > m.sent + 2 * both]
-    taking = fmean(there) if there else min((m.had - m.asked for m in sent), default=0.0)
-    way = max(both - taking, 0.0)
-    return (
-        way,
-        fmean(m.sent - m.sending for m in sent),
-        taking + handling,
-        fmean(m.nbytes for m in sent) * slices,
-    )
+    waits = [m.had - m.asked for m in passed]
+    arrived = [m.had - m.asked for m in passed if m.asked > m.sent + 2 * both]
+    receiving = fmean(arrived) if arrived else min(waits)
+    sending = fmean(m.sent - m.sending for m in passed)
+    nbytes = fmean(m.nbytes for m in passed) * slices
+    return max(both - receiving, 0.0), sending, receiving + handling, nbytes
 
 
 def shares(run: Run) -> dict[str, float]:
     """How a rank spent its time between its first instruction and its last, by kind of work."""
-    names = dict.fromkeys(_COMPUTES, "programs") | {
-        "WAIT": "waiting",
-        "SEND": "sending",
-        "RECV": "posting",
-        "SETTLE": "posting",
-    }
-    times: dict[str, float] = {}
-    for did in run.did:
-        name = names.get(did.kind, "the rest")
-        times[name] = times.get(name, 0.0) + did.end - did.start
-    length = run.did[-1].end - run.did[0].start if run.did else 0.0
-    return times | {"between": length - sum(times.values())}
+    times = defaultdict[str, float](float)
+    for event in run.events:
+        times[_WORK.get(event.kind, "the rest")] += event.end - event.start
+    length = run.events[-1].end - run.events[0].start if run.events else 0.0
+    return {**times, "between": length - sum(times.values())}

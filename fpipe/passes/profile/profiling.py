@@ -8,9 +8,10 @@ simulated. Knows pipelines and recorded events; no backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ...programs.cache import Spent, measured
 from ...schedule import Schedule
 from ...tree import Tree
 from .costing import costs, shares, timeline
-from .recording import Log, Run, gathered, recording
+from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,10 +42,8 @@ class Profile:
         self.step, self.name = step, name
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
-        self.in_turn = (
-            False  # whether the ranks of the last step ran in this process, one after the other
-        )
-        self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
+        self.in_turn = False  # whether one process ran the ranks of the last step after each other
+        self._open: list[AbstractContextManager[None]] = []
 
     # ---- recording ----
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,38 +56,36 @@ class Profile:
             return self.step(*args, **kwargs)
 
     def __enter__(self) -> Profile:
-        context = ExitStack()
-        self._open.append(
-            (context, context.enter_context(recording()), context.enter_context(measured()))
-        )
+        self._open.append(self._recorded())
+        self._open[-1].__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        context, logs, parts = self._open.pop()
-        context.__exit__(kind, *error)
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        with recording() as logs, measured() as parts:
+            yield  # after an error other ranks may not call what follows
         self.prepared = sum(parts, self.prepared)
-        if kind is None and logs:  # after an error other ranks may not call this
-            local: dict[int, list[Run]] = {}
-            for run in (log.run() for log in logs):
-                local.setdefault(run.rank, []).append(run)
-            group = logs[0].bound.group
-            self.runs += gathered(group, local)
-            self.in_turn = len(group.here) == group.size > 1
-            self.__dict__.pop("costs", None)
+        if not logs:
+            return
+        runs = defaultdict[int, list[Run]](list)
+        for log in logs:
+            runs[log.bound.plan.rank].append(log.run())
+        group = logs[0].bound.group
+        self.runs += gathered(group, dict(runs))
+        self.in_turn = len(group.here) == group.size > 1
+        self.__dict__.pop("costs", None)
 
     # ---- shown ----
     def _repr_html_(self) -> str:
         """What a notebook shows: the last step over its simulation, and the figures, folded."""
+        pictures = product("pictures")
         if not self.runs:
-            return product("pictures").folded(
-                "a profile of no step yet", "call it as the step itself"
-            )
+            return pictures.folded("a profile of no step yet", "call it as the step itself")
         head = f"<p>step {len(self.runs)}: {self._headline}</p>"
-        return (
-            head
-            + product("pictures").figure([self.simulated, self.timeline])
-            + product("pictures").folded("figures", str(self))
-        )
+        return head + pictures.figure(self._both) + pictures.folded("figures", str(self))
 
     @property
     def _headline(self) -> str:
@@ -97,6 +94,10 @@ class Profile:
             f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
             f"({predicted / real:.1%} of it)"
         )
+
+    @property
+    def _both(self) -> list[Timeline]:
+        return [self.simulated, self.timeline]
 
     # ---- figures ----
     @property
@@ -141,55 +142,38 @@ class Profile:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""
-        product("pictures").save([self.simulated, self.timeline], path)
+        product("pictures").save(self._both, path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
         """Both timelines one over the other in a figure of matplotlib: see ``Timeline.plot``."""
-        return product("pictures").plot([self.simulated, self.timeline], ax, style)
+        return product("pictures").plot(self._both, ax, style)
 
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
         """Both timelines as text."""
-        return product("pictures").draw([self.simulated, self.timeline], width=width, color=color)
+        return product("pictures").draw(self._both, width=width, color=color)
 
     def __repr__(self) -> str:
         steps = len(self.runs)
-        done = (
-            f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}"
-            if steps
-            else "no step yet"
-        )
+        done = "no step yet"
+        if steps:
+            done = f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}"
         return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
 
     def __str__(self) -> str:
         parts = [shares(run) for run in self._last]
         names = list(dict.fromkeys(name for part in parts for name in part))
-        lines = [
-            self._headline,
-            "",
-            self.costs.table(
-                {
-                    action.op
-                    for row in self.timeline.rows
-                    for action in row
-                    if isinstance(action, Action)
-                }
-            ),
-            "",
-            "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
-        ]
+        actions = (action for row in self.timeline.rows for action in row)
+        kinds = {action.op for action in actions if isinstance(action, Action)}
+        lines = [self._headline, "", self.costs.table(kinds), ""]
+        lines.append("rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)")
         for rank, part in enumerate(parts):
-            lines.append(
-                f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names)
-            )
-        lines += (
-            ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
-        )
+            times = (1e3 * part.get(name, 0.0) for name in names)
+            lines.append(f"{rank:4d} " + " ".join(f"{time:10.3f}" for time in times))
+        if self.prepared.seconds:
+            lines += ["", f"preparation, in this process: {self.prepared}"]
         if self.in_turn:
-            lines += [
-                "",
-                "these ranks ran in turn, in one process: waiting and bubble are not those of "
-                "several processes",
-            ]
+            note = "these ranks ran in turn, in one process: waiting and bubble are not those of "
+            lines += ["", note + "several processes"]
         return "\n".join(lines)
 
 
@@ -227,7 +211,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
 
 
 def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]:
-    return [tuple((did.kind, did.action) for did in run.did) for run in runs]
+    return [tuple((event.kind, event.action) for event in run.events) for run in runs]
 
 
 # ---- costs ----
@@ -273,32 +257,34 @@ class Measuring:
                 "this pipeline has no loss, so no backward can be measured; say pipeline(..., "
                 "loss=)"
             )
-        self.pipe, self._arguments, self._side = pipe, (params, x, *targets), side
+        self.pipe = pipe
         self._call = pipe.call("grad", params, x, targets, side)
         schedule = pipe.schedule(self._call.microbatches)
+        variants = [pipe.under(variant) for variant in (whole(schedule), split(schedule))]
         steps = [
-            value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))
+            partial(value_and_grad(variant), params, x, *targets, **side) for variant in variants
         ]
         for step in steps * 2:  # the first call traces, the second allocates memory
-            step(*self._arguments, **side)
+            step()
         self._profiles = list(map(Profile, steps))
 
     def step(self) -> None:
         """Run once with whole backwards and once with split ones; every process must call it."""
         for profiled in self._profiles:
-            profiled(*self._arguments, **self._side)
+            profiled()
 
     def costs(self) -> Costs:
         """Means over the steps so far; every process must call it."""
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
-        local = {
-            s: (sum(p.saved_bytes for p in slices), sum(p.kept_bytes for p in slices))
-            for job in inputs
-            for s, slices in job.of_a_microbatch().items()
-        }
+        local: dict[int, tuple[int, int]] = {}
+        for job in inputs:
+            for stage, slices in job.of_a_microbatch().items():
+                saved = sum(programs.saved_bytes for programs in slices)
+                local[stage] = saved, sum(programs.kept_bytes for programs in slices)
         held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
         saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
-        return costs([runs for profiled in self._profiles for runs in profiled.runs], saved, kept)
+        runs = [runs for profiled in self._profiles for runs in profiled.runs]
+        return costs(runs, saved, kept)
 
 
 def whole(schedule: Schedule) -> Schedule:

@@ -54,7 +54,7 @@ class Run(NamedTuple):
     """The events of one rank over its whole plan, and the actions that it carried out, in order."""
 
     rank: int
-    did: tuple[Event, ...]
+    events: tuple[Event, ...]
     actions: tuple[Action, ...] = ()
 
 
@@ -147,7 +147,7 @@ def recording() -> Iterator[list[Log]]:
     ...     group=local(2))
     >>> with recording() as logs:
     ...     grads = grad(pipe)([torch.ones(())] * 2, torch.ones(2))
-    >>> [did.kind for did in logs[1].run().did][:4]
+    >>> [event.kind for event in logs[1].run().events][:4]
     ['RECV', 'RECV', 'WAIT', 'F']
     """
     logs: list[Log] = []
@@ -220,9 +220,8 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
 
 
 def _shifted(run: Run, by: float) -> Run:
-    return run._replace(
-        did=tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did)
-    )
+    events = (event._replace(start=event.start - by, end=event.end - by) for event in run.events)
+    return run._replace(events=tuple(events))
 
 
 # ---- by how much clocks differ ----
