@@ -10,7 +10,8 @@ stages, schedules or ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import fx
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.fx.traceback import current_meta
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import tree
 from ...programs.internals import (
@@ -35,11 +38,10 @@ from ...programs.internals import (
 from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
 from ...programs.split import storage, value_of
 from ...programs.tracing import InexactError, joint_graph
-from ...programs.wrappers import Block
+from ...programs.wrappers import BLOCKS, Block
 from ...stage import Stage
 from ...tree import AbstractTree, Aval, Structure, Tree
 from ..operators import viewed
-from .outside import outside
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("block(Tensor[] tensors, int call) -> Tensor[]")
@@ -122,16 +124,15 @@ class Call:
 
     def forward(self) -> Graph:
         """The graph of the call; without a backward where it has none."""
-        if self.traced:
-            return self.traced[0]
-        return _graph(self, (None,) * len(self.definition.outputs.y.leaves))
+        cotangents = (None,) * len(self.definition.outputs.y.leaves)
+        return self.traced[0] if self.traced else _graph(self, cotangents)
 
 
 _NUMBERS = count()
 #: How many definitions of one block are kept; the oldest is dropped.
 KEPT = 64
 #: The definitions of each block without symbolic sizes.
-_KNOWN: Definitions = WeakKeyDictionary()
+_SHARED: Definitions = WeakKeyDictionary()
 
 
 def called(
@@ -160,38 +161,52 @@ def _definition(
     cached = torch.is_autocast_cache_enabled()
     if transforming() or not torch.is_grad_enabled() or (ambient() and cached):
         return None
-    if not all(map(_plain, tensors)):
-        return None
     if not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
         return None
     avals = [Aval.like(t, t.requires_grad) for t in tensors]
+    strided = all(t.layout is torch.strided for t in tensors)
+    if not strided or any(aval.kind is not None for aval in avals):
+        return None
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
     count = sum(t.is_leaf for t in tensors)
-    captured = _captured(block.fn)
+    fn, captured = block.fn, _captured(block.fn)
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, surroundings)
-    known = _KNOWN if within.sizes is PLAIN else within.definitions
-    definitions = known.setdefault(block, {})
-    if key not in definitions:
-        fn = block.fn
+    shared = _SHARED if within.sizes is PLAIN else within.definitions
+    definitions = shared.setdefault(block, {})
+    if key in definitions:
+        return definitions[key]
 
-        def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Tree:
-            given = [*params, *x]
-            values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
-            args, kwargs = tree.unflatten(spec, values)
-            return fn(*args, **kwargs)
+    def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Tree:
+        given = [*params, *x]
+        values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
+        args, kwargs = tree.unflatten(spec, values)
+        return fn(*args, **kwargs)
 
-        stage = Stage(on_tensors, name=within.label)
-        signature = Signature(
-            _tree(avals[:count]), _tree(avals[count:]), AbstractTree.of({}), AbstractTree.of(None)
-        )
-        outputs = _outputs_of(stage, signature, within.sizes)
-        definitions[key] = outputs and Definition(stage, signature, outputs, fn, captured, cached)
-        if len(definitions) > KEPT:
-            del definitions[next(iter(definitions))]
+    stage = Stage(on_tensors, name=within.label)
+    side, state = AbstractTree.of({}), AbstractTree.of(None)
+    signature = Signature(_tree(avals[:count]), _tree(avals[count:]), side, state)
+    outputs = _outputs_of(stage, signature, within.sizes)
+    definitions[key] = outputs and Definition(stage, signature, outputs, fn, captured, cached)
+    if len(definitions) > KEPT:
+        del definitions[next(iter(definitions))]
     return definitions[key]
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Run outside of the trace that is going on: without its modes, annotations and blocks."""
+    annotations = current_meta.pop("custom", None)
+    token = BLOCKS.set(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        BLOCKS.reset(token)
+        if annotations is not None:
+            current_meta["custom"] = annotations
 
 
 def _tree(avals: Sequence[Aval]) -> AbstractTree:
@@ -201,17 +216,13 @@ def _tree(avals: Sequence[Aval]) -> AbstractTree:
 def _outputs_of(stage: Stage, signature: Signature, sizes: Sizes) -> Outputs | None:
     """The results of a block; ``None`` where its calls cannot be one operation."""
     try:
-        with outside():
+        with _outside():
             outputs = outputs_of(stage, signature, sizes)
     except Exception:  # the call without a block raises it again
         return None
     y = outputs.y
     whole = y.avals and len(y.avals) == len(y.leaves) and not y.repeats
     return outputs if whole and not outputs.copies else None
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and Aval.like(tensor).kind is None
 
 
 def _key(aval: Aval) -> tuple[Hashable, ...]:
@@ -248,11 +259,11 @@ class _Function(torch.autograd.Function):
         call = ctx.call
         if torch.is_grad_enabled() or call.traced:
             raise InexactError("a block is differentiated twice")
-        call.traced.append(
-            _graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs])
-        )
-        found = iter(BACKWARD([dy for dy in grad_outputs if dy is not None], call.number))
-        return None, *(None if node is None else next(found) for node in call.traced[0].gradients)
+        graph = _graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs])
+        call.traced.append(graph)
+        cotangents = [dy for dy in grad_outputs if dy is not None]
+        gradients = iter(BACKWARD(cotangents, call.number))
+        return None, *(None if node is None else next(gradients) for node in graph.gradients)
 
 
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
@@ -277,7 +288,7 @@ def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     key = tuple(None if aval is None else _key(aval) for aval in cotangents)
     if key not in definition.graphs:
         try:
-            with outside(), caching(definition.cached), torch.enable_grad():
+            with _outside(), caching(definition.cached), torch.enable_grad():
                 definition.graphs[key] = _traced(definition, call.within.sizes, cotangents)
         except InexactError as error:
             definition.refused.append(str(error))
@@ -290,11 +301,10 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     if any(value is not before for value, before in zip(now, definition.captured, strict=True)):
         raise InexactError("the function of a block has closed over another value since its call")
     signature, y = definition.signature, definition.outputs.y
-    pairs = zip(y.avals.values(), cotangents, strict=True)
-    avals = [
-        own._replace(grad=False) if dy is None else dy._replace(grad=True) for own, dy in pairs
-    ]
-    outputs = replace(definition.outputs, y=replace(y, leaves=tuple(avals)))
+    ends_avals = []
+    for aval, cotangent in zip(y.avals.values(), cotangents, strict=True):
+        ends_avals.append((cotangent or aval)._replace(grad=cotangent is not None))
+    outputs = replace(definition.outputs, y=replace(y, leaves=tuple(ends_avals)))
     tensors = [*signature.params.avals.values(), *signature.x.avals.values()]
     uses = [0] * len(tensors)
 
@@ -308,7 +318,7 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     graph = joint_graph(definition.stage, signature, outputs, sizes, handed)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])
-    ends = tuple(next(results) for _ in avals)
+    ends = tuple(next(results) for _ in ends_avals)
     _check(graph, ends)
     gradients = tuple(next(results) if aval.grad else None for aval in tensors)
     return Graph(graph, ends, gradients, tuple(uses))
@@ -316,35 +326,32 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
 
 def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
     """How many gradients autograd adds up for each tensor."""
-    edges: Counter[tuple[Node, int]] = Counter()
+    ends_of = [get_gradient_edge(end) for end in ends]
+    edges = Counter[tuple[Node, int]]((edge.node, edge.output_nr) for edge in ends_of)
     seen: set[Node] = set()
-    stack = [get_gradient_edge(end).node for end in ends]
-    edges.update(map(_edge, ends))
+    stack = [edge.node for edge in ends_of]
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            edges.update((upper, port) for upper, port in node.next_functions if upper is not None)
-            stack += [upper for upper, _ in node.next_functions if upper is not None]
-    return [edges[_edge(t)] if t.requires_grad else 0 for t in given]
-
-
-def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+            behind = [(upper, port) for upper, port in node.next_functions if upper is not None]
+            edges.update(behind)
+            stack += [upper for upper, _ in behind]
+    uses = []
+    for tensor in given:
+        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
+        uses.append(0 if edge is None else edges[edge.node, edge.output_nr])
+    return uses
 
 
 def _check(graph: fx.GraphModule, ends: Sequence[fx.Node]) -> None:
     """Refuse what depends on the memory of an argument, whose place is another one in each call,
     and results that are not new tensors.
     """
-    storages = {
-        storage(node, value)
-        for node in (*graph.graph.find_nodes(op="placeholder"), *ends)
-        if (value := value_of(node)) is not None
-    }
-    inputs = graph.graph.find_nodes(op="placeholder")
-    if len(storages) < len(inputs) + len(ends) or any(end.op != "call_function" for end in ends):
+    nodes = [*graph.graph.find_nodes(op="placeholder"), *ends]
+    values = [(node, value_of(node)) for node in nodes]
+    storages = {storage(node, value) for node, value in values if value is not None}
+    if len(storages) < len(nodes) or any(end.op != "call_function" for end in ends):
         raise InexactError("a block that returns an argument, or memory of it")
     for node in graph.graph.nodes:
         op = operator_of(node)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...programs.internals import operator_of, returns_views, storage_id
-from ...programs.split import STORAGE, storage, value_of
+from ...programs.split import STORAGE, argument, storage, value_of
 from ...programs.tracing import InexactError
 from .calls import BACKWARD, FORWARD, HERE, Call, Graph
 
@@ -29,9 +29,8 @@ def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
         InexactError: gradients would be added in another order than without blocks.
     """
     bodies: dict[int, _Body] = {}
-    storages: dict[
-        Hashable, Hashable
-    ] = {}  # of results of calls -> of the operations in their place
+    # of results of calls -> of the operations in their place
+    storages: dict[Hashable, Hashable] = {}
     for node in list(graph.graph.nodes):
         if node.target is FORWARD:
             call = calls[node.args[1]]
@@ -91,21 +90,19 @@ def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list
         _same_storage(body, inner, outer)
     with body.into.graph.inserting_before(call):
         for node in body.rest:
-            source, place = (*node.args, None, None)[:2]
-            if (
-                node.target is operator.getitem
-                and isinstance(source, fx.Node)
-                and source.target is BACKWARD
-            ):
-                body.nodes[node] = cotangents[cast("int", place)]
+            if node.target is operator.getitem and argument(node, 0).target is BACKWARD:
+                body.nodes[node] = cotangents[cast("int", node.args[1])]
                 _same_storage(body, node, body.nodes[node])
             elif node.op != "output":
                 _put(body, node, call)
-    found = [(i, node) for i, node in enumerate(body.graph.gradients) if node is not None]
-    for place, (i, _) in enumerate(found):
-        if body.graph.uses[i] > 1 and _added_last(call, place):
+    gradients = []
+    for node, uses in zip(body.graph.gradients, body.graph.uses, strict=True):
+        if node is None:
+            continue
+        if uses > 1 and _added_last(call, len(gradients)):
             raise InexactError("a value that a block uses several times is used behind it, too")
-    return [body.nodes[node] for _, node in found]
+        gradients.append(body.nodes[node])
+    return gradients
 
 
 def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
@@ -115,18 +112,16 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
         body.nodes[node] = _constant(body, node)
         return
     copy = body.nodes[node] = body.into.graph.create_node(node.op, node.target, name=node.name)
-
-    def outer(used):
-        return body.nodes[used]
-
-    copy.args = fx.map_arg(node.args, outer)
-    copy.kwargs = fx.map_arg(node.kwargs, outer)
+    copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), body.nodes.__getitem__)
+    copy.meta = {"val": node.meta.get("val")}
     custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
-    copy.meta = {"val": node.meta.get("val"), **({"custom": custom} if custom else {})}
+    if custom:
+        copy.meta["custom"] = custom
     value = value_of(node)
     if value is not None:
         key = storage(node, value)
-        if (constant := _behind_view(body, node)) is not None:
+        constant = _behind_view(body, node)
+        if constant is not None:
             body.constants[node] = body.storages[key] = constant
         copy.meta[STORAGE] = body.storages.get(key, (body.number, key))
 
@@ -134,11 +129,8 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
 def _behind_view(body: _Body, node: fx.Node) -> Hashable:
     """The storage of the captured tensor of which a node is a view."""
     op = operator_of(node)
-    return (
-        body.constants.get(node.args[0])
-        if op is not None and returns_views(op) and node.args
-        else None
-    )
+    view = op is not None and returns_views(op) and node.args
+    return body.constants.get(node.args[0]) if view else None
 
 
 def _constant(body: _Body, node: fx.Node) -> fx.Node:
@@ -155,11 +147,11 @@ def _constant(body: _Body, node: fx.Node) -> fx.Node:
 
 def _annotations(body: _Body, node: fx.Node) -> dict[str, object]:
     """The annotations of a node, with regions of this call alone."""
-
-    def region(key, value):
-        return body.regions.setdefault(value, object()) if key == "fpipe_remat" else value
-
-    return {key: region(key, value) for key, value in node.meta.get("custom", {}).items()}
+    annotations = dict(node.meta.get("custom", {}))
+    if "fpipe_remat" in annotations:
+        region = annotations["fpipe_remat"]
+        annotations["fpipe_remat"] = body.regions.setdefault(region, object())
+    return annotations
 
 
 def _same_storage(body: _Body, inner: fx.Node, outer: fx.Node) -> None:

@@ -17,7 +17,6 @@ import torch
 from ... import tree
 from ...actions.product import feature
 from ...engine.arguments import Call
-from ...engine.config import Loss
 from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
 from ...errors import ActionError, FpipeError, StageError
@@ -42,15 +41,12 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     parts = list(x) if isinstance(x, Microbatches) else x
     wide = _wide(call)
     leaves = tree.leaves((wide, parts))
-    trained = [
-        0 in call.wanted and flag
-        for s, part in enumerate(wide)
-        for flag in call.config.trained(s, part)
-    ]
-    flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
+    flags: list[bool] = []
+    for s, part in enumerate(wide):
+        flags += [0 in call.wanted and flag for flag in call.config.trained(s, part)]
+    flags += [1 in call.wanted] * (len(leaves) - len(flags))
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((wide, parts), live)
-
     more = call.has_aux or call.each is not None
     aux: Tree = None
 
@@ -93,11 +89,16 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
                 outputs.append(y if call.each is None else call.each(m, y))
             continue
         returned = run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
-        loss, aux = _loss(call, config.loss, returned)
+        first = next(filter(tree.is_tensor, tree.leaves(returned)), None)
+        check_scalar(as_stage(config.loss).label, first)
+        assert first is not None
+        aux: Tree = None
+        if call.has_aux:
+            aux = with_aux(returned)[1]
         if call.each is not None:
             with _explained(f"each= after microbatch {m}"):
                 aux = call.each(m, y, returned)
-        losses.append(loss if extra is None else loss + extra)
+        losses.append(first if extra is None else first + extra)
         auxes.append(aux)
     if config.loss is None:
         return joined(outputs, x.slices, x.uniform) if call.each is None else outputs
@@ -107,26 +108,15 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     return (total, auxes) if call.has_aux or call.each is not None else total
 
 
-def _loss(call: Call, loss: Loss, result: Tree) -> tuple[torch.Tensor, Tree]:
-    """The scalar and the rest of what the loss returned for a microbatch."""
-    aux = with_aux(result)[1] if call.has_aux else None
-    first = next(filter(tree.is_tensor, tree.leaves(result)), None)
-    check_scalar(as_stage(loss).label, first)
-    assert first is not None
-    return first, aux
-
-
 # ---- options ----
 def _runner(call: Call) -> Callable[..., Tree]:
     """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not
     defined here.
     """
     config, stage = call.config, stage_that_runs()
-    where = (
-        "torch.func transforms of a pipeline"
-        if stage is None
-        else f"a pipeline inside stage {stage}"
-    )
+    where = f"a pipeline inside stage {stage}"
+    if stage is None:
+        where = "torch.func transforms of a pipeline"
     if not config.local:
         raise StageError(f"{where} need a local group; use fpipe.grad across processes")
     refused = {
@@ -143,8 +133,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
     if stage is not None and call.seed is not None:
         raise StageError(
             f"seed= is not defined for {where}, whose draws are those of that stage; leave it out "
-            "there, and give it "
-            "to the pipeline around it"
+            "there, and give it to the pipeline around it"
         )
 
     def run(
@@ -155,12 +144,8 @@ def _runner(call: Call) -> Callable[..., Tree]:
         side = call.side_inputs(index, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
-        what = (
-            f"stage {as_stage(fn).label}"
-            if index < config.stages
-            else f"the loss {as_stage(fn).label}"
-        )
-        with _explained(f"{what} on microbatch {mb}"):
+        what = "stage" if index < config.stages else "the loss"
+        with _explained(f"{what} {as_stage(fn).label} on microbatch {mb}"):
             out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
         if versions(kept) != before:
             raise feature("explain").write_error("its parameters or side inputs")
@@ -183,9 +168,8 @@ def _explained(what: str) -> Iterator[None]:
 
 def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
     """Inputs that a function may write into; a tensor that occurs twice is one tensor again."""
-    clones = {
-        id(leaf): leaf.clone() for leaf in tree.leaves(inputs) if isinstance(leaf, torch.Tensor)
-    }
+    tensors = filter(tree.is_tensor, tree.leaves(inputs))
+    clones = {id(tensor): tensor.clone() for tensor in tensors}
     return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), inputs)
 
 
@@ -196,9 +180,7 @@ def _wide(call: Call) -> Sequence[Tree]:
         return call.params
 
     def widened(leaf):
-        return (
-            leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
-        )
+        return leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if tree.is_tensor(leaf) else leaf
 
     wide = [tree.tree_map(widened, part) for part in call.params]
     return tuple(wide) if isinstance(call.params, tuple) else wide
@@ -206,6 +188,8 @@ def _wide(call: Call) -> Sequence[Tree]:
 
 def _like(wide: Tree, params: Tree) -> Tree:
     """Parameters in their own dtypes again, for one microbatch."""
-    return tree.tree_map(
-        lambda w, leaf: w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w, wide, params
-    )
+
+    def narrowed(value, leaf):
+        return value.to(leaf.dtype) if tree.is_tensor(value) else value
+
+    return tree.tree_map(narrowed, wide, params)

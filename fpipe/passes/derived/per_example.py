@@ -10,9 +10,9 @@ scaled before any weight gradient is computed. Knows pipelines and stages; no pl
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import Parameter, Signature
 from typing import Any, TypeAlias
 
 import torch
@@ -74,11 +74,9 @@ class PerExample:
             )
         weights = factors / len(factors) if self._mean else factors
         parts, _ = _with_numbers(self._weighted, (x, *targets), side, weights)
-        return (
-            value,
-            value_and_grad(self._weighted)(params, parts, *targets, seed=seed, **side)[1],
-            norms,
-        )
+        step = value_and_grad(self._weighted)
+        _, grads = step(params, parts, *targets, seed=seed, **side)
+        return value, grads, norms
 
 
 def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExample:
@@ -165,11 +163,14 @@ def _with_numbers(
     """x by microbatches, with a number for each row and None for auxiliary losses; and how many
     rows each has.
     """
-    parts = split(batches[0], count([*batches, *side.values()], pipe.config.microbatches), "x")
-    tensors = [next(filter(tree.is_tensor, tree.leaves(part)), None) for part in parts]
-    if any(tensor is None for tensor in tensors):
-        raise StageError("x holds no tensor, and so no rows to tell examples apart")
-    sizes = list(map(len, filter(tree.is_tensor, tensors)))
+    number = count([*batches, *side.values()], pipe.config.microbatches)
+    parts = split(batches[0], number, "x")
+    sizes = []
+    for part in parts:
+        tensor = next(filter(tree.is_tensor, tree.leaves(part)), None)
+        if tensor is None:
+            raise StageError("x holds no tensor, and so no rows to tell examples apart")
+        sizes.append(len(tensor))
     numbers = torch.zeros(sum(sizes)) if numbers is None else numbers.detach()
     rows = zip(parts, numbers.cpu().split(sizes), strict=True)
     return Microbatches((part, row, None) for part, row in rows), sizes
@@ -178,10 +179,10 @@ def _with_numbers(
 def _wrapped(stage: Stage, wrap: Callable[[Function], Function]) -> Stage:
     """The stage with another function, made from its own, whose signature has its side inputs."""
     call: Any = wrap(stage.fn)
-    parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    for name in keyword_only(stage.fn):
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
-    call.__signature__ = inspect.Signature(parameters)
+    names = keyword_only(stage.fn)
+    parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+    call.__signature__ = Signature(parameters)
     # torch.func.vmap reads sizes as numbers
     options = {"like": None, "aux_loss": False, "ties": (), "dynamic": False}
     return replace(stage, fn=call, name=stage.label, **options)
@@ -211,23 +212,23 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
         def call(p: Tree, triple: Tree, **side: Tree) -> Tree:
             x, numbers, more = triple
             trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
-            chosen = Chosen(
-                p, [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
-            )
-            rows: Sequence[Tensor] = ()
+            probed = [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
+            chosen = Chosen(p, probed)
+            copies: Sequence[Tensor] = ()
             if chosen.leaves:
-                numbers, *rows = _Probe.apply(numbers, *(leaf.detach() for leaf in chosen.leaves))  # type: ignore[misc]
-            y = _over_rows(
-                lambda leaves, row: fn(chosen.around(leaves), row[0], **row[1]), rows, (x, side)
-            )
+                leaves = (leaf.detach() for leaf in chosen.leaves)
+                numbers, *copies = _Probe.apply(numbers, *leaves)  # type: ignore[misc]
+
+            def one(leaves: Sequence[Tensor], row: Tree) -> Tree:
+                x, side = row
+                return fn(chosen.around(leaves), x, **side)
+
+            y = _over_rows(one, copies, (x, side))
             if stage.aux_loss:
                 y, aux = y
                 more = aux if more is None else more + aux
-            return (
-                tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y),
-                numbers,
-                more,
-            )
+            y = tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y)
+            return y, numbers, more
 
         return call
 
@@ -241,15 +242,16 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
     def by_row(fn: Function) -> Function:
         def one(_: Sequence[Tensor], row: Tree) -> Tensor:
-            result = fn(row[0], *row[1], **row[2])
+            y, targets, side = row
+            result = fn(y, *targets, **side)
             return result[0] if isinstance(result, tuple) else result
 
         def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
             y, numbers, more = triple
-            each = _over_rows(one, (), (y, targets, side))
-            each = each if more is None else each + more
-            numbers = numbers.to(each.dtype)
-            return each.sum() + 0 * numbers.sum() if probing else (each * numbers).sum()
+            losses = _over_rows(one, (), (y, targets, side))
+            losses = losses if more is None else losses + more
+            numbers = numbers.to(losses.dtype)
+            return losses.sum() + 0 * numbers.sum() if probing else (losses * numbers).sum()
 
         return call
 
@@ -257,9 +259,9 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
 
 def _over_rows(
-    fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree
+    fn: Callable[[Sequence[Tensor], Tree], Tree], values: Sequence[Tensor], batch: Tree
 ) -> Tree:
-    """``fn(values, row)`` for each row of a batch, itself a batch of one; ``apart`` has one value
+    """``fn(values, row)`` for each row of a batch, itself a batch of one; ``values`` has one value
     for each row.
     """
     rows = Chosen(batch, tree.is_tensor)
@@ -267,9 +269,9 @@ def _over_rows(
 
     def one(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal result
-        values, row = tensors[: len(apart)], tensors[len(apart) :]
-        result = fn(values, rows.around([leaf.unsqueeze(0) for leaf in row]))
+        row = [leaf.unsqueeze(0) for leaf in tensors[len(values) :]]
+        result = fn(tensors[: len(values)], rows.around(row))
         return tuple(filter(tree.is_tensor, tree.leaves(result)))
 
-    outputs = torch.vmap(one, 0, randomness="different")(*apart, *rows.leaves)
+    outputs = torch.vmap(one, 0, randomness="different")(*values, *rows.leaves)
     return Chosen(result, tree.is_tensor).around(outputs)
