@@ -124,7 +124,7 @@ PRIVATE_TORCH = {
     "interop.replacements": {"_compiled_call_impl"},
     "interop.experts": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_add_send_recv"},
-    "passes.blocks.calls": {"_python_dispatch", "_disable_current_modes"},
+    "passes.blocks.outside": {"_python_dispatch", "_disable_current_modes"},
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},
     "passes.explain": {"_subclasses"},
     "passes.sizes.symbols": {

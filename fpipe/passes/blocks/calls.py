@@ -10,8 +10,7 @@ stages, schedules or ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -20,8 +19,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import fx
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.fx.traceback import current_meta
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import tree
 from ...programs.internals import (
@@ -38,10 +35,11 @@ from ...programs.internals import (
 from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
 from ...programs.split import storage, value_of
 from ...programs.tracing import InexactError, joint_graph
-from ...programs.wrappers import BLOCKS, Block
+from ...programs.wrappers import Block
 from ...stage import Stage
 from ...tree import AbstractTree, Aval, Structure, Tree
 from ..operators import viewed
+from .outside import outside
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("block(Tensor[] tensors, int call) -> Tensor[]")
@@ -195,20 +193,6 @@ def _definition(
     return definitions[key]
 
 
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Run outside of the trace that is going on: without its modes, annotations and blocks."""
-    annotations = current_meta.pop("custom", None)
-    token = BLOCKS.set(None)
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        BLOCKS.reset(token)
-        if annotations is not None:
-            current_meta["custom"] = annotations
-
-
 def _tree(avals: Sequence[Aval]) -> AbstractTree:
     return AbstractTree(tree.flatten([0] * len(avals))[1], tuple(avals), computed=True)
 
@@ -216,7 +200,7 @@ def _tree(avals: Sequence[Aval]) -> AbstractTree:
 def _outputs_of(stage: Stage, signature: Signature, sizes: Sizes) -> Outputs | None:
     """The results of a block; ``None`` where its calls cannot be one operation."""
     try:
-        with _outside():
+        with outside():
             outputs = outputs_of(stage, signature, sizes)
     except Exception:  # the call without a block raises it again
         return None
@@ -288,7 +272,7 @@ def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
     key = tuple(None if aval is None else _key(aval) for aval in cotangents)
     if key not in definition.graphs:
         try:
-            with _outside(), caching(definition.cached), torch.enable_grad():
+            with outside(), caching(definition.cached), torch.enable_grad():
                 definition.graphs[key] = _traced(definition, call.within.sizes, cotangents)
         except InexactError as error:
             definition.refused.append(str(error))
