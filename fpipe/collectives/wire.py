@@ -100,38 +100,30 @@ def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
     return memory.copy_(tensor).as_strided(spec.shape, spec.stride)
 
 
-class Buffer(NamedTuple):
-    """One buffer of bytes: (index of a tensor, its offset) of each tensor in it."""
-
-    items: tuple[tuple[int, int], ...]
-    bytes: int
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor takes in a buffer that it shares."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
-def layout(specs: Specs) -> tuple[Buffer, ...]:
-    """The buffers of a message. Tensors without elements need none.
+def layout(specs: Specs) -> tuple[tuple[int, ...], ...]:
+    """The buffers of a message: the numbers of the tensors in each. Tensors without elements need
+    none.
 
     >>> row = Spec((8,), (1,), torch.float32)
     >>> layout((row, row))
-    (Buffer(items=((0, 0), (1, 64)), bytes=128),)
+    ((0, 1),)
     """
     sizes = [spec.bytes for spec in specs]
-    small = [index for index, size in enumerate(sizes) if 0 < size < ALONE]
-    alone = [index for index, size in enumerate(sizes) if size >= ALONE or small == [index]]
-    buffers = [Buffer(((index, 0),), sizes[index]) for index in alone]
-    if len(small) > 1:
-        items, end = [], 0
-        for index in small:
-            items.append((index, end))
-            end += -(-sizes[index] // ALIGN) * ALIGN
-        buffers.append(Buffer(tuple(items), end))
-    return tuple(buffers)
+    small = tuple(index for index, size in enumerate(sizes) if 0 < size < ALONE)
+    large = tuple((index,) for index, size in enumerate(sizes) if size >= ALONE)
+    return (*large, small) if small else large
 
 
 class WireFormat(NamedTuple):
     """Packs, receives and unpacks messages of one tuple of Specs; cached by :func:`wire_format`.
 
-    ``sizes`` are the bytes of each buffer. ``plain``: a message is one contiguous tensor, as most
-    are, and its own buffer.
+    ``stored`` are the elements that are sent of each tensor, ``sizes`` the bytes of each buffer.
+    ``plain``: a message is one contiguous tensor, as most are, and its own buffer.
 
     >>> x = torch.arange(6.).view(2, 3).T
     >>> form = wire_format((Spec.of(x),))
@@ -142,7 +134,8 @@ class WireFormat(NamedTuple):
     """
 
     specs: Specs
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[tuple[int, ...], ...]
+    stored: tuple[int, ...]
     sizes: tuple[int, ...]
     plain: bool
 
@@ -152,22 +145,10 @@ class WireFormat(NamedTuple):
         if self.plain:
             return tensors
         flat = [
-            tensor.as_strided((spec.stored,), (1,), tensor.storage_offset()).view(torch.uint8)
-            for tensor, spec in zip(tensors, self.specs, strict=True)
+            tensor.as_strided((count,), (1,), tensor.storage_offset()).view(torch.uint8)
+            for tensor, count in zip(tensors, self.stored, strict=True)
         ]
-        return [
-            flat[items[0][0]] if len(items) == 1 else self._joined(flat, items)
-            for items, _ in self.buffers
-        ]
-
-    def _joined(self, flat: Sequence[Tensor], items: tuple[tuple[int, int], ...]) -> Tensor:
-        parts = []
-        for index, _ in items:
-            parts.append(flat[index])
-            short = -self.specs[index].bytes % ALIGN
-            if short:
-                parts.append(_padding(flat[index].device, short))
-        return torch.cat(parts)
+        return [_joined([flat[index] for index in indices]) for indices in self.buffers]
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Buffers to receive a message into."""
@@ -183,18 +164,31 @@ class WireFormat(NamedTuple):
         if self.plain:
             return tuple(buffers)
         tensors: dict[int, Tensor] = {}
-        for (items, _), received in zip(self.buffers, buffers, strict=True):
-            for index, start in items:
+        for indices, received in zip(self.buffers, buffers, strict=True):
+            start = 0
+            for index in indices:
                 shape, stride, dtype = self.specs[index]
                 memory = received.view(dtype)
                 offset = memory.storage_offset() + start // dtype.itemsize
                 tensors[index] = memory.as_strided(shape, stride, offset)
+                start += aligned(self.stored[index] * dtype.itemsize)
         return tuple(
             tensors[index]
             if index in tensors
             else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
             for index, spec in enumerate(self.specs)
         )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Bytes of tensors in one buffer; those of one tensor as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    padded = []
+    for part in parts:
+        short = -len(part) % ALIGN
+        padded += [part, _padding(part.device, short)] if short else [part]
+    return torch.cat(padded)
 
 
 @lru_cache(maxsize=256)
@@ -210,6 +204,12 @@ def wire_format(specs: Specs) -> WireFormat:
     >>> wire_format((row,)) is wire_format((row,))
     True
     """
-    buffers = layout(specs)
+    buffers, stored = layout(specs), tuple(spec.stored for spec in specs)
+    sizes = [
+        specs[indices[0]].bytes
+        if len(indices) == 1
+        else sum(aligned(specs[index].bytes) for index in indices)
+        for indices in buffers
+    ]
     plain = len(specs) == len(buffers) == 1 and specs[0].stride == contiguous(specs[0].shape)
-    return WireFormat(specs, buffers, tuple(buffer.bytes for buffer in buffers), plain)
+    return WireFormat(specs, buffers, stored, tuple(sizes), plain)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...errors import GroupError
-from ..wire import ALIGN
+from ..wire import aligned
 from . import _native
 
 PAGE = 4096
@@ -61,7 +61,7 @@ def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
     for buffer, size in enumerate(sizes):
         for start in range(0, size, LARGE):
             nbytes = min(LARGE, size - start)
-            found.append(Piece(buffer, start, nbytes, -(-nbytes // ALIGN) * ALIGN))
+            found.append(Piece(buffer, start, nbytes, aligned(nbytes)))
     return tuple(found)
 
 
