@@ -2,7 +2,7 @@
 """Values as JSON and as bytes, without pickle: to decode them runs no code that they name.
 
 A value becomes a node: a list of a tag and JSON. Manifests of checkpoints hold nodes
-(``to_node``, ``from_node``), and ranks send each other nodes and the bytes of tensors (``encode``,
+(``to_node``, ``from_node``), and ranks send each other nodes, with tensors in base64 (``encode``,
 ``decode``). Values are None, bool, int, float, complex, str, torch's dtype, device and Size, list,
 tuple, dict, set, frozenset, named tuples, structures of pytrees, and classes that are registered as
 pytree nodes. Classes are found among those that are loaded; nothing is imported. This module must
@@ -12,11 +12,10 @@ not know groups, stores and files.
 from __future__ import annotations
 
 import json
-import struct
 import sys
+from base64 import b64decode, b64encode
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from io import BytesIO
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +32,6 @@ MOST_BYTES, MOST_LEVELS = 1 << 30, 100
 Node: TypeAlias = list[Any]
 #: Called for each value or node and its path; NotImplemented: it is treated as any other.
 Special: TypeAlias = Callable[[Any, str], object]
-_LENGTH = struct.Struct("<Q")
 #: torch's dtypes by name.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -76,26 +74,23 @@ def encode(value: object) -> bytes:
         ...
     fpipe.errors.GroupError: value.0 is of type builtins.object, which cannot be sent or saved; ...
     """
-    buffers: list[bytes | bytearray] = []
-
-    def special(part: object, path: str) -> object:
-        if type(part) is bytes:
-            buffers.append(part)
-            return ["bytes", len(buffers) - 1]
-        if isinstance(part, Tensor) and is_dense(part):
-            buffers.append(to_bytes(part))
-            return ["tensor", dtype_name(part.dtype), list(part.shape), len(buffers) - 1]
-        return NotImplemented
-
-    node = to_node(value, "value", special, wire=True)
-    text = json.dumps([node, list(map(len, buffers))], separators=(",", ":")).encode()
-    raw = b"".join([_LENGTH.pack(len(text)), text, *buffers])
-    if len(raw) > MOST_BYTES:
+    text = json.dumps(to_node(value, "value", _with_text, wire=True), separators=(",", ":"))
+    if len(text) > MOST_BYTES:
         raise GroupError(
-            f"a value of {len(raw)} bytes cannot be sent to other ranks as data, at most "
+            f"a value of {len(text)} bytes cannot be sent to other ranks as data, at most "
             f"{MOST_BYTES}; send large tensors with share or all_reduce"
         )
-    return raw
+    return text.encode("ascii")
+
+
+def _with_text(part: object, path: str) -> object:
+    """The node of bytes and of a tensor."""
+    if type(part) is bytes:
+        return ["bytes", b64encode(part).decode()]
+    if isinstance(part, Tensor) and is_dense(part):
+        elements = b64encode(to_bytes(part)).decode()
+        return ["tensor", dtype_name(part.dtype), list(part.shape), elements]
+    return NotImplemented
 
 
 def decode(raw: bytes) -> Any:
@@ -107,7 +102,9 @@ def decode(raw: bytes) -> Any:
     fpipe.errors.GroupError: bytes from another rank are not data (...); ...
     """
     try:
-        return _decoded(raw)
+        if len(raw) > MOST_BYTES:
+            raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES}")
+        return from_node(json.loads(str(raw, "ascii")), "value", _from_text)
     except Exception as error:  # whatever a forged value causes
         raise GroupError(
             f"bytes from another rank are not data ({error}); all ranks must run the same version "
@@ -115,29 +112,14 @@ def decode(raw: bytes) -> Any:
         ) from error
 
 
-def _decoded(raw: bytes) -> object:
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES}")
-    stream = BytesIO(raw)
-    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-    node, sizes = json.loads(str(stream.read(min(length, len(raw))), "ascii"))
-    left = len(raw) - stream.tell()
-    if sum(sizes) != left or min(sizes, default=0) < 0:
-        raise ValueError(f"{left} bytes are left, and {sum(sizes)} announced")
-    buffers = dict(enumerate(map(stream.read, sizes)))  # each is used once
-
-    def special(node: Node, path: str) -> object:
-        if node[0] == "bytes":
-            return buffers.pop(node[1])
-        if node[0] == "tensor":
-            _, dtype, shape, buffer = node
-            return from_bytes(bytearray(buffers.pop(buffer)), DTYPES[dtype], shape)
-        return NotImplemented
-
-    value = from_node(node, "value", special)
-    if buffers:
-        raise ValueError(f"{len(buffers)} buffers too many")
-    return value
+def _from_text(node: Node, path: str) -> object:
+    """The bytes or the tensor of a node of ``_with_text``."""
+    if node[0] == "bytes":
+        return b64decode(node[1], validate=True)
+    if node[0] == "tensor":
+        _, dtype, shape, elements = node
+        return from_bytes(bytearray(b64decode(elements, validate=True)), DTYPES[dtype], shape)
+    return NotImplemented
 
 
 def is_dense(tensor: Tensor) -> bool:
