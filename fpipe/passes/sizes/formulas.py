@@ -19,7 +19,8 @@ from torch import fx
 from ...programs.internals import Fake, Sizes
 from ...programs.operations import Operation
 from ...programs.program import Program, Programs
-from ...tree import AbstractTree, Aval
+from ...tree import Aval
+from .replacing import replaced
 from .symbols import NAMES, Computed, SymbolicFake, Symbols, computed, is_symbolic, text_of
 
 #: The values of all formulas.
@@ -154,30 +155,7 @@ def at(value: Any, numbers: Numbers) -> Any:
     >>> at([sized(7, 0), 1, "a"], (8,))
     [8, 1, 'a']
     """
-    if isinstance(value, Placed):
-        return numbers[value.place]
-    if isinstance(value, Aval):
-        shape = at(value.shape, numbers)
-        stride = at(value.stride, numbers)
-        return (
-            value
-            if shape is value.shape and stride is value.stride
-            else value._replace(shape=shape, stride=stride)
-        )
-    if isinstance(value, AbstractTree):
-        return value.with_avals(lambda aval: at(aval, numbers))
-    if isinstance(value, (tuple, list)):
-        items = [at(item, numbers) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        make: Callable[[list[Any]], Any] = getattr(
-            value, "_make", type(value)
-        )  # a named tuple, or a plain one
-        return make(items)
-    if isinstance(value, dict):
-        other = {key: at(item, numbers) for key, item in value.items()}
-        return value if all(other[key] is item for key, item in value.items()) else other
-    return value
+    return replaced(value, Placed, lambda number: numbers[number.place])
 
 
 def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
@@ -186,41 +164,27 @@ def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
 
     def operation(one: Operation) -> Operation:
         if one not in known:
-            known[one] = _operation_at(one, numbers)
+            known[one] = at(one, numbers)
         return known[one]
 
     def program(one: Program) -> Program:
         return _program_at(one, numbers, operation, label)
 
-    outputs = programs.outputs
+    memory = dict(programs.memory)
+    for name, held in programs.memory.items():
+        if isinstance(held.nbytes, Placed):
+            memory[name] = held._replace(nbytes=numbers[held.nbytes.place])
     return replace(
         programs,
         f=program(programs.f),
         b=program(programs.b),
         i=program(programs.i),
         w=program(programs.w),
-        outputs=replace(
-            outputs,
-            y=at(outputs.y, numbers),
-            aux=at(outputs.aux, numbers),
-            state=at(outputs.state, numbers),
-        ),
+        outputs=at(programs.outputs, numbers),
         grad_avals=at(programs.grad_avals, numbers),
-        memory={
-            name: held._replace(nbytes=at(held.nbytes, numbers))
-            for name, held in programs.memory.items()
-        },
+        memory=memory,
         origin=(programs, program),
     )
-
-
-def _operation_at(one: Operation, numbers: Numbers) -> Operation:
-    """The operation for other sizes; the same one where it does not depend on them."""
-    fields = (one.args, one.kwargs, one.reads, one.value)
-    args, kwargs, reads, value = others = tuple(at(each, numbers) for each in fields)
-    if all(new is old for new, old in zip(others, fields, strict=True)):
-        return one
-    return replace(one, args=args, kwargs=kwargs, reads=reads, value=value)
 
 
 def _program_at(

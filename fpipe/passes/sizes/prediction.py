@@ -9,76 +9,67 @@ whoever uses it checks it. Knows numbers and interfaces; no groups or programs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
 from ...collectives.codec import encode
-from ...engine import interfaces
 from ...engine.config import Config
+from ...engine.interfaces import as_data
 from ...engine.kinds import TracedKind, loss_programs, ranks_here, with_stage
 from ...engine.prepare import Prepared
 from ...engine.request import Kind, Request
 from ...errors import FpipeError
-from ...lowering.value_graph import Interface, Leaf
+from ...lowering.value_graph import Interface
 from ...programs.signature import without_sizes
 from ...tree import AbstractTree, Aval, contiguous
+from .replacing import replaced
 
 #: The inputs of a pipeline for one kind of microbatch, and the interfaces of its stages.
-Seen: TypeAlias = tuple[Sequence[AbstractTree], Sequence[Interface]]
+Seen: TypeAlias = tuple[Sequence[AbstractTree], tuple[Interface, ...]]
 #: How many earlier kinds are looked at.
 SEEN = 6
 
 
-def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Interface, ...] | None:
-    """The interfaces to expect for inputs; ``None`` where fewer than two kinds are known that
-    differ in sizes alone.
+class UnexpectedError(Exception):
+    """Earlier calls do not say what to expect, or a stage has another interface."""
+
+
+def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Interface, ...]:
+    """The interfaces to expect for inputs, where two kinds are known that differ in sizes alone.
 
     Each number is that of an axis of the inputs, or grows evenly with one.
 
     >>> import torch
     >>> x = lambda n: [AbstractTree.of(torch.ones(n, 3))]
-    >>> y = lambda n: [Interface(AbstractTree.of(torch.ones(2 * n + 1)), (None,), (None,), (True,),
-    ...     (True,), (True,))]
+    >>> y = lambda n: (Interface(AbstractTree.of(torch.ones(2 * n + 1)), (None,), (None,), (True,),
+    ...     (True,), (True,)),)
     >>> expected(x(9), [(x(4), y(4)), (x(6), y(6))])[0].y.leaves[0].shape
     (19,)
     """
     alike = list(islice(_alike(inputs, seen), SEEN))[::-1]
     if len(alike) < 2:
-        return None
-    columns = list(zip(*(_numbers(each) for each, _ in alike), _numbers(inputs), strict=True))
+        raise UnexpectedError
+    columns = zip(*(_numbers(each) for each, _ in alike), _numbers(inputs), strict=True)
     varying = sorted({column for column in columns if len(set(column[:-1])) > 1})
-    rows = zip(
-        *(
-            [aval for interface in interfaces for aval in _avals(interface)]
-            for _, interfaces in alike
-        ),
-        strict=True,
-    )
-    avals = [_aval(row, varying) for row in rows]
-    if None in avals:
-        return None
-    following = iter(avals)
-    return tuple(
-        _with_avals(interface, lambda _: next(following) or _) for interface in alike[-1][1]
-    )
+    rows = zip(*(_avals(interfaces) for _, interfaces in alike), strict=True)
+    following = iter([_aval(row, varying) for row in rows])
+    return replaced(alike[-1][1], Aval, lambda _: next(following))
 
 
-def _aval(row: Sequence[Aval], columns: Sequence[tuple[int, ...]]) -> Aval | None:
+def _aval(row: Sequence[Aval], columns: Sequence[tuple[int, ...]]) -> Aval:
     """The abstract tensor that follows those of earlier kinds."""
-    shape = [_number(sizes, columns) for sizes in zip(*(aval.shape for aval in row), strict=True)]
-    known = tuple(size for size in shape if size is not None)
-    if len(known) < len(shape):
-        return None
+    shapes = zip(*(aval.shape for aval in row), strict=True)
+    shape = tuple(_number(sizes, columns) for sizes in shapes)
     if all(aval.stride == contiguous(aval.shape) for aval in row):
-        return row[-1]._replace(shape=known, stride=contiguous(known))
-    stride = [_number(steps, columns) for steps in zip(*(aval.stride for aval in row), strict=True)]
-    steps = tuple(step for step in stride if step is not None)
-    return None if len(steps) < len(stride) else row[-1]._replace(shape=known, stride=steps)
+        return row[-1]._replace(shape=shape, stride=contiguous(shape))
+    strides = zip(*(aval.stride for aval in row), strict=True)
+    stride = tuple(_number(steps, columns) for steps in strides)
+    return row[-1]._replace(shape=shape, stride=stride)
 
 
-def _number(before: Sequence[int], columns: Sequence[tuple[int, ...]]) -> int | None:
+def _number(before: Sequence[int], columns: Sequence[tuple[int, ...]]) -> int:
     """The number that follows earlier ones; each column has the sizes of an axis for these, and the
     new one.
     """
@@ -89,63 +80,46 @@ def _number(before: Sequence[int], columns: Sequence[tuple[int, ...]]) -> int | 
             return new
     for *sizes, new in columns:
         one = sizes.index(next(size for size in sizes if size != sizes[-1]))
-        rise, run = before[-1] - before[one], sizes[-1] - sizes[one]
+        rise = before[-1] - before[one]
+        run = sizes[-1] - sizes[one]
         even = all(
-            (n - before[-1]) * run == rise * (size - sizes[-1])
-            for n, size in zip(before, sizes, strict=True)
+            (number - before[-1]) * run == rise * (size - sizes[-1])
+            for number, size in zip(before, sizes, strict=True)
         )
         step, rest = divmod(rise * (new - sizes[-1]), run)
         if even and not rest:
             return before[-1] + step
-    return None
+    raise UnexpectedError
 
 
 # ---- the numbers of trees and interfaces ----
 def _numbers(trees: Sequence[AbstractTree]) -> list[int]:
-    return [
-        number
-        for each in trees
-        for aval in each.avals.values()
-        for number in (*aval.shape, *aval.stride)
-    ]
+    return [number for aval in _avals(trees) for number in (*aval.shape, *aval.stride)]
 
 
-def _avals(interface: Interface) -> Iterator[Aval]:
-    found: list[Aval] = []
-    _with_avals(interface, lambda aval: found.append(aval) or aval)
-    yield from found
+def _avals(value: object) -> list[Aval]:
+    """The abstract tensors of trees and interfaces."""
+    avals: list[Aval] = []
 
+    def collected(aval: Aval) -> Aval:
+        avals.append(aval)
+        return aval
 
-def _with_avals(interface: Interface, fn: Callable[[Aval], Aval]) -> Interface:
-    """An interface with ``fn`` of each abstract tensor."""
-
-    def leaf(each: Leaf) -> Leaf:
-        return (each[0], fn(each[1])) if isinstance(each, tuple) else each
-
-    return replace(
-        interface,
-        y=interface.y.with_avals(fn),
-        ys=tuple(map(leaf, interface.ys)),
-        dxs=tuple(map(leaf, interface.dxs)),
-        aux=None if interface.aux is None else fn(interface.aux),
-        state=None if interface.state is None else interface.state.with_avals(fn),
-    )
+    replaced(value, Aval, collected)
+    return avals
 
 
 def _alike(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> Iterator[Seen]:
     """The kinds that differ from these inputs, and from the last kind's interfaces, in numbers
     alone; last first.
     """
-    wanted = _skeleton(inputs, seen[-1][1]) if seen else ()
-    return (each for each in reversed(seen) if _skeleton(*each) == wanted)
+    wanted = _skeleton((inputs, seen[-1][1])) if seen else ()
+    return (each for each in reversed(seen) if _skeleton(each) == wanted)
 
 
-def _skeleton(
-    inputs: Sequence[AbstractTree], interfaces: Sequence[Interface]
-) -> tuple[object, ...]:
+def _skeleton(each: Seen) -> object:
     """Everything but the numbers."""
-    plain = [each.with_avals(without_sizes) for each in inputs]
-    return *plain, *(_with_avals(each, without_sizes) for each in interfaces)
+    return replaced(each, Aval, without_sizes)
 
 
 # ---- stages for expected interfaces ----
@@ -158,7 +132,7 @@ class Ready:
     @property
     def word(self) -> str:
         """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
-        data = [[interfaces.as_data(each) for each in kind.interfaces] for kind in self.traced]
+        data = [[as_data(each) for each in kind.interfaces] for kind in self.traced]
         return hashlib.sha256(encode(data)).hexdigest()
 
 
@@ -176,30 +150,24 @@ def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready
         return None
     try:
         return Ready([_expected(config, request, kind, seen) for kind in request.kinds])
-    except (FpipeError, _UnexpectedError):
+    except (FpipeError, UnexpectedError):
         return None  # the exchange of interfaces, which follows, raises what is a mistake
-
-
-class _UnexpectedError(Exception):
-    """A stage has another interface than the one that was expected."""
 
 
 def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]) -> TracedKind:
     """A kind of microbatch with the interfaces that are expected, and with the stages of this
     process.
     """
-    found = expected((kind[0], *kind[1]), seen)
-    if found is None:
-        raise _UnexpectedError
-    traced = TracedKind(kind, found, each=request.each)
-    for stage, interface in enumerate(found):
+    x, targets, _ = kind
+    interfaces = expected((x, *targets), seen)
+    traced = TracedKind(kind, interfaces, each=request.each)
+    for stage, interface in enumerate(interfaces):
         if ranks_here(config, request, stage):
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
             traced = with_stage(config, request, traced, None, stage, unused)
-    traced = replace(
-        traced, loss=loss_programs(config, request, traced) if config.loss is not None else None
-    )
+    if config.loss is not None:
+        traced = replace(traced, loss=loss_programs(config, request, traced))
     lacking = request.mode != "forward" and traced.value_graph().lacking()
-    if traced.interfaces != found or lacking:
-        raise _UnexpectedError
+    if traced.interfaces != interfaces or lacking:
+        raise UnexpectedError
     return traced

@@ -121,28 +121,15 @@ def _same_trace(one: Programs, other: Programs) -> bool:
     return same and not one.eager and one.compiled == other.compiled
 
 
-def _structure(graph: ValueGraph) -> tuple[object, ...]:
+def _structure(graph: ValueGraph) -> object:
     """A value graph without sizes."""
 
-    def leaf(one):
-        return one[0] if isinstance(one, tuple) else one
+    def names(leaves: Sequence[Leaf]) -> list[object]:
+        return [leaf[0] if isinstance(leaf, tuple) else leaf for leaf in leaves]
 
-    names: list[object] = [
-        (
-            tuple(map(leaf, i.ys)),
-            tuple(map(leaf, i.dxs)),
-            i.dys,
-            i.takes_x,
-            i.takes_dy,
-            i.aux is None,
-        )
-        for i in graph.interfaces
-    ]
-    sink: tuple[Leaf, ...] = tuple(map(leaf, graph.sink_dxs))
-    return (
-        *names,
-        sink,
-        graph.sink_takes,
-        tuple(each is None for each in graph.batch),
-        graph.has_loss,
-    )
+    stages = []
+    for each in graph.interfaces:
+        reads = each.dys, each.takes_x, each.takes_dy
+        stages.append((names(each.ys), names(each.dxs), *reads, each.aux is None))
+    batch = [aval is None for aval in graph.batch]
+    return stages, names(graph.sink_dxs), graph.sink_takes, batch, graph.has_loss
