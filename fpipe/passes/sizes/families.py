@@ -62,17 +62,19 @@ class Family:
 
     def numbers(self, signature: Signature) -> Numbers | None:
         """The numbers of the trace for a signature, if it holds for it."""
-        sizes = [{_size(signature, place) for place in axes} for axes in self.axes]
-        if any(len(found) != 1 for found in sizes):
-            return None
-        numbers = self.formulas.at([found.pop() for found in sizes])
+        symbols = []
+        for axes in self.axes:
+            size, *others = {_size(signature, place) for place in axes}
+            if others:
+                return None
+            symbols.append(size)
+        numbers = self.formulas.at(symbols)
         if numbers is None:
             return None
-        for mine, given in zip(self.signature[1:], signature[1:], strict=True):
-            for leaf, aval in mine.avals.items():
-                expected = at(aval, numbers)
-                found = given.avals[leaf]
-                if expected.shape != found.shape or expected.stride != found.stride:
+        for symbolic, given in zip(self.signature[1:], signature[1:], strict=True):
+            for leaf, aval in given.avals.items():
+                expected = at(symbolic.avals[leaf], numbers)
+                if expected.shape != aval.shape or expected.stride != aval.stride:
                     return None
         return numbers
 
@@ -113,20 +115,18 @@ class Families:
         varied = _varied(signature, self.seen)
         if any(_size(signature, axes[0]) < 2 for axes in varied):
             return saw
-        others = _others(signature, _named_axes(stage, signature), varied)
+        others = _others(stage, signature, varied)
         faults: list[str] = []
         for axes in dict.fromkeys([(*varied, *others), tuple(varied)]):
+            if not axes:
+                return saw
             try:
-                family = _traced(stage, signature, unused, axes, len(varied)) if axes else None
+                family = _traced(stage, signature, unused, axes, len(varied))
             # of torch's symbolic shapes, or of the function: a plain trace raises it again
             except Exception as error:
                 faults.append(f"{first_line(error.__cause__ or error)}{where(error)}")
             else:
-                return (
-                    saw
-                    if family is None
-                    else replace(saw, families=(*self.families[1 - KEPT :], family))
-                )
+                return replace(saw, families=(*self.families[1 - KEPT :], family))
         small = any(_size(signature, axes[0]) < SMALL for axes in varied)
         return saw if small else replace(saw, fault=faults[0])
 
@@ -159,17 +159,19 @@ def programs_of(
         stage, signature, unused: see ``tracing.traced``.
         occasion: the same for all signatures of one call.
     """
-    seen = () if first[0] is signature else first[:1]
-    known = store.get(key, Families(seen=seen, occasion=first[1] if seen else None))
-    programs = known.programs(stage.label, signature)
+    before = Families()
+    if first[0] is not signature:
+        before = Families(seen=first[:1], occasion=first[1])
+    before = store.get(key, before)
+    programs = before.programs(stage.label, signature)
     if programs is not None:
         return programs
-    families = store[key] = known.extended(stage, signature, unused, occasion)
+    families = store[key] = before.extended(stage, signature, unused, occasion)
     programs = families.programs(stage.label, signature)
     if programs is None:
         with timed("tracing"):
             programs = traced(stage, signature, unused)
-    if families.fault and not known.fault:
+    if families.fault and not before.fault:
         families.warn(stage)
     return programs
 
@@ -202,29 +204,21 @@ def _traced(
 # ---- which sizes are symbols ----
 def _size(signature: Signature, place: Axis) -> int:
     aval = signature[place.argument].avals[place.leaf]
-    return (aval.stride if place.stride else aval.shape)[place.axis]
+    numbers = aval.stride if place.stride else aval.shape
+    return numbers[place.axis]
 
 
 def _places(signature: Signature, strides: bool = False) -> list[Axis]:
     """The axes of the input, the side inputs and the state; with ``strides`` also those of tensors
     with gaps.
     """
-    leaves = [
-        (argument, leaf, aval)
-        for argument in (1, 2, 3)
-        for leaf, aval in signature[argument].avals.items()
-    ]
-    places = [
-        Axis(argument, leaf, axis)
-        for argument, leaf, aval in leaves
-        for axis in range(len(aval.shape))
-    ]
-    gaps = [leaf for leaf in leaves if strides and _has_gaps(leaf[2])]
-    return places + [
-        Axis(argument, leaf, n, True)
-        for argument, leaf, aval in gaps
-        for n in range(len(aval.shape))
-    ]
+    places = []
+    for argument in (1, 2, 3):
+        for leaf, aval in signature[argument].avals.items():
+            kinds = (False, True) if strides and _has_gaps(aval) else (False,)
+            for stride in kinds:
+                places += [Axis(argument, leaf, n, stride) for n in range(len(aval.shape))]
+    return places
 
 
 def _has_gaps(aval: Aval) -> bool:
@@ -233,54 +227,46 @@ def _has_gaps(aval: Aval) -> bool:
 
 def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     """The axes whose size is not what it was; those that were always of one size together."""
-    found: dict[tuple[int, ...], list[Axis]] = {}
+    groups: dict[tuple[int, ...], list[Axis]] = {}
     for place in _places(signature, strides=True) if seen else ():
-        alike = [
-            each
-            for each in seen
-            if not place.stride or _has_gaps(each[place.argument].avals[place.leaf])
-        ]
-        sizes = tuple(_size(each, place) for each in (*alike, signature))
+        before = seen
+        if place.stride:
+            before = [each for each in seen if _has_gaps(each[place.argument].avals[place.leaf])]
+        sizes = tuple(_size(each, place) for each in (*before, signature))
         if len(set(sizes)) > 1:
-            found.setdefault((place.stride, *sizes), []).append(place)
-    return list(map(tuple, found.values()))
+            groups.setdefault((place.stride, *sizes), []).append(place)
+    return list(map(tuple, groups.values()))
 
 
-def _others(signature: Signature, named: Sequence[Axis], varied: Sequence[Axes]) -> list[Axes]:
+def _others(stage: Stage, signature: Signature, varied: Sequence[Axes]) -> list[Axes]:
     """Further axes that may vary: those that the stage names, else the first two of the input,
     and those of side inputs that are of the same size."""
+    places = [place for place in _places(signature) if place.argument < 3]
+    named = _named(stage, signature, places)
+    first = [(place, (place.axis, _size(signature, place))) for place in places if place.axis < 2]
+    of_input = {size for place, size in first if place.argument == 1}
+    default = [place for place, size in first if size in of_input]
     known = {place for axes in varied for place in axes}
-    first = [place for place in _places(signature) if place.argument < 3 and place.axis < 2]
-    of_input = {(place.axis, _size(signature, place)) for place in first if place.argument == 1}
-    default = [place for place in first if (place.axis, _size(signature, place)) in of_input]
-    found: dict[tuple[int, int], list[Axis]] = {}
+    groups: dict[tuple[int, int], list[Axis]] = {}
     for place in named or default:
-        if place not in known and _size(signature, place) > 1:
-            found.setdefault((place.axis, _size(signature, place)), []).append(place)
-    return list(map(tuple, found.values()))
+        size = _size(signature, place)
+        if place not in known and size > 1:
+            groups.setdefault((place.axis, size), []).append(place)
+    return list(map(tuple, groups.values()))
 
 
-def _named_axes(stage: Stage, signature: Signature) -> list[Axis]:
+def _named(stage: Stage, signature: Signature, places: Sequence[Axis]) -> list[Axis]:
     """The axes that ``dynamic=`` of a stage names."""
-    if not stage.dynamic:
-        return []
-    first = {1: ("x",), 2: ()}
-    paths = {
-        g: [".".join(map(str, (*first[g], *path))) for path in signature[g].spec.paths()]
-        for g in first
-    }
-    if isinstance(stage.dynamic, Mapping):
-        wanted = list(stage.dynamic.items())
-    else:
-        wanted = [("*", (0, 1) if stage.dynamic is True else stage.dynamic)]
-
-    def fits(place, pattern):
-        return tree.matches(paths[place.argument][place.leaf], [pattern])
-
-    places = [place for place in _places(signature) if place.argument in paths]
-    return [
-        p for p in places if any(p.axis in axes and fits(p, pattern) for pattern, axes in wanted)
-    ]
+    axes = (0, 1) if stage.dynamic is True else stage.dynamic or ()
+    patterns = axes if isinstance(axes, Mapping) else {"*": axes}
+    paths = {1: [("x", *path) for path in signature.x.spec.paths()], 2: signature.side.spec.paths()}
+    named = []
+    for place in places:
+        path = ".".join(map(str, paths[place.argument][place.leaf]))
+        fitting = [axes for pattern, axes in patterns.items() if tree.matches(path, [pattern])]
+        if any(place.axis in axes for axes in fitting):
+            named.append(place)
+    return named
 
 
 def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) -> Signature:
@@ -290,36 +276,36 @@ def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) 
         numbers |= dict.fromkeys(group, symbols.new(_size(signature, group[0])))
 
     def given(argument: int) -> AbstractTree:
-        following = iter(signature[argument].avals)
+        leaves = iter(signature[argument].avals)
         return signature[argument].with_avals(
-            lambda aval: _sized(aval, argument, next(following), numbers)
+            lambda aval: _sized(aval, Axis(argument, next(leaves), 0), numbers)
         )
 
     return Signature(signature.params, given(1), given(2), given(3))
 
 
-def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[Axis, int]) -> Aval:
-    shape = tuple(
-        numbers.get(Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape)
-    )
+def _sized(aval: Aval, first: Axis, numbers: Mapping[Axis, int]) -> Aval:
+    """An abstract tensor, whose first axis is given, with symbols as its sizes."""
+    shape = [numbers.get(first._replace(axis=n), size) for n, size in enumerate(aval.shape)]
     if _has_gaps(aval):
-        strides = (
-            numbers.get(Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride)
-        )
-        return aval._replace(shape=shape, stride=tuple(strides))
-    if all(new is old for new, old in zip(shape, aval.shape, strict=True)):
+        steps = first._replace(stride=True)
+        stride = [numbers.get(steps._replace(axis=n), step) for n, step in enumerate(aval.stride)]
+    elif all(new is old for new, old in zip(shape, aval.shape, strict=True)):
         return aval
-    return aval._replace(shape=shape, stride=_strides(aval, shape))
+    else:
+        stride = _strides(aval, shape)
+    return aval._replace(shape=tuple(shape), stride=tuple(stride))
 
 
-def _strides(aval: Aval, shape: Sequence[int]) -> tuple[int, ...]:
+def _strides(aval: Aval, shape: Sequence[int]) -> list[int]:
     """The strides of a tensor without gaps, as products of sizes."""
-    strides, step = list(aval.stride), 1
-    order = sorted(
+    strides = list(aval.stride)
+    inner_first = sorted(
         range(len(shape)), key=lambda axis: (aval.stride[axis], aval.shape[axis] > 1, -axis)
     )
-    for axis in order:
+    step = 1
+    for axis in inner_first:
         if aval.stride[axis]:
             strides[axis] = step
             step *= shape[axis]
-    return tuple(strides)
+    return strides

@@ -9,7 +9,7 @@ name and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -34,7 +34,8 @@ def resized(plan: Plan, before: LoweringInput, job: LoweringInput) -> Plan | Non
     """
     if plan.weaves or not _alike(before, job):
         return None
-    sizes = _Sizes(job, dict(_places(before, job)), [_specs(kind.graph) for kind in job.kinds])
+    specs = [_specs(kind.graph) for kind in job.kinds]
+    sizes = _Sizes(job, _places(before, job), specs)
     ops = [ins.op.resized(ins, sizes) for ins in plan.keyed]
     if None in ops:
         return None
@@ -59,15 +60,17 @@ class _Sizes:
     ) -> tuple[Program, Programs] | None:
         """The program in the place of another, and what it belongs to."""
         assert action is not None
-        return self.places.get((self.job.kind_of[action.microbatch], stage, id(program)))
+        kind = self.job.kind_of[action.microbatch]
+        return self.places.get((kind, stage, id(program)))
 
     def specs(self, keys: Sequence[Key], specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
         """The specs of values; those that belong to no microbatch have one size."""
-        both = zip(keys, specs, strict=True)
-        return tuple(
-            old if mb is None else self.by_kind[self.job.kind_of[mb]].get(source, old)
-            for (source, mb), old in both
-        )
+        after = []
+        for (source, mb), spec in zip(keys, specs, strict=True):
+            if mb is not None:
+                spec = self.by_kind[self.job.kind_of[mb]].get(source, spec)
+            after.append(spec)
+        return tuple(after)
 
 
 def _specs(graph: ValueGraph) -> dict[Source, Spec]:
@@ -75,27 +78,27 @@ def _specs(graph: ValueGraph) -> dict[Source, Spec]:
     return {out.source: out.spec for outs in graph.users.values() for out in outs}
 
 
-def _places(
-    before: LoweringInput, job: LoweringInput
-) -> Iterator[tuple[_Place, tuple[Program, Programs]]]:
+def _places(before: LoweringInput, job: LoweringInput) -> _Places:
     """Each program of the earlier job with the one in its place."""
-    for number, (old, new) in enumerate(zip(before.kinds, job.kinds, strict=True)):
-        for stage, one, other in _pairs(old, new, job.stages):
+    places: dict[_Place, tuple[Program, Programs]] = {}
+    for kind, (old, new) in enumerate(zip(before.kinds, job.kinds, strict=True)):
+        after = _programs(new, job)
+        for stage, own in _programs(old, job).items():
+            other = after[stage]
             for letter in "fbiw":
-                yield (number, stage, id(getattr(one, letter))), (getattr(other, letter), other)
+                place = (kind, stage, id(getattr(own, letter)))
+                places[place] = getattr(other, letter), other
             for letter in "BW":
-                if (known := one.known_adding(letter)) is not None:
-                    yield (number, stage, id(known)), (other.adding(letter), other)
+                adding = own.known_adding(letter)
+                if adding is not None:
+                    places[kind, stage, id(adding)] = other.adding(letter), other
+    return places
 
 
-def _pairs(
-    old: ProgramSet, new: ProgramSet, stages: int
-) -> Iterator[tuple[int, Programs, Programs]]:
-    """The programs of each stage and of the loss, one past the last, in both jobs."""
-    for stage, programs in old.programs.items():
-        yield stage, programs, new.programs[stage]
-    if old.loss is not None and new.loss is not None:
-        yield stages, old.loss, new.loss
+def _programs(kind: ProgramSet, job: LoweringInput) -> dict[int, Programs]:
+    """The programs by stage; those of the loss are one past the last."""
+    loss = {} if kind.loss is None else {job.stages: kind.loss}
+    return {**kind.programs, **loss}
 
 
 # ---- what must be equal ----
@@ -104,11 +107,11 @@ def _alike(before: LoweringInput, job: LoweringInput) -> bool:
     if len(before.kinds) != len(job.kinds) or replace(before, kinds=()) != replace(job, kinds=()):
         return False
     for old, new in zip(before.kinds, job.kinds, strict=True):
-        if old.programs.keys() != new.programs.keys() or (old.loss is None) != (new.loss is None):
+        owns = _programs(old, job)
+        others = _programs(new, job)
+        if owns.keys() != others.keys() or _structure(old.graph) != _structure(new.graph):
             return False
-        if any(not _same_trace(one, other) for _, one, other in _pairs(old, new, job.stages)):
-            return False
-        if _structure(old.graph) != _structure(new.graph):
+        if not all(_same_trace(own, others[stage]) for stage, own in owns.items()):
             return False
     return True
 
