@@ -3,8 +3,8 @@
 
 Functions are compared by their names and code. The values in their closures and defaults are not
 compared: they may be tensors or differ legitimately. Parameters, batches and side inputs are
-    compared by shape, where every rank has
-them. Knows configurations and requests; no group and no plan.
+compared by shape, where every rank has them. Knows configurations and requests; no group and no
+plan.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     """What depends on the pipeline and on the signature of the call."""
     schedule, stages, loss = request.schedule, config.functions, config.loss
     python = ".".join(map(str, sys.version_info[:2]))
+    xs = [x for x, _, _ in request.kinds]
+    targets = [target for _, targets, _ in request.kinds for target in targets]
+    strides = [[leaf.stride for leaf in x.leaves if isinstance(leaf, Aval)] for x in xs]
+    kinds = str(request.kind_of) if len(request.kinds) > 1 else "(one)"
+    reduction = config.reduction
+    if not isinstance(reduction, str):
+        reduction = f"weighted by {named(reduction.fn)}"
+    elsewhere = any(isinstance(stage.fn, Elsewhere) for stage in stages)
     return {
         "versions": f"Python {python}, fpipe {__version__}, torch {torch.__version__}",
         "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, "
@@ -44,18 +52,14 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "slices": str(schedule.slices),
         "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages "
         f"({schedule.digest})",
-        "the kinds of microbatches": _kinds(request),
-        "the shape of x": _shapes([kind[0] for kind in request.kinds]),
-        "the shapes of the targets": _shapes(
-            [target for kind in request.kinds for target in kind[1]]
-        ),
+        "the kinds of microbatches": None if any(map(_unknown, (*xs, *targets))) else kinds,
+        "the shape of x": _shapes(xs),
+        "the shapes of the targets": _shapes(targets),
         "the loss function": "none" if loss is None else named(loss),
         "the stage functions": _parts([named(stage) for stage in stages]),
-        "the reduction": _reduction(config),
+        "the reduction": reduction,
         "tied parameters": str(config.tied),
-        "frozen parameters": None
-        if any(isinstance(s.fn, Elsewhere) for s in stages)
-        else str(config.frozen),
+        "frozen parameters": None if elsewhere else str(config.frozen),
         "the dtype of accumulation": str(config.accumulate),
         "the engine of the stages": _parts([str(stage.engine) for stage in stages]),
         "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",
@@ -66,7 +70,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "overlap": config.overlap,
         "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
         "debug()": "on" if request.debug else "off",
-        "the strides of x": _strides([kind[0] for kind in request.kinds]),
+        "the strides of x": "; ".join(map(str, strides)),
     }
 
 
@@ -98,15 +102,14 @@ def named(function: Callable[..., Any]) -> str:
         return " ".join([function.name, named(function.fn), *options]).lstrip()
     if isinstance(function, partial):
         return f"partial of {named(function.func)}"
-    code = _code(function)
-    name = function.__qualname__ if code is not None else type(function).__qualname__
+    named_by, code = function, _code(function)
     if code is None:
-        code = _code(
-            type(function).forward
-            if isinstance(function, torch.nn.Module)
-            else type(function).__call__
-        )
-    text = name.rpartition("<locals>.")[2] + (f" ({_digest(code)})" if code is not None else "")
+        named_by = type(function)
+        method = "forward" if isinstance(function, torch.nn.Module) else "__call__"
+        code = _code(getattr(named_by, method))
+    text = named_by.__qualname__.rpartition("<locals>.")[2]
+    if code is not None:
+        text += f" ({hashlib.sha256(_text(code).encode()).hexdigest()[:8]})"
     inner = getattr(function, "__wrapped__", None)
     return text if inner is None else f"{text} of {named(inner)}"
 
@@ -114,10 +117,6 @@ def named(function: Callable[..., Any]) -> str:
 def _code(function: Any) -> CodeType | None:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, CodeType) else None
-
-
-def _digest(code: CodeType) -> str:
-    return hashlib.sha256(_text(code).encode()).hexdigest()[:8]
 
 
 def _text(value: object) -> str:
@@ -130,22 +129,9 @@ def _text(value: object) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _kinds(request: Request) -> str | None:
-    if any(_unknown(each) for x, targets, _ in request.kinds for each in (x, *targets)):
-        return None
-    return str(request.kind_of) if len(request.kinds) > 1 else "(one)"
-
-
 def _unknown(tree: AbstractTree) -> bool:
     """Whether it stands for an argument that is elsewhere and that no process has described yet."""
     return any(isinstance(leaf, Static) and leaf.type is Absent for leaf in tree.leaves)
-
-
-def _reduction(config: Config) -> str:
-    reduction = config.reduction
-    return (
-        f"weighted by {named(reduction.fn)}" if not isinstance(reduction, str) else str(reduction)
-    )
 
 
 def _parts(texts: Sequence[str]) -> str:
@@ -155,14 +141,6 @@ def _parts(texts: Sequence[str]) -> str:
 
 def _shapes(trees: Sequence[AbstractTree]) -> str | None:
     rows = [[leaf for leaf in tree.leaves if isinstance(leaf, Aval)] for tree in trees]
-    return (
-        None
-        if not any(rows) or any(map(_unknown, trees))
-        else "; ".join(", ".join(map(str, row)) for row in rows)
-    )
-
-
-def _strides(trees: Sequence[AbstractTree]) -> str:
-    return "; ".join(
-        str([leaf.stride for leaf in tree.leaves if isinstance(leaf, Aval)]) for tree in trees
-    )
+    if not any(rows) or any(map(_unknown, trees)):
+        return None
+    return "; ".join(", ".join(map(str, row)) for row in rows)

@@ -48,8 +48,9 @@ def tree_data(tree: AbstractTree) -> TreeData:
 
 def tree_from_data(data: TreeData) -> AbstractTree:
     """The abstract tree that :func:`tree_data` converted."""
-    spec, leaves, computed, repeats = data
-    return AbstractTree(spec, tuple(map(_from_leaf, leaves)), computed, repeats)
+    spec, rows, computed, repeats = data
+    leaves = [row if isinstance(row, Aval) else Static.of(*row) for row in rows]
+    return AbstractTree(spec, tuple(leaves), computed, repeats)
 
 
 def _leaf(leaf: AbstractLeaf) -> Any:
@@ -62,7 +63,3 @@ def _leaf(leaf: AbstractLeaf) -> Any:
             "return its inner tensors"
         )
     return leaf
-
-
-def _from_leaf(data: Any) -> AbstractLeaf:
-    return data if isinstance(data, Aval) else Static.of(*data)

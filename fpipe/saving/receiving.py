@@ -85,18 +85,15 @@ def receive(
         seen.add(name)
         try:
             if fault is None and wanted(name):
-                taken[name] = _copied(value if isinstance(value, Tensor) else value(), dtype)
+                tensor = (value if isinstance(value, Tensor) else value()).detach()
+                is_kept = dtype is None or not tensor.is_floating_point()
+                taken[name] = tensor.to(tensor.dtype if is_kept else dtype, copy=True)
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
     params = agree(pipe, lambda: _built(names, templates, taken, fault))
     remedy = "pass the tensors of this model alone"
     check_unused(pipe, seen, taken, "no stage takes {}", remedy, strict)
     return pipe.shard(params)
-
-
-def _copied(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    converted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return value.detach().to(converted, copy=True)
 
 
 # ---- what each stage takes ----

@@ -143,7 +143,7 @@ def _streamed(
         else:
             tensors = [row.empty(pipe.config.device) for row in run]
         if len(pipe.group.here) < pipe.group.size:
-            _send(pipe, tensors, run, _piece(pipe, bucket))
+            _send(pipe, tensors, run, bucket)
         if not wanted:
             tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         tensors.reverse()
@@ -168,16 +168,12 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     return total.to(DTYPES[row.dtype])
 
 
-def _piece(pipe: Pipe, bucket: int) -> int:
-    """Bytes that are sent at a time."""
-    kept = 3 * _AHEAD * 2 * (pipe.group.size - 1) if pipe.group.at_once else 1
-    return max(int(bucket * _PIECE / kept), 1 << 14)
-
-
-def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int) -> None:
+def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], bucket: int) -> None:
     """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the
     others.
     """
+    kept = 3 * _AHEAD * 2 * (pipe.group.size - 1) if pipe.group.at_once else 1
+    piece = max(int(bucket * _PIECE / kept), 1 << 14)
     source = rows[0].rank
     own = source in pipe.group.here
     flat = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)

@@ -124,7 +124,8 @@ def _start(
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
     rows = everyone(pipe, json.dumps(holding.facts))
     facts = agree(pipe, lambda: merged(rows))
-    number = _number(pipe)
+    copy = 0 if pipe.copies is None else pipe.copies.part
+    number = copy * pipe.group.size + pipe.group.here[0]  # among the processes of all copies
     rows = everyone(pipe, json.dumps([number, str(folder.absolute()), secrets.token_hex(8)]))
     processes = sorted(map(json.loads, rows))
     _, first_folder, token = processes[0]  # the token is in the names of files of this checkpoint
@@ -157,12 +158,6 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
 
     threading.Thread(target=run, name=writer_of(folder)).start()
     return future
-
-
-def _number(pipe: Pipe) -> int:
-    """Of this process among all of the pipeline and its copies; 0 is the first one's."""
-    copy = 0 if pipe.copies is None else pipe.copies.part
-    return copy * pipe.group.size + pipe.group.here[0]
 
 
 # ---- the folder ----

@@ -62,8 +62,11 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
     """
 
     def init(params):
-        copies = tree_map(lambda leaf: leaf.detach().float() if _is_half(leaf) else None, params)
-        at = places(params)
+        def copy_of(leaf):
+            is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
+            return leaf.detach().float() if is_half else None
+
+        copies, at = tree_map(copy_of, params), places(params)
         columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
         return MasterState(
             copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
@@ -106,7 +109,3 @@ def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tup
         us[i] = copy.to(before[i].dtype).to(exact) - before[i].to(exact)
         new[i] = copy
     return us, new
-
-
-def _is_half(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype in _HALF
