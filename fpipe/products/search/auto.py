@@ -19,7 +19,7 @@ from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs
 from ...collectives import Group
 from ...errors import ScheduleError, StageError
-from .choose import choose
+from .choose import Choice, choose
 from .memory_limit import in_bytes
 
 #: op or figure -> stage -> its value
@@ -54,8 +54,7 @@ class Automatic:
         """What chooses the schedule of a pipeline."""
         bound = Auto(group, stages, self.memory, self.costs)
         if self.costs is not None:
-            number = 2 * group.size if microbatches is None else microbatches
-            bound.choose(number, self.costs, None)
+            bound(group.size, microbatches or 2 * group.size)
         return bound
 
 
@@ -100,38 +99,37 @@ class Auto:
     chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
 
     def __call__(self, ranks: int, microbatches: int) -> Schedule:
-        if microbatches in self.chosen:
-            return self.chosen[microbatches][0]
-        if (
-            self.chosen and self.costs is not None
-        ):  # another number of microbatches than the pipeline was built with
-            placement = next(iter(self.chosen.values()))[0].placement
-            return self.choose(microbatches, self.costs, placement)
-        return provisional(ranks, microbatches, self.stages)
+        if microbatches not in self.chosen:
+            if self.costs is None:
+                return provisional(ranks, microbatches, self.stages)
+            placement = next((s.placement for s, _ in self.chosen.values()), None)
+            self.chosen[microbatches] = self._agreed(microbatches, self.costs, placement)
+        return self.chosen[microbatches][0]
 
-    def choose(
+    def _agreed(
         self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0
-    ) -> Schedule:
-        """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations.
-        Collective.
+    ) -> tuple[Schedule, str]:
+        """What rank 0 chooses for these costs, and why; ``used`` is the memory that is not for
+        activations. Collective.
         """
-        answer: tuple[str, str] | str = ""
+        answer: tuple[str, str, str] | str = ""
         if 0 in self.group.here:
             try:
-                answer = self._chosen(microbatches, costs, placement, used)
+                choice = self._choice(microbatches, costs, placement, used)
+                best = choice.best
+                answer = (best.schedule.name or best.name, str(best.schedule), str(choice))
             except ScheduleError as error:
                 answer = str(error)
         first = next(filter(None, self._gathered(answer)))
         if isinstance(first, str):
             raise ScheduleError(first, rule="memory")
-        name, text = first
-        rows, _, why = text.partition("\n\n")
-        return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
+        name, rows, why = first
+        return Schedule.parse(rows, name=name), why
 
-    def _chosen(
+    def _choice(
         self, microbatches: int, costs: Costs, placement: Placement | None, used: float
-    ) -> tuple[str, str]:
-        """The name of the schedule that this rank chooses; the schedule and the reasons as text."""
+    ) -> Choice:
+        """What this rank chooses."""
         limit = None if self.memory is None else self.memory - used
         if limit is not None and limit <= 0:
             raise ScheduleError(
@@ -139,17 +137,10 @@ class Auto:
                 f"{used:g} bytes; give more memory, more ranks or copies(zero=)",
                 rule="memory",
             )
-        choice = choose(
-            costs,
-            self.group.size,
-            microbatches,
-            self.stages,
-            limit,
-            placement=placement,
-            time_limit=SECONDS,
+        ranks, stages = self.group.size, self.stages
+        return choose(
+            costs, ranks, microbatches, stages, limit, placement=placement, time_limit=SECONDS
         )
-        best = choice.best
-        return best.schedule.name or best.name, f"{best.schedule}\n\n{choice}"
 
     def estimated(
         self,
@@ -165,26 +156,27 @@ class Auto:
         What plans hold beside activations depends on the schedule, so the plans of what is chosen
         are checked. Where they exceed the memory, the choice is made again with as much less.
         """
-        known: dict[str, dict[int, float]] = {}
         plans = plans_of(run)
-        for part in self._gathered(_plain(plans.figures)):
+        own = {
+            name: {int(stage): float(value) for stage, value in values.items()}
+            for name, values in plans.figures.items()
+        }
+        figures: dict[str, dict[int, float]] = {}
+        for part in self._gathered(own):
             for name, values in part.items():
-                known.setdefault(name, {}).update(values)
-        costs = costs_of(known, self.stages, latency)
+                figures.setdefault(name, {}).update(values)
+        costs = costs_of(figures, self.stages, latency)
         held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0
         for _ in range(TRIES):
             used += over
-            schedule = self.choose(microbatches, costs, run.placement, used)
-            over = (
-                0.0
-                if self.memory is None
-                else max(self._peaks(plans_of(schedule)).values()) - self.memory
-            )
+            schedule, why = self._agreed(microbatches, costs, run.placement, used)
+            if self.memory is not None:
+                over = max(self._peaks(plans_of(schedule)).values()) - self.memory
             if over <= 0:
+                self.chosen[microbatches] = schedule, why
                 return schedule
-            del self.chosen[microbatches]
         raise ScheduleError(
             f"the plans of {TRIES} schedules that were chosen take more than "
             f"memory={self.memory:g}, the last one by "
@@ -201,20 +193,13 @@ class Auto:
         return [here] if alone else self.group.gather_objects(here)
 
 
-def _plain(figures: Figures) -> dict[str, dict[int, float]]:
-    return {
-        name: {int(stage): float(v) for stage, v in values.items()}
-        for name, values in figures.items()
-    }
-
-
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
     """Costs in microseconds and bytes; the mean stands for stages that nobody knows."""
-    known = {name: values for name, values in figures.items() if values}
-    spread: dict[str, tuple[float, ...]] = {
-        name: tuple(values.get(stage, fmean(values.values())) for stage in range(stages))
-        for name, values in known.items()
-    }
+    spread: dict[str, tuple[float, ...]] = {}
+    for name, values in figures.items():
+        if values:
+            mean = fmean(values.values())
+            spread[name] = tuple(values.get(stage, mean) for stage in range(stages))
     return Costs(**spread, comm=latency, unit="us")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
+from operator import add
 from typing import NamedTuple
 
 from ... import Costs
@@ -49,7 +50,7 @@ def lower_bound(problem: Problem, costs: Costs) -> Bound:
     >>> lower_bound(Problem.of(Costs(), (0, 1), 2, 4, (9.0, 9.0)), Costs())
     Bound(12, 'rank 0: its work')
     """
-    return max(_bounds(problem, _Least.of(problem, costs)))
+    return max(_bounds(problem, _least(problem, costs)))
 
 
 class _Least(NamedTuple):
@@ -64,48 +65,39 @@ class _Least(NamedTuple):
     forward: list[float]  #: until the next stage can go on
     inward: list[float]
 
-    @classmethod
-    def of(cls, p: Problem, costs: Costs) -> _Least:
-        """From the costs; what messages take of a rank's time is left out."""
-        times = costs.times(p.stages)
-        both = [min(i + w, b) for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
-        every = [f + b for f, b in zip(times["F"], both, strict=True)]
-        forward, inward = list(times["F"]), list(map(min, times["I"], times["B"]))
-        if callable(costs.overlap):
-            every = list(map(max, times["F"], both))
-        elif "overlap" in times:
-            for stages in p.of_rank:
-                fused = min(times["overlap"][s] for s in stages)
-                for s in stages:
-                    every[s], forward[s], inward[s] = (
-                        min(every[s], fused),
-                        min(forward[s], fused),
-                        min(inward[s], fused),
-                    )
-        return cls(times["F"], times["W"], both, every, forward, inward)
+
+def _least(p: Problem, costs: Costs) -> _Least:
+    """From the costs; what messages take of a rank's time is left out."""
+    times = costs.times(p.stages)
+    F, W = times["F"], times["W"]
+    split = map(sum, zip(times["I"], W, strict=True))
+    both = list(map(min, split, times["B"]))
+    every = list(map(max if callable(costs.overlap) else add, F, both))
+    inward = map(min, times["I"], times["B"])
+    overlap = times.get("overlap", (inf,) * p.stages)
+    fused = [min(overlap[s] for s in p.of_rank[rank]) for rank in p.path]
+    shorter = [list(map(min, numbers, fused)) for numbers in (every, F, inward)]
+    return _Least(F, W, both, *shorter)
 
 
 def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
-    ends = [_Ends.of(p, least, rank) for rank in range(p.ranks)]
+    ends = [_ends(p, least, rank) for rank in range(p.ranks)]
+    short = min(p.load)
     for rank, stages in enumerate(p.of_rank):
         waits = ", and its waits before its first and after its last forwards"
         reason = f"rank {rank}: its work{waits if ends[rank].waits > 0 else ''}"
         yield Bound(ends[rank].work + ends[rank].waits, reason)
         first = stages[0]
-        last = min(p.load) * (least.both[first] - least.inward[first])
-        for other, there in enumerate(p.of_rank):
-            if first < there[0]:
+        last = least.both[first] - least.inward[first]
+        for other, (there, *_) in enumerate(p.of_rank):
+            if first < there:
+                passes = sum(least.forward[first:there]) + sum(least.inward[first:there]) + last
+                way = passes * short + 2 * sum(p.link[first:there])
                 yield Bound(
-                    _way(p, least, first, there[0]) + ends[other].until + last,
+                    way + ends[other].until,
                     f"rank {rank}: the way to rank {other}, the work and the waits there, and the "
                     "way back",
                 )
-
-
-def _way(p: Problem, least: _Least, first: int, there: int) -> float:
-    """How long a microbatch takes from one stage to a later one, and back."""
-    passes = sum(least.forward[first:there]) + sum(least.inward[first:there])
-    return passes * min(p.load) + 2 * sum(p.link[first:there])
 
 
 class _Ends(NamedTuple):
@@ -117,32 +109,34 @@ class _Ends(NamedTuple):
     waits: float  #: before its first backward and after its last forward
     until: float  #: from its first forward to the end of the last backward of its first stage
 
-    @classmethod
-    def of(cls, p: Problem, least: _Least, rank: int) -> _Ends:
-        """Of this rank."""
-        stages, short, long = p.of_rank[rank], min(p.load), max(p.load)
-        first, last = stages[0], stages[-1]
-        work = sum(p.load) * sum(least.every[s] for s in stages)
-        room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
 
-        def most(items):
-            return long * _knapsack(items, p.microbatches, room)
+def _ends(p: Problem, least: _Least, rank: int) -> _Ends:
+    stages, short = p.of_rank[rank], min(p.load)
+    first, last = stages[0], stages[-1]
+    work = sum(p.load) * sum(least.every[s] for s in stages)
+    room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
 
-        there = sum(least.forward[first:]) * short + sum(p.link[first:])
-        beyond = sum(least.inward[last + 1 :]) * short + sum(p.link[last:])
-        head = max(0.0, there + beyond - most([(least.F[s], p.saved[s]) for s in stages]))
-        # the last forward is one of the last stage; until its gradient has come back to the first
-        # stage, there is only the work of what is held
-        back = sum(least.forward[last + 1 :]) * short + sum(p.link[last:]) + beyond
-        back += sum(least.inward[first + 1 : last + 1]) * short + sum(p.link[first:last])
-        later = [(least.W[s], p.kept[s]) for s in stages]
-        held = most([(least.both[s], p.saved[s]) for s in stages] + later)
-        tail = max(0.0, back - max(0.0, held - least.both[first] * short))
-        # where not all fit in memory, a backward comes before the last forward
-        apart = sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST
-        until = (work - held) + (head if apart else 0.0) + back + least.inward[first] * short
-        waits = head + tail if apart else max(head, tail)
-        return cls(work, waits, max(until, work - most(later) + head))
+    def most(items: list[tuple[float, float]]) -> float:
+        return max(p.load) * _knapsack(items, p.microbatches, room)
+
+    forwards = [(least.F[s], p.saved[s]) for s in stages]
+    backwards = [(least.both[s], p.saved[s]) for s in stages]
+    weights = [(least.W[s], p.kept[s]) for s in stages]
+    links = sum(p.link[first:]) + sum(p.link[last:])
+    there = sum(least.forward[first:]) + sum(least.inward[last + 1 :])
+    head = max(0.0, there * short + links - most(forwards))
+    # the last forward is one of the last stage; until its gradient has come back to the first
+    # stage, there is only the work of what is held
+    back = sum(least.forward[last + 1 :]) + sum(least.inward[first + 1 :])
+    back = back * short + links
+    held = most(backwards + weights)
+    tail = max(0.0, back - max(0.0, held - least.both[first] * short))
+    until = work - held + back + least.inward[first] * short
+    waits = max(head, tail)
+    if sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST:
+        # not all fit in memory, so that a backward comes before the last forward
+        until, waits = until + head, head + tail
+    return _Ends(work, waits, max(until, work - most(weights) + head))
 
 
 def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float:
@@ -155,5 +149,6 @@ def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float
     total = 0.0
     for time, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else inf):
         count = most if size <= 0 else min(most, room / size)
-        total, room = total + count * time, room - count * max(size, 0.0)
+        total += count * time
+        room -= count * max(size, 0.0)
     return total

@@ -86,11 +86,9 @@ def choose(
         time_limit=time_limit,
         progress=False,
     )
-    found = [
-        _candidate(name, schedule, costs, limit) for name, schedule in _named(solved, placement)
-    ]
+    schedules = [*_named(solved, placement), ("Solved", solved)]
     ranked = sorted(
-        [*found, _candidate("Solved", solved, costs, limit)],
+        (_candidate(name, schedule, costs, limit) for name, schedule in schedules),
         key=lambda each: (
             not each.fits,
             round(each.span, 9),
@@ -98,9 +96,8 @@ def choose(
             each.name == "Solved",
         ),
     )
-    if ranked[0].span <= solved.bound:
-        return Choice(tuple(ranked), Bound(ranked[0].span, solved.bound.reason), costs.unit)
-    return Choice(tuple(ranked), solved.bound, costs.unit)
+    bound = Bound(min(ranked[0].span, solved.bound), solved.bound.reason)
+    return Choice(tuple(ranked), bound, costs.unit)
 
 
 def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:

@@ -52,8 +52,8 @@ def compare(
     names: Sequence[str] | None = None,
     track: Callable[[Sequence[str]], Iterator[str]] = iter,
 ) -> tuple[list[Entry], list[str]]:
-    """An entry for every named schedule that these counts allow, the least bubble first; and why
-    others are left out.
+    """An entry for every named schedule that these counts allow, the least bubble first, of equal
+    ones the least memory; and why others are left out.
 
     ``names`` are all by default. ``track`` passes them on one by one, to show progress. ``slices``
     are those of the schedules that order slices of sequences; with one they are 1F1B and ZB-H1.
@@ -71,30 +71,24 @@ def compare(
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             else:
-                entries.append(entry_of(name, schedule, costs))
-    return sorted(entries, key=by_bubble), left_out
+                entries.append(_entry(name, schedule, costs))
+    return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
 
 
-def by_bubble(entry: Entry) -> tuple[float, float, float]:
-    """The key of an entry in a table: the least bubble is first, of equal ones the least memory."""
-    return round(entry.bubble, 9), entry.memory, entry.total
-
-
-def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
+def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
     """What a schedule would cost, at these costs of a rank's whole share."""
     t = schedule.simulate(per_share(costs, schedule))
-    held = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
-    memory, weights = max(t.peak_bytes), held * schedule.ranks / schedule.stages
+    stages = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     return Entry(
         name,
         schedule.stages,
-        max(t.bubble, 0.0),
-        t.total,
-        t.span,
-        memory,
-        weights,
-        t.messages,
-        t.volume,
+        bubble=max(t.bubble, 0.0),
+        total=t.total,
+        span=t.span,
+        memory=max(t.peak_bytes),
+        weights=stages * schedule.ranks / schedule.stages,
+        messages=t.messages,
+        volume=t.volume,
     )
 
 
@@ -111,14 +105,12 @@ def points(entries: Sequence[Entry]) -> list[tuple[str, float, float, bool]]:
     other one has less of one and not more of the other.
     """
     places = [(round(entry.memory, 9), round(entry.bubble, 9)) for entry in entries]
-
-    def is_best(place: tuple[float, float]) -> bool:
-        memory, bubble = place
-        return not any(m <= memory and b <= bubble for m, b in places if (m, b) != place)
-
-    return [
-        (entry.name, *place, is_best(place)) for entry, place in zip(entries, places, strict=True)
-    ]
+    result = list[tuple[str, float, float, bool]]()
+    for entry, (memory, bubble) in zip(entries, places, strict=True):
+        others = [place for place in places if place != (memory, bubble)]
+        is_best = not any(m <= memory and b <= bubble for m, b in others)
+        result.append((entry.name, memory, bubble, is_best))
+    return result
 
 
 # ---- as text ----
@@ -131,42 +123,43 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
     ZB2P                4   0.00%      27     24        8        1x         48*
     """
-    columns = _columns(entries)
-    wide = max((len(entry.name) for entry in entries), default=8)
-    cells = [[show(getattr(entry, field)) for field, show in columns.items()] for entry in entries]
-    widths = [
-        max(len(field), *(len(row[k]) for row in cells), 0) for k, field in enumerate(columns)
-    ]
-    heads = [f"{field:>{size}} " for field, size in zip(columns, widths, strict=True)]
-    yield "  ".join(["schedule".ljust(wide), "stages", *heads]).rstrip()
-    for entry, row in zip(entries, cells, strict=True):
-        shown = []
-        for field, text, size in zip(columns, row, widths, strict=True):
-            star = field != "weights" and _is_best(entry, entries, field)
-            shown.append(best(f"{text:>{size}}*") if star else f"{text:>{size}} ")
-        yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *shown]).rstrip()
-
-
-def _columns(entries: Sequence[Entry]) -> dict[str, Callable[[float], str]]:
-    """Field -> how it is shown."""
-    memory = _bytes if max((e.memory for e in entries), default=0) >= 4096 else number
-    columns = {
-        "bubble": lambda v: f"{100 * v:.2f}%",
+    memory = _bytes if max(entry.memory for entry in entries) >= 4096 else number
+    columns: dict[str, Callable[[float], str]] = {
+        "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,
         "span": number,
         "memory": memory,
+        "weights": lambda copies: f"{copies:g}x",
+        "messages": str,
     }
-    volume = {"volume": _bytes} if any(entry.volume for entry in entries) else {}
-    return {**columns, "weights": lambda v: f"{v:g}x", "messages": str, **volume}
+    if any(entry.volume for entry in entries):
+        columns["volume"] = _bytes
+    wide = max(len(entry.name) for entry in entries)
+    names = ["schedule".ljust(wide), *(entry.name.ljust(wide) for entry in entries)]
+    stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
+    shown = [_column(entries, field, show, best) for field, show in columns.items()]
+    for row in zip(names, stages, *shown, strict=True):
+        yield "  ".join(row).rstrip()
 
 
-def _is_best(entry: Entry, entries: Sequence[Entry], field: str) -> bool:
-    numbers = [round(getattr(e, field), 9) for e in entries]
-    return round(getattr(entry, field), 9) == min(numbers) < max(numbers)
+def _column(
+    entries: Sequence[Entry], field: str, show: Callable[[float], str], best: Callable[[str], str]
+) -> list[str]:
+    """The head and the cells of a column, of one width."""
+    texts = [show(getattr(entry, field)) for entry in entries]
+    wide = max(map(len, [field, *texts]))
+    values = [round(getattr(entry, field), 9) for entry in entries]
+    least = min(values)
+    starred = field != "weights" and least < max(values)
+    cells = [f"{field:>{wide}} "]
+    for value, text in zip(values, texts, strict=True):
+        star = starred and value == least
+        cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}} ")
+    return cells
 
 
 def _bytes(value: float) -> str:
-    power, prefix = next(
-        ((p, n) for p, n in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if value >= 2**p), (0, "B")
-    )
-    return f"{value / 2**power:.4g} {prefix}"
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value >= 2**power:
+            return f"{value / 2**power:.4g} {unit}"
+    return f"{value:.4g} B"

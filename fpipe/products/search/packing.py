@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from itertools import product
+from math import inf
 
 from ...errors import BatchError
 
@@ -46,9 +48,9 @@ def pack(
             f"and {len(lengths)}"
         )
     costs = [float(cost(length)) for length in lengths]
-    for length, found in zip(lengths, costs, strict=True):
-        if not 0 <= found < float("inf"):
-            raise BatchError(f"cost({length}) is {found}; a cost is a number of 0 or more")
+    for length, value in zip(lengths, costs, strict=True):
+        if not 0 <= value < inf:
+            raise BatchError(f"cost({length}) is {value}; a cost is a number of 0 or more")
     packed = _exchanged(_largest_first(costs, microbatches), costs)
     return sorted(sorted(members) for members in packed)
 
@@ -94,17 +96,19 @@ def _evened(
     """Both microbatches after the exchange that makes them most alike: a sequence for another one,
     or for none.
     """
-    half = sum(costs[index] for index in dear) - sum(costs[index] for index in cheap)
-    half /= 2  # what should move
-    swaps = [([out], [into]) for out in dear for into in cheap]
-    moves = [([out], []) for out in dear] if len(dear) > 1 else []
+    difference = sum(costs[index] for index in dear) - sum(costs[index] for index in cheap)
+    exchanges: list[tuple[int, int | None]] = list(product(dear, cheap))
+    if len(dear) > 1:
+        exchanges += product(dear, [None])
 
-    def off(exchange: tuple[list[int], list[int]]) -> float:
+    def left(exchange: tuple[int, int | None]) -> float:
+        """How much of the difference is left."""
         out, into = exchange
-        return abs(half - costs[out[0]] + sum(costs[index] for index in into))
+        return abs(difference / 2 - costs[out] + (0.0 if into is None else costs[into]))
 
-    out, into = min([*swaps, *moves], key=off)
+    out, into = min(exchanges, key=left)
+    back = [] if into is None else [into]
     return (
-        [index for index in dear if index not in out] + into,
-        [index for index in cheap if index not in into] + out,
+        [*(index for index in dear if index != out), *back],
+        [*(index for index in cheap if index != into), out],
     )

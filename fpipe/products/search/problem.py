@@ -21,7 +21,6 @@ from ...actions import Op, plain
 #: By rank, the numbers of its actions in order.
 Rows: TypeAlias = list[list[int]]
 
-_OPS: tuple[Op, Op, Op] = ("F", "I", "W")
 _LARGE = 20_000  #: actions
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 
@@ -57,7 +56,6 @@ class Problem:
         ranks: int,
         microbatches: int,
         limit: Sequence[float],
-        whole: bool = False,
     ) -> Problem:
         """From costs; the time that a message takes of its sender and receiver is added to their
         actions.
@@ -67,7 +65,6 @@ class Problem:
         """
         stages = len(path)
         times, memory = costs.times(stages), costs.memory(stages)
-        nothing = (0.0,) * stages
 
         def crossing(numbers: Sequence[float]) -> tuple[float, ...]:
             """Numbers of boundaries, 0 where both stages are on one rank."""
@@ -85,16 +82,15 @@ class Problem:
             tuple(path),
             ranks,
             F=added(times["F"], send, receive),
-            I=added(times["B" if whole else "I"], receive, send),
-            W=nothing if whole else times["W"],
+            I=added(times["I"], receive, send),
+            W=times["W"],
             saved=memory["F"],
-            kept=nothing if whole else tuple(-change for change in memory["W"]),
+            kept=tuple(-change for change in memory["W"]),
             link=crossing(costs.links(stages)),
             limit=tuple(limit),
             load=costs.spread("load", microbatches),
             size=costs.spread("size", microbatches),
             numbers=tuple(range(microbatches)),
-            whole=whole,
         )
 
     @property
@@ -174,7 +170,7 @@ class Problem:
 
     def schedule(self, rows: Rows) -> Schedule:
         """Rows as a Schedule, with the true numbers of microbatches."""
-        ops: Sequence[Op] = ("F", "B") if self.whole else _OPS
+        ops: Sequence[Op] = ("F", "B") if self.whole else ("F", "I", "W")
         end = len(ops) * self.stages * self.microbatches
 
         def action(number: int) -> Action:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from math import inf
 from random import Random
@@ -81,7 +82,9 @@ def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
     yield problem
     p, times = problem, costs.times(problem.stages)
     if any(b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)):
-        yield Problem.of(costs, p.path, p.ranks, p.microbatches, p.limit, whole=True)
+        cheaper = replace(costs, I=times["B"], W=0.0, kept=0.0)
+        unsplit = Problem.of(cheaper, p.path, p.ranks, p.microbatches, p.limit)
+        yield replace(unsplit, whole=True)
     if len(set(p.load)) > 1 or len(set(p.size)) > 1:
         up = sorted(range(p.microbatches), key=lambda k: (p.load[k], p.size[k]))
         for order in (up, up[::-1], up[::2] + up[1::2][::-1], up[::2][::-1] + up[1::2]):
