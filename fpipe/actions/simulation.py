@@ -110,12 +110,12 @@ def _run(
             else:
                 receive, length, send, given = 0.0, 0.0, 0.0, []
                 for stage, op, microbatch in action.parts:
-                    need, travel, receives, takes, sends, provided = steps[microbatch][op][stage]
+                    need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
                     fact = stage * microbatches + microbatch
                     given.append(fact + provided)
                     if arrivals[need + fact] + travel > clock:
                         clock, waited = arrivals[need + fact] + travel, need + fact
-                    receive, length, send = receive + receives, length + takes, send + sends
+                    receive, length, send = receive + receives, length + runs, send + sends
                 clock += receive
                 begin(clock)
                 if overlap is not None:

@@ -61,8 +61,8 @@ class C10dGroup(Group):
         can: Capabilities | None = None,
         journal: Journal | None = None,
     ):
-        known, self.cpu = _capabilities(pg, device)
-        self.can = can or known
+        of_table, self.cpu = _capabilities(pg, device)
+        self.can = can or of_table
         self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
@@ -76,9 +76,7 @@ class C10dGroup(Group):
 
         store, nth = of_group(pg, timeout)
         names = dist.get_process_group_ranks(pg)
-        self._monitor = FaultMonitor(
-            store, self.rank, self.size, timeout, names, journal, name_of(pg)
-        )
+        self._monitor = FaultMonitor(store, self.rank, names, timeout, journal, name_of(pg))
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg

@@ -245,9 +245,9 @@ class _Writer(NamedTuple):
                 f"{path[:60]}... has more than {MOST_LEVELS} levels, or contains itself; such a "
                 "value cannot be sent or saved"
             )
-        found = self.special(value, path)
-        if isinstance(found, list):
-            return found
+        node = self.special(value, path)
+        if isinstance(node, list):
+            return node
         tag = _TAGS.get(type(value), "")
         if tag in _SCALARS:
             return [tag, *_SCALARS[tag].to_json(value)]
@@ -355,13 +355,13 @@ def _named_class(module: str, name: str) -> type | None:
     """A class of named tuples of a loaded module. Attributes are not asked for: that may run code
     of a module.
     """
-    found: Any = sys.modules.get(module)
+    cls: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = None if found is None else vars(found).get(part)
-        if found is not None and not isinstance(found, type):
+        cls = None if cls is None else vars(cls).get(part)
+        if cls is not None and not isinstance(cls, type):
             return None
-    named = optree.is_namedtuple_class(found) or optree.is_structseq_class(found)
-    return found if named else None
+    named = optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
+    return cls if named else None
 
 
 def _named(module: str, name: str, values: Mapping[str, object], path: str) -> object:
@@ -387,14 +387,14 @@ def _node_classes() -> Mapping[type, Any]:
 def _node(
     module: str, name: str, metadata: object, children: Sequence[object], path: str
 ) -> object:
-    found = [
+    entries = [
         entry
         for cls, entry in _node_classes().items()
         if (cls.__module__, cls.__qualname__) == (module, name)
     ]
-    if not found:
+    if not entries:
         raise ValueError(
             f"{path} is a {module}.{name}, which is not registered as a pytree node in this "
             "process; import its module first"
         )
-    return found[-1].unflatten_func(metadata, tuple(children))  # the last that was defined
+    return entries[-1].unflatten_func(metadata, tuple(children))  # the last that was defined

@@ -44,16 +44,14 @@ class FaultMonitor:
         self,
         store: BoundedStore,
         rank: int,
-        size: int,
+        names: Sequence[int],
         timeout: float,
-        names: Sequence[int] | None = None,
         journal: Journal | None = None,
         pg: str = "",
     ):
-        self.rank, self.size, self.timeout = rank, size, timeout
-        self.names = range(size) if names is None else names
-        self.me = self.names[rank]
-        self.others = tuple(name for name in self.names if name != self.me)
+        self.rank, self.names, self.timeout = rank, names, timeout
+        self.size, self.me = len(names), names[rank]
+        self.others = tuple(name for name in names if name != self.me)
         self.journal = Journal(store, self.me) if journal is None else journal
         self.broken: GroupError | None = None
         _MONITORS[pg] = self

@@ -135,7 +135,7 @@ def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) ->
     try:
         store, _ = of_group(world, seconds)
         journal = Journal(store, dist.get_rank())
-        with FaultMonitor(store, world.rank(), world.size(), seconds, journal=journal).connecting():
+        with FaultMonitor(store, world.rank(), range(world.size()), seconds, journal).connecting():
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         return MeshGroup(mesh, device, seconds, journal)
     except FpipeError:
@@ -221,7 +221,7 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
     try:
         store, rank, size = meet(seconds)
         monitor = FaultMonitor(
-            BoundedStore(prefixed("connect", store), seconds), rank, size, seconds
+            BoundedStore(prefixed("connect", store), seconds), rank, range(size), seconds
         )
         with closing(monitor.journal), monitor.connecting():
             wait = timedelta(seconds=seconds)

@@ -136,12 +136,9 @@ def current(device: str | torch.device) -> torch.device:
     >>> current("cpu:0") == current("cpu") == torch.device("cpu")
     True
     """
-    parsed = _parse(device)
-    if parsed.type == "cpu":
-        return torch.device("cpu")
-    if parsed.index is None and _current(parsed):
-        return torch.device(parsed.type, torch.accelerator.current_device_index())
-    return pick(parsed)
+    accelerator = torch.accelerator.current_accelerator()
+    same = accelerator is not None and accelerator.type == _parse(device).type
+    return pick(device, torch.accelerator.current_device_index() if same else 0)
 
 
 def _parse(device: str | torch.device) -> torch.device:
@@ -170,11 +167,6 @@ def _count(type: str) -> int:
         raise GroupError(
             f"device {type!r} is not available in this build of torch; leave device= out"
         ) from error
-
-
-def _current(device: torch.device) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
 
 
 def cores() -> int:

@@ -32,15 +32,15 @@ def make_registered(
     """The schedule of a registered function, if it is one for these counts."""
     who = f"the function registered as {entry.name!r}"
     keywords = {"stages": stages} if _takes_stages(entry.make) else {}
-    made = returned(entry.make(ranks, microbatches, **keywords), who)
+    schedule = returned(entry.make(ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
-        if number not in (None, getattr(made, what)):
+        if number not in (None, getattr(schedule, what)):
             raise ScheduleError(
                 f"{who} was called for {what}={number} and returned a schedule with "
-                f"{getattr(made, what)}; request that number, or correct the function",
+                f"{getattr(schedule, what)}; request that number, or correct the function",
                 rule=what,
             )
-    return made if made.slices == slices else made.sliced(slices)
+    return schedule if schedule.slices == slices else schedule.sliced(slices)
 
 
 def returned(result: object, who: str) -> Schedule:

@@ -84,7 +84,7 @@ def test_a_rank_leaves_a_round_without_an_answer_of_the_store(stopped):
     """It waited for its time-out and did not say so; only then the next round did."""
     store, stop, _ = stopped
     bounded = BoundedStore(store, 3.0)
-    monitor = FaultMonitor(bounded, 1, 2, 3.0)
+    monitor = FaultMonitor(bounded, 1, range(2), 3.0)
     bounded.set("key", "value")
     stop()
     start = time.monotonic()

@@ -46,7 +46,7 @@ def journals(ranks: int) -> Iterator[tuple[BoundedStore, list[journal.Journal]]]
 def monitor(
     store: BoundedStore, journals: list[journal.Journal], rank: int, names: list[int]
 ) -> FaultMonitor:
-    return FaultMonitor(store, names.index(rank), len(names), WAIT, names, journals[rank])
+    return FaultMonitor(store, names.index(rank), names, WAIT, journals[rank])
 
 
 def test_the_search_goes_from_one_group_to_another():

@@ -57,12 +57,12 @@ def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
     >>> [piece.size // LARGE for piece in pieces((2 * LARGE,))]
     [1, 1]
     """
-    found = []
+    message = []
     for buffer, size in enumerate(sizes):
         for start in range(0, size, LARGE):
             nbytes = min(LARGE, size - start)
-            found.append(Piece(buffer, start, nbytes, aligned(nbytes)))
-    return tuple(found)
+            message.append(Piece(buffer, start, nbytes, aligned(nbytes)))
+    return tuple(message)
 
 
 class _End:
