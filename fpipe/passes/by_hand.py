@@ -37,12 +37,16 @@ def forward(programs: Programs, params: Tree, x: Tree, *, state: Tree = None, **
     groups = (flat_params[0], flat_x[0], tree.leaves(side), tree.leaves(state))
     given: Values = {}
     for prefix, leaves in zip("pxkt", groups, strict=True):
-        given |= dict(zip(numbered(prefix, len(leaves)), leaves, strict=True))
+        names = numbered(prefix, len(leaves))
+        given |= zip(names, leaves, strict=True)
     values = _run(programs.f, given)
-    y = programs.outputs.y.fill([values[name] for name in programs.ys if name is not None])
-    extras = [values[programs.aux]] if programs.aux else []
-    if programs.outputs.state is not None:
-        extras.append(programs.outputs.state.fill([values[name] for name in programs.new_state]))
+    outputs = programs.outputs
+    y = outputs.y.fill(values[name] for name in programs.ys if name is not None)
+    extras = []
+    if programs.aux:
+        extras.append(values[programs.aux])
+    if outputs.state is not None:
+        extras.append(outputs.state.fill(values[name] for name in programs.new_state))
     saved = {name: values[name] for name in programs.saved}
     return (y, *extras) if extras else y, Carried(saved, flat_params, flat_x)
 
@@ -52,10 +56,8 @@ def backward(
 ) -> tuple[Tree, Tree]:
     """``(dx, dparams)``."""
     values = _run(programs.b, {**saved.values, **_cotangents(programs, dy, daux)})
-    return (
-        _gradients(programs.dxs, saved.x, values),
-        _gradients(programs.dps, saved.params, values),
-    )
+    dx = _gradients(programs.dxs, saved.x, values)
+    return dx, _gradients(programs.dps, saved.params, values)
 
 
 def backward_input(
@@ -74,14 +76,14 @@ def backward_weight(programs: Programs, kept: Carried) -> Tree:
 
 def _run(program: Program, values: Values) -> Values:
     """The values with those that a program computes from them."""
-    missing = next((name for name in program.inputs if name not in values), None)
-    if missing is not None:
-        raise StageError(
-            f"the arguments have no leaf {missing!r}, which {program!r} reads; pass trees of the "
-            "structure that was traced"
-        )
+    for name in program.inputs:
+        if name not in values:
+            raise StageError(
+                f"the arguments have no leaf {name!r}, which {program!r} reads; pass trees of the "
+                "structure that was traced"
+            )
     results = program([values[name] for name in program.inputs])
-    return {**values, **dict(zip(program.outputs, results, strict=True))}
+    return values | dict(zip(program.outputs, results, strict=True))
 
 
 def _cotangents(programs: Programs, dy: Tree, daux: torch.Tensor | None) -> Values:
@@ -101,7 +103,8 @@ def _cotangents(programs: Programs, dy: Tree, daux: torch.Tensor | None) -> Valu
 
 def _gradients(names: Sequence[str | None], like: Flat, values: Values) -> Tree:
     leaves, spec = like
-    zeros = [torch.zeros_like(t) if tree.is_floating(t) else None for t in leaves]
-    return tree.unflatten(
-        spec, [z if n is None else values[n] for n, z in zip(names, zeros, strict=True)]
-    )
+    gradients = []
+    for name, leaf in zip(names, leaves, strict=True):
+        zero = torch.zeros_like(leaf) if tree.is_floating(leaf) else None
+        gradients.append(zero if name is None else values[name])
+    return tree.unflatten(spec, gradients)

@@ -23,9 +23,8 @@ def compiled(programs: Programs, backend: str) -> Programs:
     """The same programs, compiled by ``backend`` ("inductor", "aot_eager", ...) at their first
     calls.
     """
-    f, b, i, w = (
-        _compiled(each, backend) for each in (programs.f, programs.b, programs.i, programs.w)
-    )
+    by_letter = programs.f, programs.b, programs.i, programs.w
+    f, b, i, w = (_compiled(program, backend) for program in by_letter)
     return replace(programs, f=f, b=b, i=i, w=w, compiled=True, origin=None)
 
 
@@ -35,16 +34,17 @@ def _compiled(program: Program, backend: str) -> Program:
     graph = fx.Graph()
     env = {name: graph.placeholder(name) for name in program.inputs}
     env |= {name: graph.get_attr(name) for name in program.constants}
-    for one in program.operations:
-        env[one.name] = graph.call_function(one.target, fill(one.args, env), fill(one.kwargs, env))
+    for operation in program.operations:
+        args, kwargs = fill(operation.args, env), fill(operation.kwargs, env)
+        env[operation.name] = graph.call_function(operation.target, args, kwargs)
     graph.output(tuple(env[name] for name in program.outputs))
     # Some compilers cache by code object, so every program has one of its own.
     module = fx.GraphModule(dict(program.constants), graph)
     inner = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
-    def run(box: list[Any]) -> tuple[object, ...]:
-        args = tuple(box)
-        box.clear()
+    def run(inputs: list[Any]) -> tuple[object, ...]:
+        args = tuple(inputs)
+        inputs.clear()
         out = inner(*args)
         assert len(out) == len(program.outputs)
         return tuple(out)

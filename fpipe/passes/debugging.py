@@ -7,7 +7,7 @@ Knows programs, instructions and registers; it changes no result of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import ActionError, FpipeError
 from ..lowering.instruction import Check, Instruction, Registers, RunFn
 from ..lowering.instructions import Run
 from ..lowering.plan import Plan
-from ..programs.operations import Input, Operation, fill
+from ..programs.operations import Input, fill
 from ..programs.program import Program
 from .streams import drawn
 
@@ -80,22 +80,17 @@ def check(
     program, action, owner = ins.op.program, ins.action, ins.op.owner
     roles, values = owner.roles, dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
-    for name, value in (
-        *zip(program.outputs, out, strict=True),
-        *((name, values[name]) for name in added),
-    ):
-        finite = program.name in "BIW" or (
-            program.name == "F" and isinstance(value, torch.Tensor) and value.dim() == 0
-        )
+    results = dict(zip(program.outputs, out, strict=True))
+    for name, value in (*results.items(), *((name, values[name]) for name in added)):
+        scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+        finite = program.name in "BIW" or (program.name == "F" and scalar)
         wrong = _wrong(value, infinity=finite)
         if wrong:
-            given = [
-                _meaning(n, roles.get(n)) for n in values if n not in added and _wrong(values[n])
-            ]
+            wrong_inputs = [n for n in values if n not in added and _wrong(values[n])]
+            given = [_meaning(n, roles.get(n)) for n in wrong_inputs]
             raise ActionError(
                 f"{action._replace(op=program.name)} (the {_WORDS[program.name]} of "
-                f"{program.stage or 'the stage'}, "
-                f"microbatch {action.microbatch}) made {wrong}: "
+                f"{program.stage or 'the stage'}, microbatch {action.microbatch}) made {wrong}: "
                 f"{_origin(program, values, given, name, random)}"
             )
 
@@ -128,38 +123,27 @@ def _origin(
     def again(box):
         return _first_wrong(program, dict(zip(values, box, strict=True)))
 
-    found, _ = drawn(again, list(values.values()), torch.device("cpu"), random)
-    return (
-        found
-        or f"in its value {name!r}, and not again when the program was gone through a second time"
-    )
+    first, _ = drawn(again, list(values.values()), torch.device("cpu"), random)
+    return first or f"in its value {name!r}, and not again when the program ran a second time"
 
 
 def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
     """The first operation of a program with a wrong result; empty if there is none."""
-    for index, (one, args, value) in enumerate(_values(program, values)):
+    env = {**program.constants, **values}
+    for number, operation in enumerate(program.operations, 1):
+        target = operation.target
+        with torch.no_grad():
+            value = target(*fill(operation.args, env), **fill(operation.kwargs, env))
+        env[operation.name] = value
         items = value if isinstance(value, (tuple, list)) else (value,)
         wrong = next(filter(None, map(_wrong, items)), "")
         if wrong:
-            called = getattr(one.target, "overloadpacket", one.target)
-            what = getattr(called, "__name__", str(called))
-            ranges = ", ".join(map(_range, args)) or "nothing"
-            return (
-                f"first {wrong} in {what} (operation {index + 1} of "
-                f"{len(program.operations)}), given {ranges}"
-            )
+            packet = getattr(target, "overloadpacket", target)
+            what = getattr(packet, "__name__", str(packet))
+            ranges = ", ".join(_range(env[name]) for name in operation.inputs) or "nothing"
+            count = len(program.operations)
+            return f"first {wrong} in {what} (operation {number} of {count}), given {ranges}"
     return ""
-
-
-def _values(
-    program: Program, values: Mapping[str, object]
-) -> Iterator[tuple[Operation, list[object], object]]:
-    """Run a program once more, and yield each operation with its inputs and its value."""
-    env = {**program.constants, **values}
-    with torch.no_grad():
-        for one in program.operations:
-            env[one.name] = one.target(*fill(one.args, env), **fill(one.kwargs, env))
-            yield one, [env[name] for name in one.inputs], env[one.name]
 
 
 def _range(value: object) -> str:
@@ -196,8 +180,7 @@ def check_leaks(plan: Plan, r: Registers) -> None:
     if left or receives:
         raise FpipeError(
             f"rank {plan.rank} ran its plan and left slots {left} full and receives {receives} "
-            "open; this is a "
-            "mistake of fpipe and not yours: please report it with the schedule"
+            "open; this is a mistake of fpipe and not yours: please report it with the schedule"
         )
 
 

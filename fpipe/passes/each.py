@@ -48,11 +48,15 @@ class _OnRank(Feature):
     def results(self, keys: Iterable[Key]) -> Iterator[Key]:
         """Of a loss the first value stays a result: the total needs it."""
         builder, passed = self.builder, set[Key]()
-        for mb in range(builder.job.schedule.units):
+        schedule = builder.job.schedule
+        for mb in range(schedule.units):
             kind = builder.job.kind(mb)
-            if builder.job.schedule.placement.path(mb)[-1] == builder.rank:
-                rest = () if kind.loss is None else builder.of_loss(kind.loss, mb)[1:]
-                passed.update(outputs_of(kind, mb) if kind.loss is None else rest)
+            if schedule.placement.path(mb)[-1] != builder.rank:
+                continue
+            if kind.loss is None:
+                passed.update(outputs_of(kind, mb))
+            else:
+                passed.update(builder.of_loss(kind.loss, mb)[1:])
         return (key for key in keys if key not in passed)
 
 

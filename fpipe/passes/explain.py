@@ -74,8 +74,7 @@ def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionErr
     if isinstance(error, _DATA_DEPENDENT) or any(part in text for part in _DATA):
         return TraceError(
             f"stage {label} {shapes} depends on data{place}: a value decides what is computed or "
-            "of which shape, "
-            f"so it has no straight-line program; {EAGERLY}"
+            f"of which shape, so it has no straight-line program; {EAGERLY}"
         )
     if isinstance(error, UnsupportedOperatorException) or any(
         part in text for part in _UNTRACEABLE
@@ -140,8 +139,7 @@ def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:
     """The error for a function whose gradient of a parameter is a sparse tensor."""
     return TraceError(
         f"stage {label} has a sparse gradient of shape {list(shape)}, and gradients are added and "
-        "sent as dense "
-        "tensors; leave sparse=True out of its embedding"
+        "sent as dense tensors; leave sparse=True out of its embedding"
     )
 
 
@@ -166,12 +164,9 @@ def seed_error(label: str) -> TraceError:
     """The error for a stage that seeds a random stream."""
     return TraceError(
         f"stage {label} seeds, sets or restores a random stream of torch (torch.manual_seed, "
-        "torch.seed, "
-        "torch.set_rng_state or torch.random.fork_rng), which a trace does not record: its draws "
-        "would be other ones. "
-        "Pass seed= to fpipe.pipeline or to the call, which makes every draw a function of the "
-        "seed, the stage and the "
-        f"microbatch; or {EAGERLY}"
+        "torch.seed, torch.set_rng_state or torch.random.fork_rng), which a trace does not record: "
+        "its draws would be other ones. Pass seed= to fpipe.pipeline or to the call, which makes "
+        f"every draw a function of the seed, the stage and the microbatch; or {EAGERLY}"
     )
 
 
@@ -179,10 +174,9 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(
         f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a "
-        "gradient, "
-        "which it would silently not get; pass it in the stage's parameters, or close over "
-        "tensor.detach(). A loss "
-        "that a stage computes beside its output, as of a router, is fpipe.Stage(fn, aux_loss=True)"
+        "gradient, which it would silently not get; pass it in the stage's parameters, or close "
+        "over tensor.detach(). A loss that a stage computes beside its output, as of a router, is "
+        "fpipe.Stage(fn, aux_loss=True)"
     )
 
 
@@ -190,12 +184,10 @@ def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a backward that computes with a captured tensor that requires a gradient."""
     return TraceError(
         f"the backward of stage {label} computes with a tensor of shape {list(tensor.shape)} that "
-        "requires a gradient "
-        "and is no parameter of the stage: a module has the parameters that "
-        "torch.func.functional_call passes during "
-        "the call alone, and a checkpoint inside it runs again later, with others. Remove the "
-        "checkpoint, and put "
-        "fpipe.remat around the function that calls functional_call"
+        "requires a gradient and is no parameter of the stage: a module has the parameters that "
+        "torch.func.functional_call passes during the call alone, and a checkpoint inside it runs "
+        "again later, with others. Remove the checkpoint, and put fpipe.remat around the function "
+        "that calls functional_call"
     )
 
 

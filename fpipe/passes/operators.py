@@ -46,10 +46,10 @@ def replace_writes_and_convolutions(graph: fx.GraphModule) -> None:
 def viewed(view: fx.Node) -> fx.Node:
     """The value whose memory a view shows, through views of views."""
     root = argument(view, 0)
-    while (
-        root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op)
-    ):
+    op = operator_of(root)
+    while root.op == "call_function" and op is not None and returns_views(op):
         root = argument(root, 0)
+        op = operator_of(root)
     return root
 
 
@@ -74,10 +74,10 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
     gradients = []
     for part in ([mask[0], False, False], [False, *mask[1:]]):
         with graph.graph.inserting_before(node):
-            gradients.append(
-                graph.graph.create_node("call_function", node.target, (*node.args[:10], part))
-            )
-        gradients[-1].meta = dict(node.meta)
+            args = (*node.args[:10], part)
+            gradient = graph.graph.create_node("call_function", node.target, args)
+        gradient.meta = dict(node.meta)
+        gradients.append(gradient)
     for item in [user for user in node.users if user.op == "call_function"]:
         item.args = (gradients[item.args[1] != 0], item.args[1])
     graph.graph.erase_node(node)
@@ -145,11 +145,9 @@ def _resolve(graph: fx.GraphModule) -> None:
     output = next(iter(graph.graph.find_nodes(op="output")))
     targets = {str(node.target) for node in graph.graph.nodes}
     numbers: dict[fx.Node, fx.Node] = {}
-    for node in dict.fromkeys(
-        n for n in output.args[0] if isinstance(n, fx.Node) and n.op == "call_function"
-    ):
-        value = value_of(node)
-        if value is None:
+    for node in dict.fromkeys(output.args[0]):
+        value = value_of(node) if isinstance(node, fx.Node) else None
+        if value is None or node.op != "call_function":
             continue
         flag = "aten._conj.default" if value.is_complex() else "aten._neg_view.default"
         if not targets.isdisjoint((flag, "aten._efficientzerotensor.default")):

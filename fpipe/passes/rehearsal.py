@@ -47,8 +47,8 @@ class Rehearsed:
         return self._messages(Recv)
 
     def _messages(self, kind: type[Recv] | type[Send]) -> tuple[int, int]:
-        ops = [each.op for each in self.plan.instructions if type(each.op) is kind]
-        return len(ops), sum(spec.bytes for op in ops for spec in op.specs)
+        messages = [ins.op for ins in self.plan.instructions if type(ins.op) is kind]
+        return len(messages), sum(spec.bytes for op in messages for spec in op.specs)
 
 
 def rehearse(
@@ -62,28 +62,32 @@ def rehearse(
     note: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[int, Rehearsed], Spent]:
     """See ``Pipeline.rehearse``."""
-    config, shares = replace(pipe.config, group=_group_without_data(pipe.config.group.size)), None
+    config = replace(pipe.config, group=_group_without_data(pipe.config.group.size))
+    shares = None
     if copies > 1:
         group = _group_without_data(copies)
         group.here = (0,)  # of the copies, the first one
-        config = replace(config, copies=(of_copies := Copies(group, zero)))
+        of_copies = Copies(group, zero)
+        config = replace(config, copies=of_copies)
         shares = Shares(of_copies)
         if zero:
-            params = [shares.cut(stage, each, config.frozen) for stage, each in enumerate(params)]
+            params = [shares.cut(stage, part, config.frozen) for stage, part in enumerate(params)]
     request = Call.of(config, "grad", params, x, targets, {}).request(shares)
     plans: dict[int, Plan] = {}
     with measured() as spent:
         traced = traced_in_turn(config, request, note)
         with timed("lowering"):
-            for rank, source in lowering_inputs(config, request, traced, ranks, apart=True).items():
+            sources = lowering_inputs(config, request, traced, ranks, apart=True)
+            for rank, source in sources.items():
                 note(f"the plan of rank {rank}")
                 plans[rank] = lower(source, rank)
     stages_of = request.schedule.placement.stages_of
-    held = {
-        rank: sum(leaf.nbytes for stage in stages_of(rank) for leaf in _tensors(params[stage]))
-        for rank in plans
-    }
-    return {rank: Rehearsed(plan, held[rank]) for rank, plan in plans.items()}, sum(spent, Spent())
+    rehearsed = {}
+    for rank, plan in plans.items():
+        leaves = tree.leaves([params[stage] for stage in stages_of(rank)])
+        nbytes = sum(leaf.nbytes for leaf in filter(tree.is_tensor, leaves))
+        rehearsed[rank] = Rehearsed(plan, nbytes)
+    return rehearsed, sum(spent, Spent())
 
 
 def _group_without_data(size: int) -> LocalGroup:
@@ -91,7 +95,3 @@ def _group_without_data(size: int) -> LocalGroup:
     group = LocalGroup((torch.device("meta"),) * size)
     group.at_once = False
     return group
-
-
-def _tensors(params: Tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)]

@@ -22,9 +22,8 @@ def check(leaves: Sequence[Any], structure: tree.Structure, name: str, slices: i
             where = ".".join(map(str, path))
             raise BatchError(
                 f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape "
-                f"{list(leaf.shape)}, and "
-                f"{slices} slices do not divide the {leaf.shape[1]} of its second axis; pad it to "
-                f"{-(-leaf.shape[1] // slices) * slices}, or change slices="
+                f"{list(leaf.shape)}, and {slices} slices do not divide the {leaf.shape[1]} of its "
+                f"second axis; pad it to {-(-leaf.shape[1] // slices) * slices}, or change slices="
             )
 
 
@@ -51,20 +50,19 @@ def gradients(parts: Sequence[Tree], x: Parts) -> Sequence[Tree]:
     """
     if x.slices == 1:
         return parts
-    found = []
+    gradients = []
     for first in range(0, len(parts), x.slices):
-        columns = zip(
-            *(x.specs[first].flatten_up_to(part) for part in parts[first : first + x.slices]),
-            strict=True,
-        )
-        cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 1 for leaf in x.rows[first]]
-        leaves = [
-            None
-            if column[0] is None
-            else torch.cat(column, 1)
-            if along
-            else reduce(torch.add, reversed(column))
-            for column, along in zip(columns, cut, strict=True)
-        ]
-        found.append(tree.unflatten(x.specs[first], leaves))
-    return found
+        spec = x.specs[first]
+        rows = [spec.flatten_up_to(part) for part in parts[first : first + x.slices]]
+        columns = zip(*rows, strict=True)
+        gradients.append(tree.unflatten(spec, map(_whole, x.rows[first], columns)))
+    return gradients
+
+
+def _whole(leaf: Any, column: Sequence[Any]) -> Any:
+    """The gradient of a leaf, from those by slice."""
+    if column[0] is None:
+        return None
+    if isinstance(leaf, torch.Tensor) and leaf.dim() > 1:
+        return torch.cat(list(column), 1)
+    return reduce(torch.add, reversed(column))

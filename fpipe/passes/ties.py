@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from .. import tree
 from ..engine.config import Config
@@ -13,7 +15,7 @@ from ..lowering.builder import sum_of
 from ..lowering.value_graph import Interface, spec_of
 from ..stage import Stage, patterns
 from ..tree import Aval
-from .sums import Sums
+from .sums import Leaf, Sums
 
 
 def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -21,18 +23,16 @@ def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[
 
     Groups with a common leaf are one group, since all their leaves are one parameter.
     """
-    carried: dict[str, list[str]] = {}
+    carried = defaultdict[str, list[str]](list)
     for index, stage in enumerate(stages):
         for leaf, group in stage.ties:
-            carried.setdefault(group, []).append(f"{index}.{leaf}")
+            carried[group].append(f"{index}.{leaf}")
+    several = [names for names in carried.values() if len(names) > 1]
     groups: list[tuple[str, ...]] = []
-    for group in (
-        *_named_ties(tied, len(stages)),
-        *(each for each in carried.values() if len(each) > 1),
-    ):
-        common = [other for other in groups if not set(other).isdisjoint(group)]
-        joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
-        groups = [*(other for other in groups if other not in common), joined]
+    for names in (*_named_ties(tied, len(stages)), *several):
+        common = [group for group in groups if not set(group).isdisjoint(names)]
+        joined = tuple(dict.fromkeys(chain(*common, names)))
+        groups = [*(group for group in groups if group not in common), joined]
     return tuple(groups)
 
 
@@ -93,33 +93,29 @@ def check_frozen_alike(tied: Iterable[Sequence[str]], frozen: Sequence[str]) -> 
 
 def sums_of(config: Config, request: Request, interfaces: Sequence[Interface]) -> Sums:
     """Sums over ranks of the gradients of tied leaves and of replicated stages."""
-    avals = {
-        (stage, index): leaf
-        for stage, params in enumerate(request.params)
-        if params is not None
-        for index, leaf in enumerate(params.leaves)
-        if isinstance(leaf, Aval)
-    }
+    avals: dict[Leaf, Aval] = {}
+    for stage, params in enumerate(request.params):
+        if params is not None:
+            avals |= {(stage, index): aval for index, aval in params.avals.items()}
 
     def spec(leaf):
         return spec_of(sum_of(leaf, config.accumulate))
 
     ranks_of = request.schedule.placement.ranks_of
-    specs = {
-        key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1
-    }
+    replicated = [key for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1]
+    specs = {key: spec(avals[key]) for key in replicated}
     paths = [interface.leaves for interface in interfaces]
     groups = tuple(tuple(tied_leaves(names, paths)) for names in config.tied)
     for group in groups:
-        known = {key: avals[key] for key in group if key in avals}
+        local = {key: avals[key] for key in group if key in avals}
         shapes: dict[str, str] = {}
-        for (stage, _), leaf in known.items():
+        for (stage, _), leaf in local.items():
             shapes.setdefault(str(leaf), f"{leaf} in stage {stage}")
         if len(shapes) > 1:
             listed = ", ".join(shapes.values())
             raise StageError(
                 f"tied parameters differ in shape or dtype: {listed}; tie copies of one"
             )
-        for leaf in known.values():
+        for leaf in local.values():
             specs |= dict.fromkeys(group, spec(leaf))
     return Sums(groups, specs)

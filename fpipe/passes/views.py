@@ -45,9 +45,8 @@ def _drops_axes(view: fx.Node) -> bool:
     if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
         return False
     summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
-    return bool(summed) and _same(
-        dropped.shape, [n for axis, n in enumerate(kept.shape) if axis not in summed]
-    )
+    rest = [size for axis, size in enumerate(kept.shape) if axis not in summed]
+    return bool(summed) and _same(dropped.shape, rest)
 
 
 def _elementwise(node: fx.Node) -> bool:
@@ -93,17 +92,15 @@ def _apply_before_views(node: fx.Node) -> None:
 
 def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | None:
     """The shape of values that are all contiguous, of one shape and of ``count`` elements."""
-    values = [value for node in nodes if (value := value_of(node)) is not None]
-    if len(values) < len(nodes):
-        return None
-    shape = tuple(values[0].shape)
-    alike = all(
-        value.is_contiguous()
-        and statically_known_true(value.numel() == count)
-        and _same(value.shape, shape)
-        for value in values
-    )
-    return shape if alike else None
+    shape: tuple[int, ...] | None = None
+    for node in nodes:
+        value = value_of(node)
+        if value is None or not value.is_contiguous():
+            return None
+        shape = tuple(value.shape) if shape is None else shape
+        if not statically_known_true(value.numel() == count) or not _same(value.shape, shape):
+            return None
+    return shape
 
 
 def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:

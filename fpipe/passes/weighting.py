@@ -61,16 +61,11 @@ def weights_of(
     They are counted over all copies of the pipeline, unless these are averaged.
     """
     named = {name: sides[name] for name in reduction.sides if name in sides}
-    counts = [
-        _count(
-            reduction,
-            m,
-            [t.tree(m) for t in targets],
-            {n: part.tree(m) for n, part in named.items()},
-        )
-        for m in range(number)
-    ]
-    exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
+    exact = []
+    for m in range(number):
+        side = {name: part.tree(m) for name, part in named.items()}
+        count = _count(reduction, m, [target.tree(m) for target in targets], side)
+        exact.append(count.detach().reshape(()).to(torch.float64))
     total = torch.stack(exact).sum()
     if copies is not None and not copies.mean:
         total = copies.total(total)
@@ -83,20 +78,19 @@ def _count(
 ) -> torch.Tensor:
     """The weight of a microbatch before it is divided by the sum of all."""
     try:
-        found = reduction.fn(*targets, **sides)
+        count = reduction.fn(*targets, **sides)
     except Exception as error:
         raise BatchError(
             f"fpipe.weighted's function raised {type(error).__name__} for microbatch {mb}: {error}"
         ) from error
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        return found
-    if isinstance(found, Real):
-        return torch.as_tensor(found)
-    what = (
-        f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-    )
+    if isinstance(count, Real):
+        return torch.as_tensor(count)
+    what = repr(count)
+    if isinstance(count, torch.Tensor):
+        if count.numel() == 1:
+            return count
+        what = f"a tensor of shape {list(count.shape)}"
     raise BatchError(
-        f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one "
-        "number per "
-        "microbatch, such as its count of tokens"
+        f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number "
+        "per microbatch, such as its count of tokens"
     )

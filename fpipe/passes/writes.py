@@ -56,25 +56,24 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
         return False
     memory = storage(source, before)
 
-    def later(one: fx.Node) -> bool:
-        return places[one] > places[node]
+    def later(other: fx.Node) -> bool:
+        return places[other] > places[node]
 
-    shown = [
-        each
-        for each in places
-        if (value := value_of(each)) is not None and storage(each, value) == memory
-    ]
-    others = [each for each in shown if places[each] < places[node] and each is not source]
-    if any(each.op != "call_function" or any(map(later, each.users)) for each in others):
-        return False
+    values = [(other, value_of(other)) for other in places]
+    sharing = [n for n, value in values if value is not None and storage(n, value) == memory]
+    for other in sharing:
+        if later(other) or other in (node, source):
+            continue
+        if other.op != "call_function" or any(map(later, other.users)):
+            return False
     new = _value(node, functional)
     if new is None or new.dtype != after.dtype or not _same_layout(new, after):
         return False
     node.target = functional
     key = ("written", next(_SERIAL))
-    for each in shown:  # what shows this memory from here on shows the new tensor
-        if each is node or later(each):
-            each.meta[STORAGE] = key
+    for other in sharing:  # what shows this memory from here on shows the new tensor
+        if other is node or later(other):
+            other.meta[STORAGE] = key
     node.meta["val"] = new
     source.replace_all_uses_with(node, delete_user_cb=later)
     return True
@@ -89,21 +88,20 @@ def without_write(op: Op) -> Op | None:
     """
     arguments = op._schema.arguments
     name = op._opname
-    writes = [
-        place
-        for place, each in enumerate(arguments)
-        if each.alias_info is not None and each.alias_info.is_write
-    ]
+    aliases = [(place, argument.alias_info) for place, argument in enumerate(arguments)]
+    writes = [place for place, alias in aliases if alias is not None and alias.is_write]
     if writes != [0] or op.namespace != "aten" or not name.endswith("_"):
         return None
-    found = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
-    if not isinstance(found, Op) or mutates(found):
+    functional = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
+    if not isinstance(functional, Op) or mutates(functional):
         return None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
-        (a.name, str(a.type)) for a in arguments
-    ]
-    return found if same else None
+    return functional if _types(functional) == _types(op) else None
+
+
+def _types(op: Op) -> list[tuple[str, str]]:
+    """The names and types of an operation's arguments."""
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
 
 
 def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
@@ -118,8 +116,5 @@ def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pairs = [
-        *zip(one.shape, other.shape, strict=False),
-        *zip(one.stride(), other.stride(), strict=False),
-    ]
+    pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=False)
     return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)

@@ -20,16 +20,18 @@ class Chosen:
     """
 
     def __init__(self, value: Tree, chosen: Callable[[object], bool] | Sequence[bool]):
-        self._all, self._spec = tree.flatten(value)
-        flags = map(chosen, self._all) if callable(chosen) else chosen
+        self._every, self._spec = tree.flatten(value)
+        flags = map(chosen, self._every) if callable(chosen) else chosen
         self._indices = [i for i, flag in enumerate(flags) if flag]
-        self.leaves: list[Any] = [self._all[i] for i in self._indices]
+        self.leaves: list[Any] = [self._every[i] for i in self._indices]
 
     def around(self, leaves: Sequence[object], rest: object = ...) -> Tree:
         """The tree with other leaves in place of the chosen ones; and ``rest`` in place of all
         others.
         """
-        full = list(self._all) if rest is ... else [rest] * len(self._all)
+        full = self._every.copy()
+        if rest is not ...:
+            full = [rest] * len(full)
         for i, leaf in zip(self._indices, leaves, strict=True):
             full[i] = leaf
         return tree.unflatten(self._spec, full)

@@ -76,14 +76,12 @@ def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:
     if here is not None:
         raise BatchError(
             f"{name} holds a tensor of shape {list(here.shape)} beside fpipe.elsewhere(...); pass "
-            "all of it, or "
-            "elsewhere for each of its tensors"
+            "all of it, or elsewhere for each of its tensors"
         )
     if len(leaves) > 1 and any(leaf == Absent() for leaf in leaves):
         raise BatchError(
             f"{name} holds fpipe.elsewhere() without a shape, which stands for a whole argument; "
-            "pass it in place of "
-            f"{name}, or give shapes"
+            f"pass it in place of {name}, or give shapes"
         )
     return [leaf.stand_in() if isinstance(leaf, Absent) else leaf for leaf in leaves], True
 

@@ -37,9 +37,8 @@ def described(config: Config) -> tuple[Stage, ...]:
     if config.local:
         where = next(s for s, stage in enumerate(functions) if _is_elsewhere(stage))
         raise StageError(
-            f"stage {where} is elsewhere, but all ranks are in this process; give its function, "
-            "or a group of several "
-            "processes"
+            f"stage {where} is elsewhere, but all ranks are in this process; give its function, or "
+            "a group of several processes"
         )
     fault = next((s for s in config.here if _is_elsewhere(functions[s])), None)
     report: object = (

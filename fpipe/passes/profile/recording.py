@@ -212,8 +212,7 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
         counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
         raise FpipeError(
             f"the ranks ran plans a different number of times while profiled ({counts}); profile "
-            "one step "
-            "that every rank runs"
+            "one step that every rank runs"
         )
     rows = zip(*(by_rank[rank] for rank in range(group.size)), strict=True)
     return [tuple(map(_shifted, runs, ahead)) for runs in rows]
