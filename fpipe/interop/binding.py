@@ -277,11 +277,8 @@ def bound_to(
         {} if module is None else {n: t for n, t in tensors_of(module).items() if n not in state}
         for module, state in zip(modules, states, strict=True)
     ]
-    names = dict[int, str]()
-    for number, row in enumerate(rows):
-        for name, tensor in row.items():
-            names.setdefault(id(tensor), f"{number}.{name}")
-    owned = claims(rows, names)
+    whole = {f"{number}.{n}": t for number, row in enumerate(rows) for n, t in row.items()}
+    owned = claims(rows, whole)
     stages = list[Stage]()
     for number, (module, claim) in enumerate(zip(modules, owned, strict=True)):
         if module is None:

@@ -337,9 +337,7 @@ def _reason(error: Exception) -> str:
         return "a decorator hides its arguments, or it takes them as *args"
     outside = [f for f in frames if not re.search("/torch/(nn/modules|functional)", f.filename)]
     last = (outside or frames)[-1]
-    line = last.line or ""
-    more = " ...)" if line.count("(") > line.count(")") else ""
-    at = f"{last.filename}:{last.lineno} ({line}{more})"
+    at = f"{last.filename}:{last.lineno} ({last.line})"
     if isinstance(error, TraceError):
         return f"a value decides what it computes, at {at}"
     if isinstance(error, AttributeError) and "Proxy" not in str(error):

@@ -91,29 +91,29 @@ class Claim(NamedTuple):
     weights: dict[str, Weight] | None  #: by key, the first name in the whole model
 
 
-def claims(rows: Sequence[Mapping[str, Tensor]], whole_names: Mapping[int, str]) -> list[Claim]:
+def claims(rows: Sequence[Mapping[str, Tensor]], whole: dict[str, Tensor]) -> list[Claim]:
     """Return what each stage has of the tensors of its module.
 
     The same parameter in two stages becomes a tie. Buffers are parameters without gradients.
 
     Args:
         rows: tensors by name, for each stage.
-        whole_names: by the identity of a tensor, its name in the whole model.
+        whole: all of them by their names in the whole model.
     """
+    first_name = {tensor: name for name, tensor in reversed(whole.items())}
     stages = Counter(tensor for row in rows for tensor in set(row.values()))
     result = list[Claim]()
     for row in rows:
         key_of = dict[Tensor, str]()
         aliases = {name: key_of.setdefault(tensor, name) for name, tensor in row.items()}
-        whole = {key: whole_names[id(tensor)] for tensor, key in key_of.items()}
         tied = [t for t in key_of if stages[t] > 1 and isinstance(t, nn.Parameter)]
         result.append(
             Claim(
                 {key: tensor.detach() for tensor, key in key_of.items()},
                 aliases,
                 frozen=tuple(key for tensor, key in key_of.items() if not tensor.requires_grad),
-                ties=tuple((key_of[tensor], whole[key_of[tensor]]) for tensor in tied),
-                weights={key: Weight(whole[key], _without_data(t)) for t, key in key_of.items()},
+                ties=tuple((key_of[tensor], first_name[tensor]) for tensor in tied),
+                weights={k: Weight(first_name[t], _without_data(t)) for t, k in key_of.items()},
             )
         )
     return result
@@ -134,7 +134,7 @@ def claims_of_parts(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Cla
     tensors = tensors_of(model)
     named = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) or t.is_meta}
     rows = [{name: named[name] for name in names if name in named} for names in used]
-    return claims(rows, {id(tensor): name for name, tensor in reversed(named.items())})
+    return claims(rows, named)
 
 
 def _without_data(tensor: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ def _traceable(model: nn.Module) -> tuple[nn.Module, bool]:
 def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
     """Return the parameters of each stage; those that none uses are frozen ones of the first."""
     tensors = tensors_of(model)
-    used = {id(tensors[name]) for row in names for name in row}
-    unused = [name for name, p in model.named_parameters() if id(p) not in used]
+    used = {tensors[name] for row in names for name in row}
+    unused = [name for name, p in model.named_parameters() if p not in used]
     first, *others = claims_of_parts(model, [[*names[0], *unused], *names[1:]])
     return [first._replace(frozen=tuple(dict.fromkeys([*first.frozen, *unused]))), *others]
 

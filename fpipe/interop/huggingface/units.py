@@ -41,20 +41,19 @@ def units_of(model: nn.Module) -> Units:
             "fpipe.from_module cuts other modules"
         )
     lists = dict(_module_lists(model, ""))
-    if any(_is_layer(item) for items in lists.values() for item in items):
-        lists = {name: items for name, items in lists.items() if any(map(_is_layer, items))}
-    else:
+    chosen = [name for name, items in lists.items() if any(map(_is_layer, items))]
+    if not chosen:
         sizes = {n: sum(p.numel() for p in items.parameters()) for n, items in lists.items()}
         large = _SHARE * max(sizes.values(), default=0)
-        lists = {name: lists[name] for name, size in sizes.items() if size and size >= large}
-    if not lists:
+        chosen = [name for name, size in sizes.items() if size and size >= large]
+    if not chosen:
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
             "stages as functions"
         )
-    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)}
-    names = tuple(dict(_units(model, "", {*trunk, *lists})).values())
-    return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in lists))
+    opened = {name.rsplit(".", up)[0] for name in chosen for up in range(name.count(".") + 1)}
+    names = tuple(dict(_units(model, "", opened)).values())
+    return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in chosen))
 
 
 def _units(

@@ -6,8 +6,7 @@ Knows modules and pipelines; nothing of the classes whose arguments it serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -168,15 +167,9 @@ class StepRunner:
             return None
         return copies(group_of(self.copies, self.device, "dp"), reduction="mean")
 
-    @contextmanager
-    def reporting(self, schedule: Schedule) -> Iterator[None]:
-        """Return a context around checks of arguments: the other processes learn of an error."""
-        pipe = self._pipe(schedule)[1]
-        try:
-            yield
-        except Exception as error:
-            pipe.refuse(error)
-            raise
+    def refuse(self, schedule: Schedule, error: Exception) -> None:
+        """Tell the other processes of an error in the arguments of a step."""
+        self._pipe(schedule)[1].refuse(error)
 
     def run(
         self, schedule: Schedule, batch: Batch, training: bool

@@ -160,7 +160,7 @@ class _PipelineSchedule:
         if self._runner is None:
             self._runner = StepRunner(self._stages, self._loss_fn, self.scale_grads)
         last = any(stage.is_last for stage in self._stages)
-        with self._runner.reporting(schedule):
+        try:
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
             whole = (args, kwargs, target)
@@ -168,6 +168,9 @@ class _PipelineSchedule:
             batch = batch_of(whole, parts, self._n_microbatches, self._chunk_specs)
             if self._loss_fn is not None and (last or batch.target is not None):
                 batch = batch.with_loss_kwargs(loss_kwargs or {})
+        except Exception as error:
+            self._runner.refuse(schedule, error)
+            raise
         for stage in self._stages:
             stage.has_backward = self._has_backward
         results = self._runner.run(schedule, batch, self._has_backward)
