@@ -232,12 +232,8 @@ def bind(
     if isinstance(modules, nn.Module):
         stages, params = from_module(modules, cuts, side=side, state=state)
         return Bound([modules] * len(stages), stages, params)
-    listed = not isinstance(modules, (str, Mapping)) and isinstance(modules, Iterable) and not cuts
-    if (
-        not listed
-        or not modules
-        or not all(module is None or isinstance(module, nn.Module) for module in modules)
-    ):
+    listed = isinstance(modules, Iterable) and not cuts
+    if not listed or not modules or not all(isinstance(m, nn.Module | None) for m in modules):
         raise StageError(
             "bind takes one module (with cuts=), or a list with a module, or None, for each stage"
         )

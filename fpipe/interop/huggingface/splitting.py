@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
@@ -147,15 +146,16 @@ def _even_starts(sizes: Sequence[int], n: int) -> list[int]:
     [2, 4]
     """
     ends = [0, *accumulate(sizes)]
-
-    @cache
-    def best(first: int, parts: int) -> tuple[int, tuple[int, ...]]:
-        if parts == 1:
-            return (ends[-1] - ends[first]) ** 2, ()
-        options = list[tuple[int, tuple[int, ...]]]()
-        for stop in range(first + 1, len(sizes) - parts + 2):
-            rest, starts = best(stop, parts - 1)
-            options.append(((ends[stop] - ends[first]) ** 2 + rest, (stop, *starts)))
-        return min(options)
-
-    return list(best(0, n)[1])
+    # by the end of the parts so far: the sum of squares, and where these parts begin
+    best = {0: (0, list[int]())}
+    for part in range(1, n + 1):
+        longer = dict[int, tuple[int, list[int]]]()
+        for stop in range(part, len(ends)):
+            longer[stop] = min(
+                (cost + (ends[stop] - ends[first]) ** 2, [*starts, first])
+                for first, (cost, starts) in best.items()
+                if first < stop
+            )
+        best = longer
+    _, starts = best[len(sizes)]
+    return starts[1:]

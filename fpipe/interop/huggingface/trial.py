@@ -151,8 +151,8 @@ def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:
             f"{type(model).__name__} takes {name!r} in place of token ids; give an example of it"
         )
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    vocabulary = getattr(embedding, "num_embeddings", None)
-    vocabulary = vocabulary or getattr(model.config, "vocab_size", None) or _TOKENS
+    in_config = getattr(model.config, "vocab_size", None)
+    vocabulary = getattr(embedding, "num_embeddings", in_config) or _TOKENS
     lengths = {"input_ids": _TOKENS}
     if has_decoder and getattr(model.config, "is_encoder_decoder", False):
         lengths["decoder_input_ids"] = _DECODED
