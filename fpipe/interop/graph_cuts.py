@@ -107,8 +107,8 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
                 "in forward's order"
             )
         positions.append(position)
-    used = (node.op in ("call_module", "get_attr") for node in nodes[: (positions or [0])[0]])
-    if positions and not any(used):
+    before = nodes[: positions[0]] if positions else nodes
+    if positions and not any(node.op in ("call_module", "get_attr") for node in before):
         raise StageError(
             f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be "
             "empty; leave it out"

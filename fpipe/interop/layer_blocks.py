@@ -22,7 +22,7 @@ from ..programs import BLOCKS, Block
 from ..tree import Tree
 from .module_function import REGISTERED, clone, hooks_of, tensors_of
 
-_PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device)
+_PLAIN = (int, float, str, bytes, torch.dtype, torch.device)
 #: Names of attributes that number the layers of a model.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
 

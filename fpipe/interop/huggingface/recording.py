@@ -172,7 +172,7 @@ class _Notes(TorchDispatchMode):
                 noted.append(Value(number, index))
                 self.keep(leaf, noted[-1])
             else:
-                noted.append(leaf if isinstance(leaf, (bool, int, float, str)) else None)
+                noted.append(leaf if isinstance(leaf, int | float | str) else None)
         self.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
         return call.output(structure, leaves)
 

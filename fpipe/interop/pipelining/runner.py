@@ -224,7 +224,7 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
     values = list[Hashable]()
     while hasattr(loss, "__dict__"):
         held = vars(loss)
-        values += [(n, v) for n, v in held.items() if isinstance(v, (bool, int, float, str))]
+        values += [(n, v) for n, v in held.items() if isinstance(v, int | float | str)]
         loss = held.get("__wrapped__")
     return tuple(values)
 
