@@ -79,10 +79,10 @@ def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
         raise StageError(
             f"cuts={cuts!r}; give a list of submodule names, such as ['layers.2', 'layers.4']"
         )
-    known = dict(module.named_modules(remove_duplicate=False))
+    submodules = dict(module.named_modules(remove_duplicate=False))
     for cut in cuts:
-        if not cut or cut not in known:
-            near = get_close_matches(cut, list(known), n=3, cutoff=0.4)
+        if not cut or cut not in submodules:
+            near = get_close_matches(cut, list(submodules), n=3, cutoff=0.4)
             raise StageError(
                 f"cuts names {cut!r}, which is no submodule of {type(module).__name__}; "
                 + (f"near names: {', '.join(near)}" if near else "see model.named_modules()")
@@ -171,7 +171,7 @@ def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
     if node.op == "call_module" or not repeated.issuperset(node.all_input_nodes):
         return False
     name = str(getattr(node.target, "__name__", node.target))
-    return not _writes(node) and not any(word in name for word in _RANDOM)
+    return not _writes(node) and not any(part in name for part in _RANDOM)
 
 
 # ---- the forward as a graph ----

@@ -203,7 +203,7 @@ class ModuleFunction:
         self._moved: dict[torch.device, dict[str, Tensor]] = {}
         self.__qualname__ = name
         positional = ["params", "state", "x"] if state else ["params", "x"]
-        parameters = [Parameter(each, Parameter.POSITIONAL_ONLY) for each in positional]
+        parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in positional]
         parameters += [Parameter(side, Parameter.KEYWORD_ONLY, default=None) for side in sides]
         self.__signature__ = Signature(parameters)
 

@@ -89,9 +89,9 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
 
 def _check_names(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     """Raise StageError for a stage without submodules, or with names that are none."""
-    known = {name for name, _ in model.named_modules()}
+    submodules = {name for name, _ in model.named_modules()}
     for stage, part in enumerate(parts):
-        unknown = [name for name in part if name not in known]
+        unknown = [name for name in part if name not in submodules]
         if unknown or not part:
             raise StageError(
                 f"module_fqns_per_model_part[{stage}] is {list(part)}; name submodules of the "
@@ -138,14 +138,14 @@ def pipelining_fn(
             )
     schedule, names = settings(model, job_config)
     mesh = parallel_dims.get_mesh("pp")
-    here = schedule.placement.stages_of(mesh.get_local_rank())
+    local = schedule.placement.stages_of(mesh.get_local_rank())
     last = schedule.stages - 1
     parts = [
-        parallelize_fn(_pruned(model, names[stage]), parallel_dims, job_config) for stage in here
+        parallelize_fn(_pruned(model, names[stage]), parallel_dims, job_config) for stage in local
     ]
     stages = [
         PipelineStage(part, stage, schedule.stages, device, group=mesh.get_group())
-        for stage, part in zip(here, parts, strict=True)
+        for stage, part in zip(local, parts, strict=True)
     ]
 
     @wraps(loss_fn)
@@ -153,7 +153,7 @@ def pipelining_fn(
         # the trainer prints the sum over microbatches
         return loss_fn(*args, **keywords) / schedule.microbatches
 
-    return of_schedule(schedule, stages, loss), parts, 0 in here, last in here
+    return of_schedule(schedule, stages, loss), parts, 0 in local, last in local
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:

@@ -41,8 +41,8 @@ def scores(
         chunk: how many rows are converted at a time.
         entropy: whether to compute entropies.
 
-    >>> found = scores(torch.zeros(2, 4), torch.tensor([0, 3]), entropy=True)
-    >>> found.log_probs, found.entropy
+    >>> result = scores(torch.zeros(2, 4), torch.tensor([0, 3]), entropy=True)
+    >>> result.log_probs, result.entropy
     (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
     rows = logits.flatten(0, -2)

@@ -144,7 +144,7 @@ def with_merged_adapters(
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
-        layer = next((known for known in scaling if name.startswith(f"{known}.")), None)
+        layer = next((adapted for adapted in scaling if name.startswith(f"{adapted}.")), None)
         if layer is None or name.endswith("base_layer.bias"):
             yield name.replace(".base_layer", ""), tensor
             continue

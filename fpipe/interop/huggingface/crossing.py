@@ -125,12 +125,12 @@ def _crossing(flow: Flow, first: int, needed: set[Value]) -> tuple[Value, ...]:
     """
     crossing = {value for value in needed if value.call < first}
     sources = [*crossing, *(source for source in flow.sizes if isinstance(source, str))]
-    known = {sizes for source in sources for sizes in flow.sizes.get(source, ())}
+    axis_sizes = {sizes for source in sources for sizes in flow.sizes.get(source, ())}
     before = [Value(INPUT, leaf) for leaf in range(len(flow.inputs))]
     before += [value for visit in flow.visits[:first] for value in visit.values]
     for value in before:
         axes = flow.sizes.get(value)
-        if axes is None or not known.issuperset(axis for axis in axes if axis[0] != axis[1]):
+        if axes is None or not axis_sizes.issuperset(axis for axis in axes if axis[0] != axis[1]):
             crossing.add(value)
-            known.update(axes or ())
+            axis_sizes.update(axes or ())
     return tuple(sorted(crossing))

@@ -189,12 +189,14 @@ def compare(
         return
     for want in recordings:
         x: Tree = dict(want.inputs)
-        for index, (part, own) in enumerate(zip(parts, params, strict=True)):
-            here = next((p.device for p in own.values()), _device(model))
-            x = tree.tree_map(lambda t, here=here: t.to(here) if isinstance(t, Tensor) else t, x)
+        for index, (part, tensors) in enumerate(zip(parts, params, strict=True)):
+            device = next((p.device for p in tensors.values()), _device(model))
+            x = tree.tree_map(
+                lambda t, device=device: t.to(device) if isinstance(t, Tensor) else t, x
+            )
             try:
                 with torch.no_grad(), _same_draws_afterwards(model):
-                    x = part.in_mode(False)(own, x, **want.side)
+                    x = part.in_mode(False)(tensors, x, **want.side)
             except Exception as error:
                 raise StageError(
                     f"fpipe cannot split {name}: stage {index} ({part.name}) fails on "

@@ -200,7 +200,7 @@ class StepRunner:
         bound, pipe = self._pipe(schedule)
         results = dict[int, tuple[Tree, Tensor | None]]()
 
-        def each(number: int, y: Tree, loss: Tensor | None = None) -> None:
+        def keep(number: int, y: Tree, loss: Tensor | None = None) -> None:
             results[number] = y, loss
 
         arguments: list[Tree] = [bound.params, _argument(batch.x, 0 in self.modules)]
@@ -210,10 +210,10 @@ class StepRunner:
         if pipe.config.stateful:
             keywords["state"] = bound.state
         if training:
-            value, grads = value_and_grad(pipe, each=each)(*arguments, **keywords)
+            value, grads = value_and_grad(pipe, each=keep)(*arguments, **keywords)
             bound.add_grads(grads)
         else:
-            value = pipe(*arguments, each=each, **keywords)
+            value = pipe(*arguments, each=keep, **keywords)
         if pipe.config.stateful:
             bound.write_state(value[-1])
         return [results[number] for number in sorted(results)]
@@ -229,14 +229,14 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
     return tuple(values)
 
 
-def _argument(rows: Microbatches | None, here: bool) -> Tree:
+def _argument(rows: Microbatches | None, is_read: bool) -> Tree:
     """Return an argument, or what stands for one that other processes read.
 
     That has shapes where this process was passed the argument too.
     """
     if rows is None:
-        return () if here else elsewhere()
-    if here:
+        return () if is_read else elsewhere()
+    if is_read:
         return rows
     return Microbatches(
         tree.tree_map(

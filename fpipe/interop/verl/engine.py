@@ -250,16 +250,18 @@ class FpipeEngine(base.BaseEngine):
         positions = Microbatches([one.position_ids for one in tokens])
         numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
 
-        def each(number, logits, out):
+        def content(number, logits, out):
             return out[1].content
 
         if forward_only:
             with torch.no_grad():
-                _, rows = pipe(params, x, numbers, has_aux=True, each=each, position_ids=positions)
+                _, rows = pipe(
+                    params, x, numbers, has_aux=True, each=content, position_ids=positions
+                )
             return rows
         seed = self.engine_config.seed * 1_000_003 + self.steps if self.cut.moded else None
         self.steps += 1
-        step = value_and_grad(pipe, has_aux=True, each=each)
+        step = value_and_grad(pipe, has_aux=True, each=content)
         (_, rows), grads = step(params, x, numbers, seed=seed, position_ids=positions)
         self.weights.add_grads(grads)
         return rows
@@ -329,15 +331,15 @@ class FpipeEngine(base.BaseEngine):
         """
         model = self.model_config
         named = self.weights.exported(self.cut.aliases, self.engine_config.export_bucket_bytes)
-        here = ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
+        moved = ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
         if model.lora_rank <= 0:
             unfused = import_module("verl.workers.engine.fsdp.utils").unfuse_moe_params
-            return unfused(here, model.hf_config.model_type), None
+            return unfused(moved, model.hf_config.model_type), None
         if not model.lora.get("merge", False):
             raise UnsupportedError(
                 "engine=fpipe exports adapters added to the model; set model.lora.merge=True"
             )
-        return models.with_merged_adapters(here, self.cut.scaling), None
+        return models.with_merged_adapters(moved, self.cut.scaling), None
 
     def save_checkpoint(
         self,

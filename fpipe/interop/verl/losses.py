@@ -90,16 +90,16 @@ class Loss:
         """Return nested tensors by verl's names."""
         if self.values:
             return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
-        found = scores(
+        result = scores(
             logits,
             tokens.labels,
             tokens.temperature,
             chunk=self.chunk,
             entropy=asked(batch, "calculate_entropy"),
         )
-        outputs = {"log_probs": tokens.nested(found.log_probs)}
-        if found.entropy is not None:
-            outputs["entropy"] = tokens.nested(found.entropy)
+        outputs = {"log_probs": tokens.nested(result.log_probs)}
+        if result.entropy is not None:
+            outputs["entropy"] = tokens.nested(result.entropy)
         return outputs
 
 
