@@ -335,15 +335,15 @@ class Timeline:
         """The chain of actions, each held back by the one before it, that ends last and so makes
         the total.
         """
-        rows = [self.of_rank(rank) for rank in range(self.ranks)]
-        lasts = (row[-1] for row in rows if row)
-        span = max(lasts, key=lambda span: span.end, default=None)
+        ranks = [rank for rank, row in enumerate(self.rows) if row]
+        rank = max(ranks, key=lambda rank: self.ends[rank][-1], default=0)
+        position = len(self.rows[rank]) - 1
         path: list[Span] = []
-        while span:
-            path.append(span)
-            before = self.waited_for(*span[:2]) or (span.rank, span.position - 1)
-            rank, position = before[:2]
-            span = rows[rank][position] if position >= 0 else None
+        while position >= 0:
+            start, end = self.starts[rank][position], self.ends[rank][position]
+            path.append(Span(rank, position, self.rows[rank][position], start, end))
+            wait = self.waited_for(rank, position) or (rank, position - 1)
+            rank, position = wait[:2]
         return tuple(reversed(path))
 
     # ---- pictures ----

@@ -12,26 +12,28 @@ from __future__ import annotations
 
 from ...actions import KINDS
 
-#: name -> its colour on light and on dark paper; the causes of idle time are those of
+#: by line a name, and its colour on light and on dark paper; the causes of idle time are those of
 #: ``scene.CAUSES``
-THEME: dict[str, tuple[str, str]] = {
-    "paper": ("#ffffff", "#14181d"),
-    "raised": ("#ffffff", "#232a32"),
-    "ink": ("#1d2733", "#e6eaef"),
-    "faint": ("#5b6673", "#a3aebb"),
-    "line": ("#d5dae1", "#3a434e"),
-    "mark": ("#d6006c", "#ff6fb1"),
-    "curve": ("#8a5cc4", "#6fcf97"),
-    "message-line": ("#3d4a59", "#c3ccd6"),
-    "warmup": ("#e9edf2", "#222930"),
-    "tail": ("#c9d0da", "#3b4550"),
-    "imbalance": ("#cfe8c4", "#1f4a2c"),
-    "message": ("#f7d4f5", "#4f2b63"),
-    "other": ("#fbf3c9", "#5a3a2c"),
-    "later": ("#c03a2b", "#f0705f"),
-    "earlier": ("#2a6fc9", "#5ba4f5"),
-    "same": ("#dfe3e8", "#39424c"),
-}
+_TABLE = """
+paper         #ffffff  #14181d
+raised        #ffffff  #232a32
+ink           #1d2733  #e6eaef
+faint         #5b6673  #a3aebb
+line          #d5dae1  #3a434e
+mark          #d6006c  #ff6fb1
+curve         #8a5cc4  #6fcf97
+message-line  #3d4a59  #c3ccd6
+warmup        #e9edf2  #222930
+tail          #c9d0da  #3b4550
+imbalance     #cfe8c4  #1f4a2c
+message       #f7d4f5  #4f2b63
+other         #fbf3c9  #5a3a2c
+later         #c03a2b  #f0705f
+earlier       #2a6fc9  #5ba4f5
+same          #dfe3e8  #39424c
+"""
+_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
+THEME = {name: (light, dark) for name, light, dark in _ROWS}
 
 
 def rgb(colour: str) -> tuple[int, int, int]:

@@ -47,12 +47,13 @@ def join(
     """The viewer with these contents. ``script`` runs after its own scripts, and ``controls``, a
     piece of HTML, stands above its head.
     """
-    names = {"words": {op: kind.name for op, kind in KINDS.items()}, "idle": CAUSES}
+    kinds = {"words": {op: kind.name for op, kind in KINDS.items()}, "idle": CAUSES}
+    data = json.dumps(contents | kinds, separators=(",", ":"))
     parts = {
         "title": escape(title),
         "style": _theme(dark) + _read("style.css"),
         "script": "\n".join([*map(_read, SCRIPTS), script]),
-        "data": compressed(contents | names),
+        "data": base64.b64encode(zlib.compress(data.encode(), 9)).decode(),
         "controls": controls,
         "scheme": {None: "light dark", False: "light", True: "dark"}[dark],
     }
@@ -73,12 +74,6 @@ def _theme(dark: bool | None) -> str:
     if dark is not None:
         return variables(dark)
     return f"{variables(False)}@media (prefers-color-scheme:dark){{{variables(True)}}}\n"
-
-
-def compressed(data: Json) -> str:
-    """JSON, deflated, in base64."""
-    text = json.dumps(data, separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 # ---- data ----

@@ -229,36 +229,37 @@ def widest_name(scene: Scene, detail: int) -> float:
 _CAPITAL = 7.0  #: height of capitals
 _SPACING = 1.5  #: between letters
 _OTHER = 3.6  #: width of a character that is not listed
-_WIDTHS = {
-    0.6: "'!",
-    0.8: "il.,:;",
-    1.2: "j",
-    1.4: "()[]",
-    1.6: " ",
-    2.3: "r",
-    2.4: "Ift-",
-    2.8: "/*",
-    3.0: "J",
-    3.3: "s",
-    3.4: "c?<>",
-    3.5: "kz",
-    3.6: "hnux",
-    3.8: "Labdegpqvy+=_",
-    3.9: "F",
-    4.0: "Eo",
-    4.2: "0123456789",
-    4.3: "PS",
-    4.4: "B",
-    4.5: "KRZ",
-    4.6: "HNUXY#",
-    4.8: "ACDTV",
-    5.0: "G&",
-    5.4: "Mw",
-    5.6: "OQ%",
-    5.8: "m",
-    6.6: "W",
-}
-_WIDTH = {char: width for width, chars in _WIDTHS.items() for char in chars}
+#: by line a width, and the characters that have it
+_WIDTHS = """
+0.6 '!
+0.8 il.,:;
+1.2 j
+1.4 ()[]
+2.3 r
+2.4 Ift-
+2.8 /*
+3.0 J
+3.3 s
+3.4 c?<>
+3.5 kz
+3.6 hnux
+3.8 Labdegpqvy+=_
+3.9 F
+4.0 Eo
+4.2 0123456789
+4.3 PS
+4.4 B
+4.5 KRZ
+4.6 HNUXY#
+4.8 ACDTV
+5.0 G&
+5.4 Mw
+5.6 OQ%
+5.8 m
+6.6 W
+"""
+_LINES = [line.split() for line in _WIDTHS.strip().splitlines()]
+_WIDTH = {char: float(width) for width, chars in _LINES for char in chars} | {" ": 1.6}
 
 
 def text_width(text: str, size: float) -> float:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from io import BytesIO
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
+from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Affine2D
@@ -26,13 +28,14 @@ from matplotlib.transforms import Affine2D
 from ...errors import FpipeError
 from . import labels
 from .colours import ink, palette
-from .labels import text_width, wrapped
+from .labels import wrapped
 from .scene import Look, Points, Scene, Scenes, has_curves
 from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 STYLES = ("paper", "light", "dark")
 PAPER_WIDTH = 560.0  #: of the axes in the style "paper": a page of a paper is about 7 inches wide
 HEADING, MARGIN = 70.0, 90.0  #: pixels above a scene, and beside the lanes
+COLUMN = 220.0  #: of the legend
 LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
 
 
@@ -96,22 +99,24 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     y = 0.0
     for scene in scenes:
         lines = [*wrapped(labels.title(scene), 13, width)]
-        if style != "paper":
-            lines += wrapped(labels.figures(scene), 13, width)
+        lines += wrapped(labels.figures(scene), 13, width) if style != "paper" else []
         axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + HEADING / f.pitch
-    axes.set_xlim(0, width / f.scale)
-    axes.set_ylim(y - HEADING / f.pitch, 0)
-    axes.set_yticks(list(ticks), list(ticks.values()))
     unit = scenes[0].timeline.unit
-    axes.set_xlabel(f"time in {unit}" if unit else "time", color=colours["faint"], fontsize=8)
+    axes.set(
+        xlim=(0, width / f.scale),
+        ylim=(y - HEADING / f.pitch, 0),
+        xlabel=f"time in {unit}" if unit else "time",
+        facecolor=colours["paper"],
+        axisbelow=True,
+    )
+    axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(length=0, labelsize=8, colors=colours["ink"])
-    axes.set_facecolor(colours["paper"])
+    axes.xaxis.label.set(color=colours["ink"], fontsize=8)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
-    axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, (width, height))
@@ -119,49 +124,64 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:
-    """Put the lanes of a scene into axes, ``y`` ranks below their top. Rectangles of one colour and
-    height are one collection, and so are equal texts.
+    """Put the lanes of a scene into axes, ``y`` ranks below their top. All rectangles are one
+    collection, and so are all names.
     """
 
     def place(time: float, height: float) -> tuple[float, float]:
         return time, y + height / f.pitch
 
-    rectangles: defaultdict[tuple[str, float, float, float], list[tuple[float, float]]]
-    texts: defaultdict[tuple[str, float, str], list[tuple[float, float]]]
-    rectangles, texts = defaultdict(list), defaultdict(list)
-    for shape in (shape for rank in range(len(scene.lanes)) for shape in shapes(rank, scene, f)):
-        colour = colours[shape.colour]
+    boxes: list[Rect] = []
+    names: list[Label] = []
+    for shape in shapes(scene, f):
         if isinstance(shape, Rect):
-            edge = round(shape.inset, 1)
-            length = shape.end - shape.start
-            rectangles[colour, shape.y, shape.height, edge].append((shape.start, length))
+            boxes.append(shape)
         elif isinstance(shape, Label):
-            texts[shape.text, shape.size, ink(colour)].append(place(shape.time, shape.y))
+            names.append(shape)
         else:
             times, heights = zip(*(place(*point) for point in shape.points), strict=True)
-            is_curve = shape.colour == "curve"
-            alpha = 0.3 if is_curve else 1.0
-            axes.fill_between(times, heights, heights[0], step="post", lw=0, fc=colour, alpha=alpha)
+            colour, is_curve = colours[shape.colour], shape.colour == "curve"
+            axes.fill_between(
+                times,
+                heights,
+                heights[0],
+                step="post",
+                linewidth=0,
+                facecolor=colour,
+                alpha=0.3 if is_curve else 1.0,
+            )
             if is_curve:
-                axes.step(times, heights, where="post", color=colour, lw=0.6)
-    paper = colours["paper"]
-    for (colour, top, height, edge), spans in rectangles.items():
-        extent = y + top / f.pitch, height / f.pitch
-        axes.broken_barh(spans, extent, facecolor=colour, edgecolor=paper, lw=edge)
-    for (text, size, colour), places in texts.items():
-        _stamp(axes, text, 0.75 * size, colour, places)
-
-
-def _stamp(axes: Axes, text: str, size: float, colour: str, places: Points) -> None:
-    """Write a short text at many places, by its outline: thousands of texts take half a minute."""
-    outline = TextPath((0, 0), text, size=size)
-    box = outline.get_extents()
-    centred = outline.transformed(Affine2D().translate(-box.x0 - box.width / 2, -0.36 * size))
+                axes.step(times, heights, where="post", color=colour, linewidth=0.6)
+    corners: list[Points] = []
+    for start, end, top, height, *_ in boxes:
+        low, high = place(start, top), place(end, top + height)
+        corners.append([low, (end, low[1]), high, (start, high[1])])
+    rectangles = PolyCollection(
+        corners,
+        facecolors=[colours[box.colour] for box in boxes],
+        edgecolors=colours["paper"],
+        linewidths=[box.inset for box in boxes],
+    )
+    # outlines of texts: thousands of texts take half a minute
     stamps = PathCollection(
-        [centred], offsets=places, offset_transform=axes.transData, facecolor=colour, lw=0
+        [_outline(name.text, 0.75 * name.size) for name in names],
+        offsets=[place(name.time, name.y) for name in names],
+        offset_transform=axes.transData,
+        facecolors=[ink(colours[name.colour]) for name in names],
+        linewidths=0,
     )
     stamps.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
-    axes.add_collection(stamps)
+    axes.add_collection(rectangles, autolim=False)
+    if names:
+        axes.add_collection(stamps, autolim=False)
+
+
+@lru_cache(maxsize=4096)
+def _outline(text: str, size: float) -> Path:
+    """A text around its middle, in points."""
+    outline = TextPath((0, 0), text, size=size)
+    box = outline.get_extents()
+    return outline.transformed(Affine2D().translate(-box.x0 - box.width / 2, -0.36 * size))
 
 
 def _legend(
@@ -176,7 +196,6 @@ def _legend(
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
         texts.append(text)
-    widest = max(text_width(text, 11) for text in ["", *texts])
     axes.legend(
         handles,
         texts,
@@ -184,7 +203,7 @@ def _legend(
         bbox_to_anchor=(0, -42 / size[1]),
         borderaxespad=0,
         borderpad=0,
-        ncols=max(int(size[0] // (40 + widest)), 1),
+        ncols=max(int(size[0] // COLUMN), 1),
         frameon=False,
         fontsize=8,
         labelcolor=colours["ink"],
@@ -217,8 +236,7 @@ def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> b
             color=colour,
         )
     axes.set_title("bubble against memory", loc="left")
-    axes.set_xlabel("memory that a rank holds")
-    axes.set_ylabel("bubble")
+    axes.set(xlabel="memory that a rank holds", ylabel="bubble")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.spines[["top", "right"]].set_visible(False)
     return figure_bytes(figure, suffix)

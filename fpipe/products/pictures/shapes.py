@@ -121,16 +121,18 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     return wide, 26 if ranks <= 8 else 20 if ranks <= 32 else 14
 
 
-def shapes(rank: int, scene: Scene, f: Frame) -> Iterator[Shape]:
-    """The idle times and the actions of a rank, and what it holds."""
-    lane, y = scene.lanes[rank], rank * f.pitch
+def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
+    """The idle times and the actions of all ranks, and what they hold."""
     dense = f.is_dense(scene)
-    yield from _bands(lane, scene, f, y + f.lane) if dense else _bars(lane, scene, f, y)
-    if f.curve and lane.curve and scene.peak > 0:
-        foot, height = y + f.lane + f.curve, (f.curve - 2) / scene.peak  # all ranks have one scale
-        curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
-        tops = [(time, foot - height * max(held, 0)) for time, held in curve]
-        yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
+    for rank, lane in enumerate(scene.lanes):
+        y = rank * f.pitch
+        yield from _bands(lane, scene, f, y + f.lane) if dense else _bars(lane, scene, f, y)
+        if f.curve and lane.curve and scene.peak > 0:
+            foot = y + f.lane + f.curve
+            height = (f.curve - 2) / scene.peak  # all ranks have one scale
+            curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
+            tops = [(time, foot - height * max(held, 0)) for time, held in curve]
+            yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
 
 
 def envelope(curve: Points, length: float) -> Points:

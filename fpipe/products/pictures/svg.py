@@ -76,10 +76,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
                 y += height
         y += 30
         elements += _axis(end, scene, sheet, y)
-        for rank in range(len(scene.lanes)):
-            elements += _names(rank, scene, sheet, y)
-            drawn = shapes(rank, scene, sheet.frame)
-            elements += (_element(shape, sheet, y) for shape in drawn)
+        elements += (_element(shape, sheet, y) for shape in shapes(scene, sheet.frame))
         y += len(scene.lanes) * sheet.frame.pitch - GAP + 22
     legend, y = _legend(scenes, look, sheet, y)
     return elements + legend, y + EDGE - 8
@@ -102,22 +99,21 @@ def _sheet(scenes: Scenes, look: Look) -> _Sheet:
 
 
 def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
-    step = labels.step_of((45 if sheet.short else 70) / sheet.frame.scale)
-    height = len(scene.lanes) * sheet.frame.pitch - GAP + 10
+    """The times above the lanes, and what is beside them."""
+    f = sheet.frame
+    step = labels.step_of((45 if sheet.short else 70) / f.scale)
+    height = len(scene.lanes) * f.pitch - GAP + 10
     for tick in range(int(end / step + 1e-9) + 1):
         x = sheet.x(tick * step)
         label = labels.number(tick * step) if tick else labels.time(0, scene)
         yield rect(x - 0.5, y - 5, 1, height, "line")
         yield text(x, y - 9, label, 10.5, "faint m")
-
-
-def _names(rank: int, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
-    """What is beside a lane."""
-    foot = y + rank * sheet.frame.pitch + sheet.frame.lane / 2 + 4
-    yield text(sheet.left - 8, foot, str(rank) if sheet.short else f"rank {rank}", 12, "ink e")
-    if not sheet.short:
-        figures = labels.figures_of(scene.lanes[rank], scene)
-        yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
+    for rank, lane in enumerate(scene.lanes):
+        foot = y + rank * f.pitch + f.lane / 2 + 4
+        yield text(sheet.left - 8, foot, str(rank) if sheet.short else f"rank {rank}", 12, "ink e")
+        if not sheet.short:
+            figures = labels.figures_of(lane, scene)
+            yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
 
 
 def _element(shape: Shape, sheet: _Sheet, y: float) -> str:

@@ -559,17 +559,17 @@ def test_names_are_in_the_bars_that_have_space_for_them():
         wide.transData.transform([[start, top], [end, foot]])
         for start, end, top, foot in bars_of(wide)
     ]
-    for one in names:
-        (outline,), transform = one.get_paths(), one.get_transform()
-        letters = transform.transform_path(outline).get_extents()
-        for x, y in wide.transData.transform(one.get_offsets()):
-            assert any(
-                min(xs) <= x + letters.x0
-                and x + letters.x1 <= max(xs)
-                and min(ys) <= y + letters.y0
-                and y + letters.y1 <= max(ys)
-                for xs, ys in (bar.T for bar in bars)
-            )
+    (one,) = names
+    for outline, place in zip(one.get_paths(), one.get_offsets(), strict=True):
+        letters = one.get_transform().transform_path(outline).get_extents()
+        x, y = wide.transData.transform(place)
+        assert any(
+            min(xs) <= x + letters.x0
+            and x + letters.x1 <= max(xs)
+            and min(ys) <= y + letters.y0
+            and y + letters.y1 <= max(ys)
+            for xs, ys in (bar.T for bar in bars)
+        )
 
 
 @pytest.mark.parametrize("size", [(2, 4), (16, 64)])
