@@ -63,11 +63,15 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     >>> palette(2)["F1"], palette(2, dark=True)["paper"]
     ('#a3d2fa', '#14181d')
     """
-    ops = {f"{op}{shade}": fill(op, shade, shades, dark) for op in KINDS for shade in range(shades)}
-    theme = {name: pair[dark] for name, pair in THEME.items()}
-    ends = [theme["earlier"]] * 4 + [theme["same"]] + [theme["later"]] * 4
-    tints = {f"t{k}": mix(theme["same"], end, abs(k - 4) / 4) for k, end in enumerate(ends)}
-    return {**theme, **ops, **tints, "t9": theme["other"]}
+    colours = {name: pair[dark] for name, pair in THEME.items()}
+    for op in KINDS:
+        for shade in range(shades):
+            colours[f"{op}{shade}"] = fill(op, shade, shades, dark)
+    same = colours["same"]
+    for step in range(5):
+        colours[f"t{4 - step}"] = mix(same, colours["earlier"], step / 4)
+        colours[f"t{4 + step}"] = mix(same, colours["later"], step / 4)
+    return colours | {"t9": colours["other"]}
 
 
 def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
@@ -78,8 +82,10 @@ def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     """
     kind = KINDS[op]
     first, last = (dark and kind.dark) or kind.colours
+    if shades == 1:
+        return first
     reach = 0.75 if shades == 2 else 1.0  # two chunks need not go to the palest
-    return mix(first, last, reach * min(shade, shades - 1) / max(shades - 1, 1))
+    return mix(first, last, reach * min(shade / (shades - 1), 1.0))
 
 
 def ink(colour: str) -> str:

@@ -35,10 +35,12 @@ def paint(scenes: Scenes, look: Look) -> str:
     """The page."""
     names = [scene.name for scene in scenes]
     drawn: list[Json] = []
-    for k, (scene, name) in enumerate(zip(scenes, names, strict=True), 1):
-        drawn.append(_scene(scene, name if names.count(name) == 1 else f"{name} ({k})"))
+    for k, scene in enumerate(scenes, 1):
+        is_unique = names.count(scene.name) == 1
+        drawn.append(_scene(scene, scene.name if is_unique else f"{scene.name} ({k})"))
     title = " · ".join(labels.title(scene) for scene in scenes)
-    return join(title, {"scenes": drawn, "show": {"memory": look.memory}}, look.dark)
+    contents: Json = {"scenes": drawn, "show": {"memory": look.memory}}
+    return join(title, contents, look.dark)
 
 
 def join(
@@ -47,13 +49,14 @@ def join(
     """The viewer with these contents. ``script`` runs after its own scripts, and ``controls``, a
     piece of HTML, stands above its head.
     """
-    kinds = {"words": {op: kind.name for op, kind in KINDS.items()}, "idle": CAUSES}
-    data = json.dumps(contents | kinds, separators=(",", ":"))
+    words = {op: kind.name for op, kind in KINDS.items()}
+    data = json.dumps(contents | {"words": words, "idle": CAUSES}, separators=(",", ":"))
+    deflated = zlib.compress(data.encode(), 9)
     parts = {
         "title": escape(title),
         "style": _theme(dark) + _read("style.css"),
         "script": "\n".join([*map(_read, SCRIPTS), script]),
-        "data": base64.b64encode(zlib.compress(data.encode(), 9)).decode(),
+        "data": base64.b64encode(deflated).decode(),
         "controls": controls,
         "scheme": {None: "light dark", False: "light", True: "dark"}[dark],
     }
@@ -79,8 +82,10 @@ def _theme(dark: bool | None) -> str:
 # ---- data ----
 def _scene(scene: Scene, label: str) -> Json:
     keys = [f"{op}{shade}" for op in scene.ops for shade in range(scene.shades)]
-    keys = [f"t{tint}" for tint in range(10)] if scene.against else keys
-    scale = 10.0 ** (8 - floor(log10(scene.total)) if scene.total > 0 else 8)
+    if scene.against:
+        keys = [f"t{tint}" for tint in range(10)]
+    digits = floor(log10(scene.total)) if scene.total > 0 else 0
+    scale = 10.0 ** (8 - digits)
     pairs = dict.fromkeys(pair for lane in scene.lanes for pair in _pairs(lane))
     codes = {pair: number for number, pair in enumerate(pairs)}
     return {
@@ -95,7 +100,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "slices": scene.timeline.slices,
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
-        "longest": [round(1.1 * labels.widest_name(scene, detail), 3) for detail in (3, 2)],
+        "longest": [1.1 * labels.widest_name(scene, detail) for detail in (3, 2)],
         "palette": colour_table(keys, scene.shades),
         "tints": list(labels.tints(scene)),
         "scale": scale,
@@ -107,9 +112,13 @@ def _scene(scene: Scene, label: str) -> Json:
 
 def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
     """Colours on light and on dark paper, each with that of its letters."""
-    papers = {"light": palette(shades), "dark": palette(shades, dark=True)}
+    light, dark = palette(shades), palette(shades, dark=True)
     return [
-        {"key": key, **{paper: (table[key], ink(table[key])) for paper, table in papers.items()}}
+        {
+            "key": key,
+            "light": (light[key], ink(light[key])),
+            "dark": (dark[key], ink(dark[key])),
+        }
         for key in keys
     ]
 
@@ -127,7 +136,8 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
     def times(values: Iterable[float]) -> list[int]:
         return _differences(round(value * scale) for value in values)
 
-    waits = [(k, bar.wait) for k, bar in enumerate(lane.bars) if bar.wait]
+    waits = [(position, bar.wait) for position, bar in enumerate(lane.bars) if bar.wait]
+    units = [part.microbatch for bar in lane.bars for part in bar.action.parts]
     return {
         "bubble": round(lane.bubble, 6),
         "peak": lane.peak,
@@ -135,9 +145,9 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
         "end": times(bar.end for bar in lane.bars),
         "parts": [len(bar.colours) for bar in lane.bars],
         "codes": [codes[pair] for pair in _pairs(lane)],
-        "units": _differences(part.microbatch for bar in lane.bars for part in bar.action.parts),
+        "units": _differences(units),
         "waits": [
-            _differences(k for k, _ in waits),
+            _differences(position for position, _ in waits),
             _differences(wait.rank for _, wait in waits),
             _differences(wait.position for _, wait in waits),
             times(wait.time for _, wait in waits),

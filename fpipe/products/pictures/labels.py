@@ -99,13 +99,15 @@ def units(scene: Scene) -> str:
     stages = "the stage" if count == 1 else f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
-        if len(bar.colours) == 1:
-            times[bar.action.parts[0].op].append(bar.end - bar.start)
+        if isinstance(bar.action, Action):
+            times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {scene.timeline.unit or 'units of the costs'}"
     text += f": {stages} of a rank takes {lengths}." if lengths else "."
-    curves = ([0.0, *(amount for _, amount in lane.curve)] for lane in scene.lanes)
-    growth = [b - a for curve in curves for a, b in pairwise(curve) if b > a]
+    growth: list[float] = []
+    for lane in scene.lanes:
+        amounts = [0.0, *(amount for _, amount in lane.curve)]
+        growth += [after - before for before, after in pairwise(amounts) if after > before]
     if scene.in_bytes:
         text += " Memory in bytes."
     elif growth:
@@ -147,7 +149,8 @@ def step_of(least: float) -> float:
     (5.0, 0.05, 100.0)
     """
     power = 10.0 ** floor(log10(least))
-    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+    steps = [power, 2 * power, 5 * power, 10 * power]
+    return next(step for step in steps if step >= least * (1 - 1e-9))
 
 
 # ---- legends ----
@@ -268,7 +271,8 @@ def text_width(text: str, size: float) -> float:
     >>> text_width("11", 10) == 2 * text_width("1", 10)
     True
     """
-    return sum(_WIDTH.get(char, _OTHER) + _SPACING for char in text) * (0.72 * size / _CAPITAL)
+    scale = 0.72 * size / _CAPITAL
+    return sum(_WIDTH.get(char, _OTHER) + _SPACING for char in text) * scale
 
 
 def wrapped(text: str, size: float, space: float) -> Iterator[str]:

@@ -220,10 +220,11 @@ def _scene(timeline: Timeline) -> Scene:
             )
             for span in timeline.of_rank(rank)
         )
-        bubble = max(1 - timeline.busy[rank] / timeline.span, 0.0) if timeline.span else 0.0
+        busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
         curve = without_dips(timeline.curve(rank))
         peak = max((held for _, held in curve), default=0.0)
-        lanes.append(Lane(bars, tuple(_gaps(timeline, bars)), bubble, curve, peak))
+        gaps = tuple(_gaps(timeline, bars))
+        lanes.append(Lane(bars, gaps, max(1 - busy, 0.0), curve, peak))
     return Scene(timeline, tuple(lanes), max(shades[-1]) + 1)
 
 

@@ -126,13 +126,17 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
     dense = f.is_dense(scene)
     for rank, lane in enumerate(scene.lanes):
         y = rank * f.pitch
-        yield from _bands(lane, scene, f, y + f.lane) if dense else _bars(lane, scene, f, y)
+        if dense:
+            yield from _bands(lane, scene, f, y + f.lane)
+        else:
+            yield from _bars(lane, scene, f, y)
         if f.curve and lane.curve and scene.peak > 0:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
             curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
-            yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
+            start, end = tops[0][0], lane.bars[-1].end
+            yield Path([(start, foot), *tops, (end, foot)], "curve")
 
 
 def envelope(curve: Points, length: float) -> Points:
@@ -150,23 +154,30 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
         yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
     for bar in lane.bars:
-        long, height = (bar.end - bar.start) * f.scale, f.lane / len(bar.colours)
+        wide = (bar.end - bar.start) * f.scale
+        height = f.lane / len(bar.colours)
+        size = min(f.size, height - 2)
+        inset = min(0.5, wide / 8)
         hint = labels.hint(bar, scene) if f.hints else ""
-        for k, (part, colour) in enumerate(zip(bar.action.parts, bar.painted, strict=True)):
-            top = y + k * height
-            yield Rect(bar.start, bar.end, top, height, colour, hint, min(0.5, long / 8))
-            label, size = name(part, f.detail), min(f.size, height - 2)
-            if label and size >= 6.5 and f.letters * text_width(label, size) <= long:
+        top = y
+        for part, colour in zip(bar.action.parts, bar.painted, strict=True):
+            yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
+            label = name(part, f.detail)
+            if label and size >= 6.5 and f.letters * text_width(label, size) <= wide:
                 middle = (bar.start + bar.end) / 2
-                yield Label(middle, top + height / 2, label, size, colour, long - 2)
+                yield Label(middle, top + height / 2, label, size, colour, wide - 2)
+            top += height
 
 
 # ---- shares of time ----
 def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     """The shares of a dense lane, the upper ones first, each over all of those below it."""
     length = piece(scene, f.scale)
-    edges = [min(k * length, scene.total) for k in range(ceil(scene.total / length - 1e-9) + 1)]
-    work = [(a, b, f"{key[0]}0" if key[0] in OPS else key) for a, b, key in busy(lane)]
+    count = ceil(scene.total / length - 1e-9)
+    edges = [min(k * length, scene.total) for k in range(count + 1)]
+    work: list[Interval] = []
+    for start, end, key in busy(lane):  # shades are not told apart
+        work.append((start, end, f"{key[0]}0" if key[0] in OPS else key))
     parts = shares([*work, *lane.gaps], edges)
     heights = [0.0] * len(parts)
     areas: list[Path] = []
@@ -184,7 +195,7 @@ def piece(scene: Scene, scale: float) -> float:
     """The length of a piece: the work of a rank on a whole number of microbatches, so that a steady
     phase is even.
     """
-    work = sum(scene.timeline.busy) / max(scene.microbatches, 1) / max(len(scene.lanes), 1)
+    work = sum(scene.timeline.busy) / (scene.microbatches * len(scene.lanes) or 1)
     if work <= 0 or work * scale > 4 * LEAST:
         return LEAST / scale
     return work * ceil(LEAST / (work * scale))
@@ -208,8 +219,10 @@ def shares(intervals: Iterable[Interval], edges: Sequence[float]) -> list[defaul
     """
     pieces: list[defaultdict[str, float]] = [defaultdict(float) for _ in edges[1:]]
     for start, end, key in intervals:
-        first, stop = bisect_right(edges, start) - 1, bisect_left(edges, end)
-        for at in range(max(first, 0), min(stop, len(pieces))):
+        first = max(bisect_right(edges, start) - 1, 0)
+        stop = min(bisect_left(edges, end), len(pieces))
+        for at in range(first, stop):
             low, high = edges[at], edges[at + 1]
-            pieces[at][key] += (min(end, high) - max(start, low)) / (high - low)
+            inside = min(end, high) - max(start, low)
+            pieces[at][key] += inside / (high - low)
     return pieces

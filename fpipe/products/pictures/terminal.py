@@ -17,7 +17,7 @@ from math import ceil, floor
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
-from ...actions import number
+from ...actions import OPS, number
 from . import labels
 from .colours import ink, palette
 from .scene import Lane, Scenes
@@ -25,7 +25,13 @@ from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
-LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, 50), (2, 400))
+LAYOUTS = (
+    (3, 0),
+    (2, 0),
+    (3, 24),
+    (2, 50),
+    (2, 400),
+)
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
@@ -84,18 +90,20 @@ def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
     cells = max(scene.total for scene in scenes) / cell
     unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
     for detail, budget in LAYOUTS:
-        need = max(len(name) for scene in scenes for name in labels.short_names(scene, detail)) + 1
+        names = (name for scene in scenes for name in labels.short_names(scene, detail))
+        need = max(map(len, names)) + 1
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
         if panels <= 1:  # whole columns per cell where they fill most of the width
-            most = columns / cells if cells else WIDEST_CELL
-            scale = min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
-            return _Layout(colours, margin, detail, scale, columns, 1)
+            wide = min(columns / cells, WIDEST_CELL) if cells else WIDEST_CELL
+            wide = floor(wide + 1e-9) if wide >= 2 else wide
+            return _Layout(colours, margin, detail, wide / cell, columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
-    return _Layout(colours, margin, 0, columns / cells / cell if cells else 1.0, columns, 1)
+    scale = columns / cells / cell if cells else 1.0
+    return _Layout(colours, margin, 0, scale, columns, 1)
 
 
 def _axis(layout: _Layout, first: int, stop: int) -> str:
@@ -119,13 +127,17 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, layout)
-    mark, fill, idle = ("▏", " ", " ") if layout.colours else ("", "-", ".")
+    mark, fill, idle = "", "-", "."
+    if layout.colours:
+        mark, fill, idle = "▏", " ", " "
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
-        start, stop = round(bar.start * layout.scale), min(round(bar.end * layout.scale), len(row))
+        start = round(bar.start * layout.scale)
+        wide = min(round(bar.end * layout.scale), len(row)) - start
         count = len(bar.colours)
         for k, part in enumerate(bar.action.parts):
-            a, b = (start + (stop - start) * at // count for at in (k, k + 1))
+            a = start + wide * k // count
+            b = start + wide * (k + 1) // count
             low, high = _piece(a, b, layout.columns)
             label, end = labels.name(part, layout.detail), ""
             if not layout.colours:
@@ -147,7 +159,9 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     that it does not.
     """
     cut = min((a // columns + 1) * columns, b)
-    return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
+    if cut - a >= b - cut:
+        return 0, cut - a
+    return cut - a, b - a
 
 
 def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
@@ -172,14 +186,17 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
 def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]:
     """The lines of the legend."""
     shades = max(scene.shades for scene in scenes)
-    items: list[list[Cell]] = []
-    for keys, text in labels.kinds(scenes, shades):
-        swatch = [cell for key in keys for cell in _cells(f"{key[0]} ", key)]
-        items.append((swatch if layout.colours else swatch[:1]) + _cells(f" {text}"))
+    entries = [*labels.kinds(scenes, shades)]
     if layout.colours:
-        for keys, text in (entry for scene in scenes for entry in labels.tints(scene)):
-            items.append([cell for key in keys for cell in _cells("  ", key)] + _cells(f" {text}"))
-    elif shades == 2 and layout.detail < 3:
+        entries += [entry for scene in scenes for entry in labels.tints(scene)]
+    items: list[list[Cell]] = []
+    for keys, text in entries:
+        letter = keys[0][0] if keys[0][0] in OPS else " "
+        swatch = [cell for key in keys for cell in _cells(f"{letter} ", key)]
+        if not layout.colours:
+            swatch = swatch[:1]
+        items.append(swatch + _cells(f" {text}"))
+    if not layout.colours and shades == 2 and layout.detail < 3:
         items.append(_cells("small letters: a rank's other stage"))
     line: list[Cell] = []
     for item in items:

@@ -21,7 +21,9 @@ _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 
 def paint(scenes: Scenes, look: Look) -> str:
     """The file's text."""
-    events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
+    events: list[Event] = []
+    for k, scene in enumerate(scenes):
+        events += _events(k, scene)
     trace = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(trace, separators=(",", ":"))
 
@@ -30,7 +32,8 @@ def _events(pid: int, scene: Scene) -> Iterator[Event]:
     scale = _SCALE.get(scene.timeline.unit, 1e3)
 
     def event(phase: str, rank: int, name: str, time: float, **rest: object) -> Event:
-        return {"ph": phase, "pid": pid, "tid": rank, "ts": time * scale, "name": name, **rest}
+        place = {"pid": pid, "tid": rank, "ts": time * scale}
+        return {"ph": phase, **place, "name": name, **rest}
 
     yield event("M", 0, "process_name", 0, args={"name": scene.name})
     for rank, lane in enumerate(scene.lanes):
