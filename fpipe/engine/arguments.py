@@ -8,7 +8,6 @@ register.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +17,11 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..errors import BatchError, StageError
-from ..generators.forward import forwards_first
+from ..generators.forward import forwards_first, forwards_of
 from ..programs.internals import ambient
 from ..tree import AbstractTree, Structure, Tree
-from .config import Config, check_seed
+from . import mistakes, side_inputs
+from .config import Config
 from .execute import DEBUGGING
 from .parts import Parts, Weights, count
 from .request import Kind, Mode, Request
@@ -85,26 +84,23 @@ class Call:
     ) -> Call:
         """Check the arguments of a call and cut its batch."""
         config.check_params(params)
-        _check_options(config, has_aux, each, loss_scale)
+        if has_aux or each is not None or loss_scale is not None:
+            mistakes.check_call(config.loss is not None, has_aux, each, loss_scale)
         side = dict(side)
-        state = _state(config, side.pop("state", None)) if config.stateful else None
+        state = side_inputs.states(config, side.pop("state", None)) if config.stateful else None
         if config.loss is None and targets:
-            raise BatchError(
-                f"{len(targets)} targets were given, but the pipeline has no loss; say "
-                "pipeline(..., loss=)"
-            )
+            raise mistakes.no_loss_for(targets)
         m = count([x, *targets, *side.values()], config.microbatches)
         k = config.slices
         batch = Parts(x, m, "x", slices=k)
         parts = tuple(Parts(target, m, f"target {i}", slices=k) for i, target in enumerate(targets))
-        _check_sliced(batch, k)
-        _check_sides(config, side)
-        sides = {
-            name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()
-        }
+        if k > 1 and not batch.absent:
+            mistakes.check_sliced(batch.leaves, k)
+        sides = side_inputs.cut(config, side, m) if side else {}
         if any(part.absent for part in (batch, *parts, *sides.values())):
             feature("elsewhere.arguments").check(config, batch, parts, sides)
-        check_seed(seed)
+        if seed is not None:
+            mistakes.check_seed(seed)
         seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
         state_leaves = {} if state is None else {s: tree.flatten(state[s]) for s in config.here}
@@ -148,7 +144,7 @@ class Call:
         """The arguments that are elsewhere."""
         return [part.name for part in self.batch_parts if part.absent]
 
-    def _abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
+    def abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
         """A microbatch of an argument, as another process described it where it is elsewhere."""
         if part.absent and part.name in self.offers:
             trees = self.offers[part.name]
@@ -157,25 +153,12 @@ class Call:
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     # ---- its parts ----
-    def side_inputs(self, stage: int, mb: int) -> dict[str, Tree]:
-        """The side inputs of a stage, or of the loss (one past the last stage), for one
-        microbatch.
-        """
-        return {
-            name: self.sides[name].tree(mb)
-            for name in self.config.sides[stage]
-            if name in self.sides
-        }
-
     @cached_property
     def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
         """The leaves of the side inputs by stage and microbatch."""
         if not self.sides:
             return {}
-        takers = [stage for stage, names in enumerate(self.config.sides) if names]
-        return {
-            (s, m): tree.leaves(self.side_inputs(s, m)) for s in takers for m in range(self.number)
-        }
+        return side_inputs.leaves(self.config.sides, self.sides, self.number)
 
     @property
     def batch_leaves(self) -> list[Any]:
@@ -225,12 +208,7 @@ class Call:
         for name, leaves in named:
             for leaf in filter(tree.is_tensor, leaves):
                 if leaf.device.type not in ("cpu", *devices):
-                    return (
-                        f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on "
-                        f"{' and '.join(map(str, devices.values()))}; give tensors with numbers "
-                        "in them, on the CPU or "
-                        "where the rank is"
-                    )
+                    return mistakes.misplaced(name, leaf, group, [*devices.values()])
         return None
 
     @property
@@ -247,19 +225,8 @@ class Call:
         try:
             return self._signature()
         except RuntimeError as error:  # torch has no strides for these
-            every = [
-                *(leaf for leaves, _ in self.leaves.values() for leaf in leaves),
-                *self.batch_leaves,
-            ]
-            layouts = {str(leaf.layout) for leaf in every if tree.is_tensor(leaf)} - {
-                "torch.strided"
-            }
-            raise BatchError(
-                f"an argument has the layout {', '.join(sorted(layouts))}, and a tensor without "
-                "strides cannot be an "
-                "argument of a stage; give its parts (crow_indices, col_indices and values, "
-                "say), or to_dense() of it"
-            ) from error
+            params = (leaf for leaves, _ in self.leaves.values() for leaf in leaves)
+            raise mistakes.without_strides([*params, *self.batch_leaves]) from error
 
     def _signature(self) -> tuple[Any, ...]:
         structures: list[Any] = []
@@ -308,7 +275,7 @@ class Call:
             [self._kind(m, dx) for m in range(chain if uniform else self.number)], chain
         )
         if not training:
-            schedule = config.forwards_for(self.microbatches)
+            schedule = forwards_of(schedule, config.schedule)
         elif self.mode == "vjp":
             schedule = forwards_first(schedule)
         return Request(
@@ -328,78 +295,15 @@ class Call:
         )
 
     def _kind(self, m: int, dx: bool) -> Kind:
-        x = self._abstract(self.x, m, dx)
-        targets = tuple(self._abstract(target, m) for target in self.targets)
-        return x, targets, tuple(self._abstract_sides(s, m) for s in range(self.config.stages + 1))
-
-    def _abstract_sides(self, stage: int, m: int) -> AbstractTree:
-        """The side inputs of a stage, or of the loss, for one microbatch."""
-        sides = self.side_inputs(stage, m)
-        for name in sides:
-            part = self.sides[name]
-            if part.absent and part.name in self.offers:
-                found = self._abstract(part, m)
-                empty = (
-                    torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
-                    for a in found.avals.values()
-                )
-                sides[name] = found.fill(empty)
-        return AbstractTree.of(sides)
-
-
-# ---- checks ----
-def _check_options(config: Config, has_aux: bool, each: Each | None, scale: LossScale) -> None:
-    if has_aux and config.loss is None:
-        raise BatchError(
-            "has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)"
-        )
-    if each is not None and not callable(each):
-        loss = "" if config.loss is None else ", what the loss returned"
-        raise BatchError(
-            f"each={each!r}; give a function of (the microbatch's number, its output{loss})"
-        )
-    if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
-        return
-    if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
-        raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
-
-
-def _check_sliced(x: Parts, slices: int) -> None:
-    """Raise BatchError where nothing of x is cut: each slice would be the whole."""
-    tensors = [leaf for leaf in x.leaves if isinstance(leaf, torch.Tensor)]
-    if slices > 1 and not x.absent and all(leaf.dim() < 2 for leaf in tensors):
-        raise BatchError(
-            f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give "
-            "it one, or leave out "
-            "slices="
-        )
-
-
-def _state(config: Config, state: Sequence[Tree] | None) -> Sequence[Tree]:
-    if state is None:
-        return [stage.initial_state for stage in config.functions]
-    if not isinstance(state, (list, tuple)) or len(state) != config.stages:
-        raise StageError(
-            f"state must be a list with one entry for each of the {config.stages} stages, None "
-            "where none"
-        )
-    return state
-
-
-def _check_sides(config: Config, side: Mapping[str, Tree]) -> None:
-    if not side:
-        return
-    known = {
-        name for names in (*config.sides, getattr(config.reduction, "sides", ())) for name in names
-    }
-    for name in side:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise BatchError(
-                f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
-                f"{', '.join(sorted(known)) or 'none'})"
-            )
+        x = self.abstract(self.x, m, dx)
+        targets = tuple(self.abstract(target, m) for target in self.targets)
+        takers = range(self.config.stages + 1)
+        if not self.sides:
+            return x, targets, tuple(AbstractTree.of({}) for _ in takers)
+        names = self.config.sides
+        abstract = side_inputs.abstract
+        sides = tuple(abstract(names[s], self.sides, m, self.offers) for s in takers)
+        return x, targets, sides
 
 
 def _kinds(found: Sequence[Kind], chain: int) -> tuple[list[Kind], list[int]]:

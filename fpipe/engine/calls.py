@@ -14,17 +14,19 @@ from typing import Any, TypeAlias
 import torch
 
 from ..actions.product import feature
-from ..errors import GroupError, StageError
+from ..errors import GroupError
 from ..lowering.instruction import Registers
 from ..programs.internals import transforming, without_autocast
 from ..programs.signature import stage_that_runs
 from ..tree import Tree
+from . import mistakes
 from .arguments import Call
 from .config import Config
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
+from .first_call import refused
 from .outputs import Outputs, input_grads, of, outputs
-from .plan_cache import Cache, CachedPlans, refused
+from .plan_cache import Cache, CachedPlans
 from .results import Results
 
 AllRegisters: TypeAlias = dict[int, Registers]
@@ -65,13 +67,7 @@ def surrounded() -> bool:
 def refuse_surrounded() -> None:
     """Raise StageError inside a stage, a loss or a torch.func transform."""
     if surrounded():
-        stage = stage_that_runs()
-        where = "a torch.func transform" if stage is None else f"stage {stage}"
-        raise StageError(
-            f"a plan cannot run inside {where}, which would not see its gradients; call the "
-            "pipeline, fpipe.grad or "
-            "fpipe.value_and_grad there, or torch.func's transforms of them"
-        )
+        raise mistakes.surrounded(stage_that_runs())
 
 
 def observed() -> bool:

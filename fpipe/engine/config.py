@@ -10,34 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from numbers import Integral
-from os import PathLike
 from threading import get_ident
-from typing import Any, Literal, TypeAlias, get_args
+from types import FunctionType
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from .. import tree
-from ..actions.product import feature
-from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import GroupError, StageError, WeaveError
 from ..generators import Source, is_path, schedule_from
-from ..generators.forward import forwards_alone
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Stage
 from ..tree import Tree
+from . import mistakes
 from .choice import Chosen
 from .copies import Copies
-from .microbatches import Reduction, Weighted
+from .microbatches import Reduction
 from .options import Option, Overlap
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
 Loss: TypeAlias = Callable[..., Any] | Stage
-
-#: Names that a call takes itself, so that no stage can have a side input of that name.
-RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,53 +56,9 @@ class Config:
     capture: bool = False
     more: tuple[Option, ...] = ()  # those of passes
 
-    def __post_init__(self) -> None:
-        if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
-            raise StageError(
-                f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more"
-            )
-        for index, stage in enumerate(self.functions):
-            if stage.carry or stage.initial_carry is not MISSING:
-                feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
-        if isinstance(self.loss, Stage) and self.loss.carry:
-            raise StageError(
-                "the loss has carry=True, and only stages have carries; return what it needs "
-                "from a stage"
-            )
-        if self.loss is not None and not callable(self.loss):
-            raise StageError(
-                f"loss={self.loss!r}; give a function loss(y, *targets) that returns a scalar, or "
-                "None"
-            )
-        if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
-            raise StageError(
-                f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)"
-            )
-        if self.outputs not in get_args(Outputs):
-            raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
-        if self.overlap not in get_args(Overlap):
-            raise WeaveError(f"overlap={self.overlap!r}; give 'weave' or 'sequential'")
-        if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
-            raise StageError(
-                f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32"
-            )
-        check_seed(self.seed)
-        if self.tied:
-            feature("ties").check_frozen_alike(self.tied, self.frozen)
-        if self.capture:
-            feature("capture.steps").check(self.group, self.copies is not None)
-        for name in {name for names in self.sides for name in names} & RESERVED:
-            raise StageError(
-                f"{name!r} cannot be a side input, since a call has an argument of that name; "
-                "rename it"
-            )
-
     def __repr__(self) -> str:
-        name = (
-            self.schedule
-            if isinstance(self.schedule, str)
-            else getattr(self.schedule, "name", "custom")
-        )
+        name = getattr(self.schedule, "name", "custom")
+        name = self.schedule if isinstance(self.schedule, str) else name
         name = "auto" if isinstance(self.schedule, Chosen) else name
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
@@ -123,6 +72,17 @@ class Config:
     def identity(self) -> object:
         """What is of this pipeline alone, and keeps nothing of it alive."""
         return object()
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether there is nothing to check: options that are not given, plain functions, and the
+        name of a schedule.
+        """
+        given = any(getattr(self, name) != default for name, default in DEFAULTS.items())
+        special = any(stage.initial_carry is not MISSING for stage in self.functions)
+        function = self.loss is None or isinstance(self.loss, FunctionType)
+        named = isinstance(self.schedule, str) and function
+        return named and not (given or special or self.carries or any(self.sides))
 
     @cached_property
     def stateful(self) -> bool:
@@ -150,22 +110,6 @@ class Config:
     def schedule_for(self) -> Callable[[int], Schedule]:
         """The checked schedule for a number of microbatches; each is generated once."""
         made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
-        return made if isinstance(self.schedule, Chosen) else lru_cache(maxsize=None)(made)
-
-    @cached_property
-    def forwards_for(self) -> Callable[[int], Schedule]:
-        """The schedule of forwards alone for a number of microbatches; one that the caller gave
-        keeps its order.
-        """
-        name = isinstance(self.schedule, str) and not is_path(self.schedule)
-
-        def made(number):
-            return (
-                forwards_alone(self.schedule_for(number))
-                if name
-                else self.schedule_for(number).only("F")
-            )
-
         return made if isinstance(self.schedule, Chosen) else lru_cache(maxsize=None)(made)
 
     @cached_property
@@ -215,60 +159,28 @@ class Config:
     def check_params(self, params: Sequence[Tree]) -> None:
         """Raise StageError where params is not one entry per stage."""
         if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            got = (
-                f"{len(params)} entries"
-                if isinstance(params, (list, tuple))
-                else f"a {type(params).__name__}"
-            )
-            raise StageError(
-                f"params must be a list with one pytree for each of the {self.stages} stages, in "
-                f"stage order; got {got}"
-            )
+            raise mistakes.wrong_params(params, self.stages)
 
 
-def check_seed(seed: object) -> None:
-    """Raise StageError for a seed that is no integer: the text of another value may differ between
-    ranks.
-    """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
-        raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
+#: The values of options that need no check.
+DEFAULTS = {
+    "sliced": None,
+    "reduction": "mean",
+    "seed": None,
+    "tied": (),
+    "outputs": "zeros",
+    "accumulate": None,
+}
 
 
 def _schedule_for(
     source: Source, ranks: int, stages: int, slices: int | None, microbatches: int
 ) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
-    if not isinstance(source, (str, PathLike, Schedule)) and not callable(source):
-        raise StageError(
-            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
-            "microbatches)"
-        )
     schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)
-    if slices not in (None, schedule.slices):
-        remedy = (
-            f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
-        )
-        raise StageError(
-            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a "
-            f"microbatch; give {remedy}, "
-            "or a name, which is made with as many"
-        )
-    if schedule.ranks != ranks:
-        raise StageError(
-            f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree"
-        )
-    if schedule.stages != stages:
-        raise StageError(
-            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many "
-            "stages as it runs, "
-            "or make_schedule(..., stages=)"
-        )
-    if schedule.microbatches != microbatches:
-        raise StageError(
-            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are "
-            "run; "
-            "say microbatches= as the schedule does, or give a name or a function"
-        )
+    wanted = (ranks, stages, microbatches, slices or schedule.slices)
+    if (schedule.ranks, schedule.stages, schedule.microbatches, schedule.slices) != wanted:
+        raise mistakes.wrong_schedule(schedule, *wanted)
     return schedule.check()
 
 
@@ -303,21 +215,8 @@ class Claim:
             if other is not caller:
                 for taken in self.groups[: self.groups.index(group)]:
                     del taken.__dict__[_CALLER]
-                raise _in_use(group, other == caller)
+                raise mistakes.in_use(group, other == caller)
 
     def __exit__(self, *error: object) -> None:
         for group in self.groups:
             del group.__dict__[_CALLER]
-
-
-def _in_use(group: Group, nested: bool) -> GroupError:
-    if nested:
-        return GroupError(
-            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= "
-            "this one comes; run "
-            "the inner pipeline on a group of its own, or after the outer call"
-        )
-    return GroupError(
-        f"{group!r} is in use by another thread; give each thread a group of its own, or let the "
-        "threads take turns"
-    )

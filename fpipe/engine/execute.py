@@ -19,10 +19,11 @@ from typing import TypeAlias
 
 from ..actions.product import feature
 from ..collectives.group import Group, Work
-from ..errors import ActionError, DeadlockError, FpipeError, StageError
+from ..errors import ActionError, FpipeError, StageError
 from ..lowering.instruction import Machine, Registers, StepFn
 from ..lowering.instructions import nothing
 from ..lowering.plan import Plan
+from .mistakes import deadlock
 
 #: Steps with the numbers of their instructions.
 Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
@@ -118,8 +119,4 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
             except StopIteration:
                 del waiting[rank]
         if not moved:
-            ranks = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
-            raise DeadlockError(
-                f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule "
-                "before it runs"
-            )
+            raise deadlock(f"rank {rank}: {describe(rank)}" for rank in waiting)

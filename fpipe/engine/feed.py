@@ -76,11 +76,6 @@ class Feeder:
                     weights.cotangent(mb, dtype, self.device) if common is None else common
                 )
 
-    def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
-        """Write the cotangents of the outputs into the registers."""
-        for slot, mb, index in self.cotangents:
-            r.slots[slot] = cotangents[mb][index].detach().to(self.device)
-
 
 def _source(key: Key, prepared: Prepared) -> tuple[object, Table, Any, int]:
     """The table that holds a fed value, by what identifies it and as a function of the call; the

@@ -6,6 +6,7 @@ and complete arguments that only some of them have. Knows calls and facts; no pl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from .kinds import TracedKind
 from .prepare import Prepared
 from .request import Request
 
+#: The number that stands for None in the words of calls.
+_NONE = -(2**60)
 #: The word of a call that has no plans yet.
 NEW = 1
 
@@ -103,3 +106,27 @@ def compare_copies(config: Config) -> None:
             "the stages here": str(config.here),
         },
     )
+
+
+# ---- every call ----
+def enter(call: Call, known: Facts, tag: int, number: int, pullback: int) -> int:
+    """Announce a call that runs plans with this tag, which were prepared for an earlier call, or
+    the pullback of a call; returns its number.
+    """
+    seed, scale = call.seed, call.scale
+
+    def described() -> Facts:
+        facts = of_call(known, seed, scale, f"those prepared for call {number}")
+        return facts if pullback < 0 else facts | {"call": f"the pullback of call {pullback}"}
+
+    # The hash of None is an address.
+    numbers = (_NONE if value is None else value for value in (seed, scale))
+    return call.config.group.enter(hash((tag, pullback, *numbers)), described)
+
+
+def refused(config: Config, error: Exception) -> None:
+    """Report to the other ranks that this one raised before it announced a call."""
+    with suppress(RuntimeError):  # of the group or the store: the next call raises it
+        config.group.refuse(error)
+    if config.copies is not None:
+        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one

@@ -7,6 +7,7 @@ converted here. This module must not know groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import StageError
@@ -36,6 +37,16 @@ def from_data(data: Data) -> Interface:
     y, plain, state = data
     state = None if state is None else tree_from_data(state)
     return Interface(tree_from_data(y), **dict(zip(_PLAIN, plain, strict=True)), state=state)
+
+
+def news_as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Data]]:
+    """Interfaces of stages, by kind of microbatch, as data."""
+    return [{stage: as_data(new) for stage, new in of_kind.items()} for of_kind in news]
+
+
+def news_from_data(news: Any) -> list[Mapping[int, Interface]]:
+    """The interfaces that :func:`news_as_data` converted."""
+    return [{stage: from_data(new) for stage, new in of_kind.items()} for of_kind in news]
 
 
 _PLAIN = ("ys", "dxs", "dys", "takes_x", "takes_dy", "aux", "leaves")

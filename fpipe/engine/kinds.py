@@ -27,6 +27,7 @@ from ..programs.signature import check_scalar, loss_stage
 from ..stage import Stage
 from ..tree import AbstractTree
 from .config import Config
+from .mistakes import no_params
 from .request import Kind, Request
 
 #: The programs of stages by device.
@@ -141,11 +142,7 @@ def with_stage(
     """
     ranks, params = ranks_here(config, request, stage), request.params[stage]
     if params is None:
-        raise StageError(
-            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters "
-            "are missing; "
-            "give params one entry per stage (pipe.place keeps those that are on this process)"
-        )
+        raise no_params(stage, ranks[0])
     x, function = (
         traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0],
         config.functions[stage],

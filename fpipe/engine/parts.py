@@ -7,9 +7,11 @@ passed to every microbatch as they are. Knows no stages and no ranks.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from ctypes import c_float
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..errors import BatchError
 from ..tree import Tree
-from .microbatches import Absent, Microbatches
+from . import mistakes
+from .microbatches import Absent, Microbatches, count_of, each_of
 
 
 def count(batches: Sequence[Tree], microbatches: int | None) -> int:
@@ -29,35 +31,10 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
     >>> count([Microbatches([1, 2, 3]), torch.ones(4)], 4)
     3
     """
-    counts = {len(b) for b in batches if isinstance(b, Microbatches)}
-    if len(counts) > 1:
-        raise BatchError(
-            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
-        )
-    if counts:
-        return counts.pop()
-    if microbatches is None:
-        raise BatchError(
-            "how many microbatches? say pipeline(..., microbatches=8) or pass "
-            "fpipe.Microbatches([...])"
-        )
+    given = [batch for batch in batches if isinstance(batch, Microbatches)]
+    if given or microbatches is None:
+        return count_of(given)
     return microbatches
-
-
-def split(batch: Tree, parts: int, name: str = "the batch") -> list[Tree]:
-    """Cut a batch into ``parts`` equal pytrees (views of the user's tensors).
-
-    >>> [b["x"].tolist() for b in split({"x": torch.arange(4), "flag": True}, 2)]
-    [[0, 1], [2, 3]]
-    """
-    if isinstance(batch, Microbatches):
-        if len(batch) != parts:
-            raise BatchError(
-                f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}"
-            )
-        return list(batch)
-    flat = Parts(batch, parts, name)
-    return [flat.tree(mb) for mb in range(parts)]
 
 
 def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
@@ -67,27 +44,11 @@ def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
     return feature("elsewhere.arguments").stand_ins(leaves, name)
 
 
-def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
-    """Raise BatchError where a leaf cannot be cut into equal parts."""
-    if not isinstance(leaf, torch.Tensor) or (shared_scalars and leaf.dim() == 0):
-        return
-    if leaf.layout is not torch.strided:
-        raise BatchError(
-            f"{name} holds a tensor of layout {leaf.layout}, which cannot be cut into {parts} "
-            "microbatches; "
-            "pass fpipe.Microbatches([...]), or to_dense() of it"
-        )
+def _can_cut(leaf: torch.Tensor, parts: int, shared_scalars: bool) -> bool:
+    """Whether a tensor has equal parts, or is the same for all."""
     if leaf.dim() == 0:
-        raise BatchError(
-            f"{name} holds a tensor without axes, which cannot be cut into {parts} microbatches; "
-            "give it a batch axis, or pass a Python number to give every microbatch the same"
-        )
-    if leaf.shape[0] % parts:
-        raise BatchError(
-            f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change "
-            "the batch or "
-            "microbatches=, or pass fpipe.Microbatches([...]) of any sizes"
-        )
+        return shared_scalars
+    return leaf.layout is torch.strided and leaf.shape[0] % parts == 0
 
 
 def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
@@ -119,14 +80,15 @@ class Parts:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
             self.specs = [self.structure] * (parts * slices)
-            for leaf in self.leaves:
-                _check_leaf(leaf, parts, name, shared_scalars)
+            for leaf in filter(tree.is_tensor, self.leaves):
+                if not _can_cut(leaf, parts, shared_scalars):
+                    raise mistakes.uncut(leaf, parts, name)
             if slices > 1:
                 feature("slicing").check(self.leaves, self.structure, name, slices)
         else:
             flat = [
                 (*tree.flatten(part), f"{name}[{m}]")
-                for m, part in enumerate(split(batch, parts, name))
+                for m, part in enumerate(each_of(batch, parts, name))
             ]
             rows = [_stand_ins(leaves, which) for leaves, _, which in flat]
             self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
@@ -173,21 +135,6 @@ class Weights:
     each: Sequence[torch.Tensor] = ()
     loss_scale: float | torch.Tensor | None = None
 
-    def scale(self, mb: int, like: torch.Tensor) -> float | torch.Tensor:
-        """The factor of a microbatch's loss."""
-        return self.number if self.number is not None else self.each[mb].to(like.dtype)
-
-    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The total of the microbatches' losses: each weighted, then added in order."""
-        weighted = [self._weighted(mb, loss) for mb, loss in enumerate(losses)]
-        return reduce(lambda total, loss: total + loss.to(total.device), weighted)
-
-    def _weighted(self, mb: int, loss: torch.Tensor) -> torch.Tensor:
-        scale = self.scale(mb, loss)
-        if not isinstance(scale, torch.Tensor):
-            return loss * scale
-        return torch.where(scale == 0, 0, loss * scale)  # a mean over nothing is NaN
-
     def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The cotangent of a microbatch's loss."""
         weight = self.number if self.number is not None else self.each[mb]
@@ -202,3 +149,45 @@ class Weights:
 @lru_cache(maxsize=256)
 def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(number, dtype=dtype, device=device)
+
+
+# ---- scalars ----
+# On a CPU they go through Python's own numbers, since a few operations on single elements cost as
+# much as a small stage. A product or a sum of two float32 numbers, taken in float64 and rounded
+# once, has the bits of float32's own.
+
+#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are
+#: float64.
+_NARROW = {torch.float64: False, torch.float32: True}
+
+
+def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
+    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn
+    adds them.
+
+    >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
+    tensor(1.5000)
+    """
+    where, dtype = values[0].device, values[0].dtype
+    narrow = _NARROW.get(dtype)
+    if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
+        total = _in_python([value.item() for value in values], weight, narrow)
+        return torch.full((), total, dtype=dtype, device="cpu")  # whatever the default device is
+    row = torch.stack([value.to(where) for value in values])
+    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
+    total = total.clone()
+    for value in rest:
+        total.add_(value)
+    return total
+
+
+def _in_python(numbers: Sequence[float], weight: float | None, narrow: bool) -> float:
+    if weight is not None:
+        weight = c_float(weight).value if narrow else weight
+        numbers = [number * weight for number in numbers]
+        numbers = array("f", numbers) if narrow else numbers
+    total = numbers[0]
+    for number in numbers[1:]:
+        total += number
+        total = c_float(total).value if narrow else total
+    return total

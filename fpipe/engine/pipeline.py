@@ -23,7 +23,7 @@ from ..generators import Source
 from ..schedule import Schedule
 from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, with_defaults
 from ..tree import Tree
-from . import calls
+from . import calls, option_checks
 from .arguments import Call, Each
 from .choice import Choice, Chosen
 from .config import Config, Loss, Outputs
@@ -360,32 +360,31 @@ def pipeline(
     if any(stage.compile for stage in functions):
         devices = map(group.device, group.here)
         functions = feature("compilers").without_unsafe_compilers(functions, devices, stacklevel=2)
-    return Pipeline(
-        Config(
-            tuple(functions),
-            schedule,
-            group,
-            loss=loss
-            if loss is None or engine == "trace"
-            else with_defaults(as_stage(loss), engine),
-            microbatches=microbatches,
-            reduction=reduction,
-            seed=seed,
-            frozen=(
-                *patterns("frozen", frozen),
-                *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen),
-            ),
-            tied=feature("ties").ties(parts, tied)
-            if tied != () or any(stage.ties for stage in parts)
-            else (),
-            outputs=outputs,
-            accumulate=accumulate,
-            overlap=overlap,
-            copies=_copies(dp, reduction),
-            sliced=slices,
-            more=options_of(more) if more else (),
-        )
+    config = Config(
+        tuple(functions),
+        schedule,
+        group,
+        loss=loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine),
+        microbatches=microbatches,
+        reduction=reduction,
+        seed=seed,
+        frozen=(
+            *patterns("frozen", frozen),
+            *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen),
+        ),
+        tied=feature("ties").ties(parts, tied)
+        if tied != () or any(stage.ties for stage in parts)
+        else (),
+        outputs=outputs,
+        accumulate=accumulate,
+        overlap=_overlap(overlap),
+        copies=_copies(dp, reduction),
+        sliced=slices,
+        more=options_of(more) if more else (),
     )
+    if not config.plain:
+        option_checks.check(config)
+    return Pipeline(config)
 
 
 def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:

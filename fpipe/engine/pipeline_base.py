@@ -16,6 +16,7 @@ from .. import tree
 from ..actions.product import feature, product
 from ..collectives.group import Group
 from ..errors import StageError
+from ..programs.wrappers import in_mode
 from ..schedule import Placement, Schedule
 from ..tree import Tree
 from . import calls
@@ -120,7 +121,13 @@ class PipelineBase:
         >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
         True
         """
-        return type(self)(*self.cache.in_mode(self.config, training))
+        modes = self.cache.modes
+        if training not in modes:
+            cache = Cache(self.cache.shares, self.cache.agreed)
+            cache.modes = modes
+            functions = tuple(in_mode(stage, training) for stage in self.config.functions)
+            modes[training] = replace(self.config, functions=functions), cache
+        return type(self)(*modes[training])
 
     def eval(self) -> Self:
         """The same pipeline with its modules in evaluation, as ``module.eval()``; see
@@ -158,6 +165,7 @@ class PipelineBase:
         ...
         fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
         """
+        feature("capture.steps").check(self.group, self.copies is not None)
         return type(self)(replace(self.config, capture=True))
 
     def _choose(

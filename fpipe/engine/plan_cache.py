@@ -6,22 +6,19 @@ Knows calls and plans; not what is done with them.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from ..collectives.group import Facts
 from ..errors import BatchError
 from ..programs.cache import Spent, measured
-from ..programs.wrappers import in_mode
+from . import mistakes
 from .arguments import Call
 from .config import Config
-from .facts import of_call
 from .feed import Feeder
-from .first_call import FirstCall, compare_copies
+from .first_call import FirstCall, compare_copies, enter, refused
 from .prepare import Prepared, prepare
 from .results import ResultLayout
 
@@ -30,8 +27,6 @@ KEPT = 128
 #: The number of plans after which a pipeline warns, once, if the later ones took more than these
 #: seconds.
 HINT, DEAR = 16, 10.0
-#: The number that stands for None in the words of calls.
-_NONE = -(2**60)
 #: How many earlier calls are looked at for plans that can be used again, and for sizes to expect.
 SEEN = 6
 
@@ -53,23 +48,7 @@ class CachedPlans:
         """
         if self.config.local:
             return 0
-        seed, scale = call.seed, call.scale
-        # The hash of None is an address.
-        word = hash(
-            (
-                self.prepared.tag,
-                pullback,
-                _NONE if seed is None else seed,
-                _NONE if scale is None else scale,
-            )
-        )
-        return self.config.group.enter(word, partial(self._described, seed, scale, pullback))
-
-    def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
-        described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
-        return (
-            described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
-        )
+        return enter(call, self.facts, self.prepared.tag, self.number, pullback)
 
     @cached_property
     def feeders(self) -> Mapping[int, Feeder]:
@@ -79,11 +58,6 @@ class CachedPlans:
             r: Feeder(plan, self.prepared, group.device(r))
             for r, plan in self.prepared.plans.items()
         }
-
-    @cached_property
-    def carried(self) -> Mapping[int, tuple[int, ...]]:
-        """The slots that are filled before the backwards and that these read, by rank."""
-        return {rank: plan.carried() for rank, plan in self.prepared.plans.items()}
 
     @cached_property
     def layout(self) -> ResultLayout:
@@ -103,15 +77,6 @@ class Cache:
         self.modes: dict[
             bool, tuple[Config, Cache]
         ] = {}  # of the same pipeline in training and in evaluation
-
-    def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:
-        """The configuration with its stages in a mode, and the cache of that pipeline."""
-        if training not in self.modes:
-            cache = Cache(self.shares, self.agreed)
-            cache.modes = self.modes
-            functions = tuple(in_mode(stage, training) for stage in config.functions)
-            self.modes[training] = replace(config, functions=functions), cache
-        return self.modes[training]
 
     def plans_for(self, call: Call) -> CachedPlans:
         """The plans of a call, prepared for the first of its signature."""
@@ -141,11 +106,7 @@ class Cache:
         try:
             cached = self.plans.get(key)
         except TypeError as error:
-            raise BatchError(
-                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass "
-                "tensors, numbers, strings "
-                'or None, or register its class (optree, namespace="fpipe")'
-            ) from error
+            raise mistakes.unhashable(error) from error
         if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
             self.plans[key] = self.plans.pop(key)
         return cached
@@ -156,7 +117,7 @@ class Cache:
             cached = self._prepared(call)
         cached = self.plans[key] = replace(cached, spent=sum(parts, Spent()))
         if len(self.plans) == HINT:
-            _hint([each.spent for each in self.plans.values()])
+            mistakes.warn_of_shapes([each.spent for each in self.plans.values()], DEAR)
         if len(self.plans) > KEPT:
             del self.plans[next(iter(self.plans))]
         return cached
@@ -181,25 +142,3 @@ class Cache:
         agreed = first.compared(latest)
         prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, latest)
         return CachedPlans(config, prepared, agreed.facts, agreed.number, call.misplaced())
-
-
-def _hint(spent: Sequence[Spent]) -> None:
-    """Warn of the price of many shapes, if it is one."""
-    total = sum(spent[1:], Spent())
-    if total.seconds > DEAR:
-        warnings.warn(
-            f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
-            "this took "
-            f"{total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer lengths; a "
-            "stage that is traced "
-            "for each length can name the axes that vary: fpipe.Stage(fn, dynamic=)",
-            stacklevel=2,
-        )
-
-
-def refused(config: Config, error: Exception) -> None:
-    """Report to the other ranks that this one raised before it announced a call."""
-    with suppress(RuntimeError):  # of the group or the store: the next call raises it
-        config.group.refuse(error)
-    if config.copies is not None:
-        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from .. import tree
 from ..actions.action import Fused
 from ..actions.dependencies import uncollected
 from ..actions.product import feature
 from ..actions.progress_line import noted
-from ..errors import MismatchError, StageError
+from ..errors import MismatchError
 from ..lowering.builder import lower
 from ..lowering.instruction import Machine
 from ..lowering.job import LoweringInput
@@ -33,6 +32,7 @@ from .config import Config
 from .execute import Executable, bind
 from .handshake import together
 from .kinds import TracedKind, advanced, in_turn, loss_programs
+from .option_checks import check_patterns
 from .request import Request
 
 S = TypeVar("S")
@@ -116,7 +116,8 @@ def lowering_inputs(
 ) -> dict[int, LoweringInput]:
     """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
     group, schedule = config.group, request.schedule
-    _check_patterns(config, traced[0].interfaces)
+    if config.frozen or config.copies is not None:
+        check_patterns(config, [interface.leaves for interface in traced[0].interfaces])
     inputs = {
         rank: LoweringInput(
             schedule,
@@ -286,29 +287,5 @@ def exchange(
         reached.append(after)
         return report
 
-    reports = together(config.group, work, _as_data, _from_data)
+    reports = together(config.group, work, interfaces.news_as_data, interfaces.news_from_data)
     return reached[0], reports
-
-
-def _as_data(news: Sequence[News]) -> list[dict[int, Any]]:
-    return [{stage: interfaces.as_data(new) for stage, new in each.items()} for each in news]
-
-
-def _from_data(news: Any) -> list[News]:
-    return [{stage: interfaces.from_data(new) for stage, new in each.items()} for each in news]
-
-
-def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:
-    """A pattern that matches no leaf is a mistake: what it should freeze, for instance, would be
-    trained.
-    """
-    names = [
-        f"{stage}.{leaf}" for stage, interface in enumerate(interfaces) for leaf in interface.leaves
-    ]
-    for option, patterns in (
-        ("frozen", config.frozen),
-        ("own", config.copies.own if config.copies else ()),
-    ):
-        fault = tree.unmatched(patterns, names)
-        if fault:
-            raise StageError(f"{option}={fault}")

@@ -5,17 +5,20 @@ plans; no schedules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import StageError
+from ..lowering.instruction import Registers
 from ..programs.internals import retaining, versions
 from ..tree import Tree
 from . import calls
 from .arguments import Call
 from .calls import AllRegisters
 from .cotangents import cotangents, on_replicas
+from .feed import Feeder
 from .outputs import Outputs, input_grads, outputs
-from .plan_cache import Cache, CachedPlans
+from .plan_cache import Cache
 from .signatures import Pullback
 
 
@@ -31,7 +34,9 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             y = outputs(results)
             y = y if call.state is None else (y, results.states())
     kept: list[AllRegisters] = [regs]
-    before = _versions(plans, regs)
+    # slots that are filled before the backwards and that these read
+    carried = {rank: plan.carried() for rank, plan in plans.prepared.plans.items()}
+    before = _versions(carried, regs)
 
     def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -44,7 +49,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         try:
             units = [plans.prepared.output(mb) for mb in range(call.number)]
             rows = cotangents(call, units, dy)
-            _check_unchanged(_versions(plans, kept[0]) == before)
+            _check_unchanged(_versions(carried, kept[0]) == before)
         except Exception as error:
             calls.refuse(call.config, error)
             raise
@@ -53,13 +58,17 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             plans.announce(call, number)
             with calls.Reported(call.config):
                 rows = on_replicas(call, units, rows)
-                calls.run(
-                    call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1
-                )
+                calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
                 results = Outputs(plans.layout, regs, call, weights, rows)
                 return results.param_grads(), input_grads(results)
 
     return y, pullback
+
+
+def _fill(feeder: Feeder, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
+    """Write the cotangents of the outputs into the registers."""
+    for slot, mb, index in feeder.cotangents:
+        r.slots[slot] = cotangents[mb][index].detach().to(feeder.device)
 
 
 def _check_unchanged(same: bool) -> None:
@@ -71,9 +80,6 @@ def _check_unchanged(same: bool) -> None:
         )
 
 
-def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
+def _versions(carried: Mapping[int, tuple[int, ...]], regs: AllRegisters) -> list[list[int]]:
     """How often each tensor that the backwards need was written to."""
-    return [
-        versions([regs[rank].slots[slot] for slot in slots])
-        for rank, slots in plans.carried.items()
-    ]
+    return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in carried.items()]

@@ -8,11 +8,9 @@ and registers; no schedule by name and no backend.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import c_float
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -25,9 +23,9 @@ from ..lowering.value_graph import ValueGraph, grad, reduced_grad
 from ..tree import Structure, Tree
 from .arguments import Call
 from .config import Config
-from .parts import Weights
+from .parts import Weights, added
 from .prepare import Prepared, sends_loss_early
-from .scalars import shared
+from .scalars import Scalars, gathered, shared, total_of
 
 
 class GradPlace(NamedTuple):
@@ -39,19 +37,6 @@ class GradPlace(NamedTuple):
 
     slot: int | None
     local: bool
-
-
-class Scalars(NamedTuple):
-    """The losses and auxiliary losses that a rank computes: each (stage, microbatch), and its slot
-    if the rank is here.
-
-    The stage of a loss is one past the last.
-    """
-
-    rank: int
-    places: Sequence[tuple[int, int]]
-    dtypes: Sequence[torch.dtype]
-    slots: Sequence[int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,45 +194,19 @@ class Results:
 
     def pipeline_loss(self) -> torch.Tensor:
         """The total of this copy of the pipeline, received where other ranks compute it."""
-        for r in self.regs.values():
-            if r.loss is not None:  # it was sent during the plan
-                return r.loss
+        sent = [r.loss for r in self.regs.values() if r.loss is not None]  # during the plan
+        if sent:
+            return sent[0]
         layout, weights = self.layout, self.weights
         if layout.losses is not None and weights is not None and weights.number is not None:
             rank, places = layout.losses
             slots = self.regs[rank].slots
             total = added([slots[place] for place in places], weights.number)
-            return self._share_scalars([total], [layout.loss_dtype], rank)[0]
-        by_rank, scalars = layout.scalars, dict[tuple[int, int], torch.Tensor]()
-        for rank, places, dtypes, slots in by_rank:
-            values = None if slots is None else [self.regs[rank].slots[slot] for slot in slots]
-            if len(by_rank) == 1:  # this rank adds them up and sends the total
-                total = (
-                    None
-                    if values is None
-                    else [self._total(dict(zip(places, values, strict=True)))]
-                )
-                return self._share_scalars(total, [layout.loss_dtype], rank)[0]
-            scalars |= zip(places, self._share_scalars(values, dtypes, rank), strict=True)
-        return self._total(scalars)
+            return self.share([total], [layout.loss_dtype], rank)[0]
+        add = partial(total_of, weights=weights, with_aux=layout.aux_stages, stages=self.stages)
+        return gathered(layout.scalars, self.regs, self.share, add)
 
-    def _total(self, scalars: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-        """The weighted sum of scalars by (stage, microbatch), the losses under one stage past the
-        last.
-        """
-        weights = self.weights
-        assert weights is not None
-        with_aux = self.layout.aux_stages
-        if weights.number is not None and not with_aux:
-            return added([scalars[self.stages, mb] for mb in range(self.number)], weights.number)
-        losses = []
-        for mb in range(self.number):
-            value = scalars[self.stages, mb]
-            extras = [scalars[s, mb].to(value.device) for s in with_aux if (s, mb) in scalars]
-            losses.append(value + reduce(torch.add, extras) if extras else value)
-        return weights.sum(losses)
-
-    def _share_scalars(
+    def share(
         self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
     ) -> Sequence[torch.Tensor]:
         """A rank's scalars on every rank."""
@@ -284,45 +243,3 @@ class Results:
         copies.
         """
         return grad if self.config.copies is None else self.config.copies.divided(grad)
-
-
-# ---- scalars ----
-# On a CPU they go through Python's own numbers, since a few operations on single elements cost as
-# much as a small stage. A product or a sum of two float32 numbers, taken in float64 and rounded
-# once, has the bits of float32's own.
-
-#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are
-#: float64.
-_NARROW = {torch.float64: False, torch.float32: True}
-
-
-def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
-    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn
-    adds them.
-
-    >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
-    tensor(1.5000)
-    """
-    where, dtype = values[0].device, values[0].dtype
-    narrow = _NARROW.get(dtype)
-    if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
-        total = _in_python([value.item() for value in values], weight, narrow)
-        return torch.full((), total, dtype=dtype, device="cpu")  # whatever the default device is
-    row = torch.stack([value.to(where) for value in values])
-    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
-    total = total.clone()
-    for value in rest:
-        total.add_(value)
-    return total
-
-
-def _in_python(numbers: Sequence[float], weight: float | None, narrow: bool) -> float:
-    if weight is not None:
-        weight = c_float(weight).value if narrow else weight
-        numbers = [number * weight for number in numbers]
-        numbers = array("f", numbers) if narrow else numbers
-    total = numbers[0]
-    for number in numbers[1:]:
-        total += number
-        total = c_float(total).value if narrow else total
-    return total

@@ -28,6 +28,7 @@ from collections import deque
 from ..actions.action import Action, plain
 from ..actions.costs import Costs
 from ..schedule import Schedule
+from .catalogue import is_path
 
 
 def forwards_alone(schedule: Schedule) -> Schedule:
@@ -47,6 +48,14 @@ def forwards_alone(schedule: Schedule) -> Schedule:
     other = Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
     costs = Costs()
     return other if other.simulate(costs).total < forwards.simulate(costs).total else forwards
+
+
+def forwards_of(schedule: Schedule, source: object) -> Schedule:
+    """The schedule of forwards alone of a pipeline with this schedule, from that source; one that
+    the caller gave, or a file has, keeps its order.
+    """
+    named = isinstance(source, str) and not is_path(source)
+    return forwards_alone(schedule) if named else schedule.only("F")
 
 
 def _as_they_come(schedule: Schedule) -> list[list[Action]]:

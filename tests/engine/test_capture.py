@@ -58,7 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     one = Recorder()
     monkeypatch.setattr(graphs, "recorder", lambda device: one)
     # On a device, a mean of losses needs no number on the host.
-    monkeypatch.setattr("fpipe.engine.results._NARROW", {})
+    monkeypatch.setattr("fpipe.engine.parts._NARROW", {})
     return one
 
 

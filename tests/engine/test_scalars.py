@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.engine.results import added
+from fpipe.engine.parts import added
 from fpipe.engine.scalars import packed, unpacked
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

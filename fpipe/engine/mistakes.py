@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in options and arguments: the errors that say what is wrong, and what to do.
+
+``option_checks`` decides about options of a pipeline. Knows no configuration and no plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..actions.text import counted
+from ..collectives.group import Group
+from ..errors import BatchError, DeadlockError, GroupError, StageError
+from ..programs.cache import Spent
+from ..schedule import Schedule
+from ..tree import Tree
+
+
+def check_seed(seed: object) -> None:
+    """Raise StageError for a seed that is no integer: the text of another value may differ between
+    ranks.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
+
+
+def wrong_schedule(
+    schedule: Schedule, ranks: int, stages: int, microbatches: int, slices: int
+) -> StageError:
+    """The error for a schedule that does not fit the pipeline."""
+    if schedule.slices != slices:
+        remedy = (
+            f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
+        )
+        return StageError(
+            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a "
+            f"microbatch; give {remedy}, or a name, which is made with as many"
+        )
+    if schedule.ranks != ranks:
+        return StageError(
+            f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree"
+        )
+    if schedule.stages != stages:
+        return StageError(
+            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many "
+            "stages as it runs, or make_schedule(..., stages=)"
+        )
+    return StageError(
+        f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are run; "
+        "say microbatches= as the schedule does, or give a name or a function"
+    )
+
+
+# ---- arguments of a call ----
+def wrong_params(params: object, stages: int) -> StageError:
+    """The error for params that are not one entry for each stage."""
+    listed = isinstance(params, (list, tuple))
+    got = f"{len(params)} entries" if listed else f"a {type(params).__name__}"
+    return StageError(
+        f"params must be a list with one pytree for each of the {stages} stages, in stage order; "
+        f"got {got}"
+    )
+
+
+def check_call(has_loss: bool, has_aux: bool, each: object, scale: Any) -> None:
+    """Raise BatchError where an option of a call has a value that it does not take."""
+    if has_aux and not has_loss:
+        raise BatchError(
+            "has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)"
+        )
+    if each is not None and not callable(each):
+        loss = ", what the loss returned" if has_loss else ""
+        raise BatchError(
+            f"each={each!r}; give a function of (the microbatch's number, its output{loss})"
+        )
+    if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
+        return
+    if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
+        raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
+
+def no_loss_for(targets: Sequence[Tree]) -> BatchError:
+    """The error for targets without a loss."""
+    return BatchError(
+        f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
+    )
+
+
+def check_sliced(leaves: Sequence[object], slices: int) -> None:
+    """Raise BatchError where nothing of x is cut: each slice would be the whole."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if all(leaf.dim() < 2 for leaf in tensors):
+        raise BatchError(
+            f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give "
+            "it one, or leave out slices="
+        )
+
+
+def check_sides(names: Iterable[Sequence[str]], side: Iterable[str]) -> None:
+    """Raise BatchError for a keyword that is among no ``names`` of stages and loss."""
+    known = {name for of_one in names for name in of_one}
+    for name in side:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise BatchError(
+                f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
+                f"{', '.join(sorted(known)) or 'none'})"
+            )
+
+
+def uncut(leaf: torch.Tensor, parts: int, name: str) -> BatchError:
+    """The error for a tensor that cannot be cut into equal parts."""
+    if leaf.layout is not torch.strided:
+        return BatchError(
+            f"{name} holds a tensor of layout {leaf.layout}, which cannot be cut into {parts} "
+            "microbatches; pass fpipe.Microbatches([...]), or to_dense() of it"
+        )
+    if leaf.dim() == 0:
+        return BatchError(
+            f"{name} holds a tensor without axes, which cannot be cut into {parts} microbatches; "
+            "give it a batch axis, or pass a Python number to give every microbatch the same"
+        )
+    return BatchError(
+        f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change the "
+        "batch or microbatches=, or pass fpipe.Microbatches([...]) of any sizes"
+    )
+
+
+def without_strides(leaves: Sequence[object]) -> BatchError:
+    """The error for arguments of which one has a layout without strides."""
+    layouts = {str(leaf.layout) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return BatchError(
+        f"an argument has the layout {', '.join(sorted(layouts - {'torch.strided'}))}, and a "
+        "tensor without strides cannot be an argument of a stage; give its parts (crow_indices, "
+        "col_indices and values, say), or to_dense() of it"
+    )
+
+
+def unhashable(error: TypeError) -> BatchError:
+    """The error for a leaf of the arguments that no signature can hold."""
+    return BatchError(
+        f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, "
+        'numbers, strings or None, or register its class (optree, namespace="fpipe")'
+    )
+
+
+def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[torch.device]) -> str:
+    """What to say of a value on a device of no rank here, such as meta, where tensors hold no
+    numbers.
+    """
+    return (
+        f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on "
+        f"{' and '.join(map(str, devices))}; give tensors with numbers in them, on the CPU or "
+        "where the rank is"
+    )
+
+
+def warn_of_shapes(spent: Sequence[Spent], dear: float) -> None:
+    """Warn of the price of many shapes, if the plans after the first took more than ``dear``
+    seconds.
+    """
+    total = sum(spent[1:], Spent())
+    if total.seconds > dear:
+        warnings.warn(
+            f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
+            f"this took {total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer "
+            "lengths; a stage that is traced for each length can name the axes that vary: "
+            "fpipe.Stage(fn, dynamic=)",
+            stacklevel=2,
+        )
+
+
+# ---- groups ----
+def in_use(group: Group, nested: bool) -> GroupError:
+    """The error for a group that another call uses."""
+    if nested:
+        return GroupError(
+            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= "
+            "this one comes; run the inner pipeline on a group of its own, or after the outer call"
+        )
+    return GroupError(
+        f"{group!r} is in use by another thread; give each thread a group of its own, or let the "
+        "threads take turns"
+    )
+
+
+def surrounded(stage: str | None) -> StageError:
+    """The error for a plan that would run inside a stage, or inside a torch.func transform."""
+    where = "a torch.func transform" if stage is None else f"stage {stage}"
+    return StageError(
+        f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, "
+        "fpipe.grad or fpipe.value_and_grad there, or torch.func's transforms of them"
+    )
+
+
+def deadlock(waiting: Iterable[str]) -> DeadlockError:
+    """The error for ranks that all wait; ``waiting`` says for what."""
+    ranks = "\n".join(f"  {line}" for line in waiting)
+    return DeadlockError(
+        f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule before "
+        "it runs"
+    )
+
+
+def no_params(stage: int, rank: int) -> StageError:
+    """The error for a stage of this process without parameters."""
+    return StageError(
+        f"stage {stage} is on rank {rank}, which is in this process, but its parameters are "
+        "missing; give params one entry per stage (pipe.place keeps those that are on this process)"
+    )

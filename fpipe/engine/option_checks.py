@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the options of a pipeline. One that is not given needs none.
+
+Knows configurations; no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+from .. import tree
+from ..actions.product import feature
+from ..errors import StageError
+from ..schedule import Schedule
+from ..stage import MISSING, Stage
+from .config import Config
+from .microbatches import Weighted
+from .mistakes import check_seed
+
+#: Names that a call takes itself, so that no stage can have a side input of that name.
+RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
+OUTPUTS = ("zeros", "everywhere", "last")
+
+
+def check(config: Config) -> None:
+    """Raise StageError where an option has a value that it does not take."""
+    for index, stage in enumerate(config.functions):
+        if stage.carry or stage.initial_carry is not MISSING:
+            feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
+    for name, fits, takes in _checks(config):
+        if not fits:
+            raise StageError(f"{name}={getattr(config, _FIELDS.get(name, name))!r}; give {takes}")
+    if isinstance(config.loss, Stage) and config.loss.carry:
+        raise StageError(
+            "the loss has carry=True, and only stages have carries; return what it needs from a "
+            "stage"
+        )
+    check_seed(config.seed)
+    if config.tied:
+        feature("ties").check_frozen_alike(config.tied, config.frozen)
+    for name in {name for names in config.sides for name in names} & RESERVED:
+        raise StageError(
+            f"{name!r} cannot be a side input, since a call has an argument of that name; rename it"
+        )
+
+
+_FIELDS = {"slices": "sliced"}
+
+
+def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
+    """Options by name: whether the value of each fits, and what it takes."""
+    sliced, wide, reduction = config.sliced, config.accumulate, config.reduction
+    return (
+        (
+            "schedule",
+            isinstance(config.schedule, (str, PathLike, Schedule)) or callable(config.schedule),
+            "a name, a Schedule, a path to a CSV or a function (ranks, microbatches)",
+        ),
+        (
+            "slices",
+            sliced is None or (type(sliced) is int and sliced >= 1),
+            "a number of slices of a sequence, 1 or more",
+        ),
+        (
+            "loss",
+            config.loss is None or callable(config.loss),
+            "a function loss(y, *targets) that returns a scalar, or None",
+        ),
+        (
+            "reduction",
+            reduction in ("mean", "sum") or isinstance(reduction, Weighted),
+            "'mean', 'sum' or fpipe.weighted(fn)",
+        ),
+        ("outputs", config.outputs in OUTPUTS, "'zeros', 'everywhere' or 'last'"),
+        (
+            "accumulate",
+            wide is None or getattr(wide, "is_floating_point", False),
+            "a floating dtype, such as torch.float32",
+        ),
+    )
+
+
+def check_patterns(config: Config, leaves: Sequence[Sequence[str]]) -> None:
+    """Raise StageError for a pattern that matches no leaf: what it should freeze, for instance,
+    would be trained. ``leaves`` are the paths of the parameters of each stage.
+    """
+    names = [f"{stage}.{leaf}" for stage, paths in enumerate(leaves) for leaf in paths]
+    own = config.copies.own if config.copies else ()
+    for option, patterns in (("frozen", config.frozen), ("own", own)):
+        fault = tree.unmatched(patterns, names)
+        if fault:
+            raise StageError(f"{option}={fault}")
