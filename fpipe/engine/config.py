@@ -170,6 +170,7 @@ DEFAULTS = {
     "tied": (),
     "outputs": "zeros",
     "accumulate": None,
+    "overlap": "weave",
 }
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import get_args
 
 from .. import tree
 from ..actions.product import feature
-from ..errors import StageError
+from ..errors import StageError, WeaveError
 from ..schedule import Schedule
 from ..stage import MISSING, Stage
 from .config import Config
 from .microbatches import Weighted
 from .mistakes import check_seed
+from .options import Overlap
 
 #: Names that a call takes itself, so that no stage can have a side input of that name.
 RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
@@ -36,6 +38,8 @@ def check(config: Config) -> None:
             "the loss has carry=True, and only stages have carries; return what it needs from a "
             "stage"
         )
+    if config.overlap not in get_args(Overlap):
+        raise WeaveError(f"overlap={config.overlap!r}; give 'weave' or 'sequential'")
     check_seed(config.seed)
     if config.tied:
         feature("ties").check_frozen_alike(config.tied, config.frozen)

@@ -377,7 +377,7 @@ def pipeline(
         else (),
         outputs=outputs,
         accumulate=accumulate,
-        overlap=_overlap(overlap),
+        overlap=overlap,
         copies=_copies(dp, reduction),
         sliced=slices,
         more=options_of(more) if more else (),

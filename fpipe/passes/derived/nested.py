@@ -16,7 +16,6 @@ import torch
 
 from ... import tree
 from ...actions.product import feature
-from ...devices import drawn
 from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
