@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from os import PathLike
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from ...errors import PlanError
 from .hardware import Gpu
 from .layout import Job, Layout
 from .model import Model
-from .prediction import Prediction
+from .prediction import Prediction, predict
 
 MOST = 1 << 20  #: bytes of a plan.toml
 _HEAD = (
@@ -39,18 +39,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 Table: TypeAlias = Mapping[str, object]
 Record = TypeVar("Record", Gpu, Job, Layout, Model)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan that was read: a job, its layout, and the predicted bytes of each rank of a
-    pipeline.
-    """
-
-    job: Job
-    layout: Layout
-    memory: tuple[float, ...]
-    step: float
 
 
 def tables(prediction: Prediction) -> dict[str, Table]:
@@ -101,14 +89,14 @@ def write_plan(prediction: Prediction) -> str:
     return _HEAD + "\n" + as_toml(tables(prediction))
 
 
-def read_plan(path: str | PathLike[str]) -> Planned:
-    """The plan in a file.
+def read_plan(path: str | PathLike[str]) -> Prediction:
+    """What is expected of the layout in a file.
 
     Args:
         path: of the file.
 
     Returns:
-        The plan.
+        The prediction for its ``[layout]`` and ``[job]``.
 
     Raises:
         PlanError: if the file is no plan, or its layout does not fit its job.
@@ -120,18 +108,7 @@ def read_plan(path: str | PathLike[str]) -> Planned:
         raise PlanError(f"{path}: {error}; {_REMEDY}") from None
     model, gpu = _record(Model, values, path), _record(Gpu, values, path)
     job = _record(Job, values, path, model=model, gpu=gpu)
-    layout = _record(Layout, values, path).check(job)
-    try:
-        prediction = values["prediction"]
-        memory, step = tuple(map(float, prediction["memory"])), float(prediction["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"{path}: {error!r} in a plan; {_REMEDY}") from None
-    if len(memory) != layout.pp:
-        raise PlanError(
-            f"{path}: memory has {len(memory)} numbers for {layout.pp} pipeline ranks; write the "
-            "plan again"
-        )
-    return Planned(job, layout, memory, step)
+    return predict(job, _record(Layout, values, path))
 
 
 def _record(

@@ -16,35 +16,16 @@ from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
-from ..search.comparison import Entry
-from ..search.memory_limit import in_bytes
+from ..search.solve import Kind
 from ..search.solve import solve as solve_schedule
-from .options import (
-    INVALID,
-    Count,
-    File,
-    as_usage_error,
-    bounded,
-    check_suffix,
-    costs_option,
-    counts,
-    json_option,
-    matching,
-    parse_costs,
-    print_json,
-    read_file,
-    report_error,
-    schedule_names_for,
-    slices_option,
-    usage_error,
-)
-from .options import check as check_schedule
+from . import options
+from .options import INVALID, json_option, option, print_json, report_error, usage_error
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
-@click.option("-p", "--ranks", type=Count(), help="Ranks that the schedule must have.")
-@click.option("--forward-only", is_flag=True, help="Check a schedule of forward passes alone.")
+@option("-p --ranks N", "Ranks that the schedule must have.")
+@option("--forward-only", "Check a schedule of forward passes alone.")
 @json_option
 def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json: bool) -> int:
     """Check schedules in CSV files, or as text with brackets.
@@ -57,24 +38,29 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
     results = [_checked(file, ranks, forward_only) for file in files]
     if as_json:
         print_json(results)
-    for found in () if as_json else results:
-        if found["good"]:
-            counts = ", ".join(f"{value} {name}" for name, value in list(found.items())[2:])
-            click.echo(f"{found['file']}: good: {counts}")
-        else:
-            report_error(f"{found['file']}: {found['error']}", INVALID)
-    return 0 if all(found["good"] for found in results) else INVALID
+    else:
+        for result in results:
+            _print_result(**result)
+    return 0 if all(result["good"] for result in results) else INVALID
 
 
-def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, object]:
+def _print_result(file: str, good: bool, error: str = "", **counts: object) -> None:
+    if good:
+        listed = ", ".join(f"{value} {name}" for name, value in counts.items())
+        click.echo(f"{file}: good: {listed}")
+    else:
+        report_error(f"{file}: {error}", INVALID)
+
+
+def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
     """What was found in a file: its counts, or the error and its place."""
     try:
-        schedule = read_file(Path(file))
+        schedule = options.read_file(Path(file))
         if ranks is not None and schedule.ranks != ranks:
             raise ScheduleError(
                 f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks"
             )
-        check_schedule(schedule, training=not forward_only)
+        options.check(schedule, training=not forward_only)
     except ScheduleError as error:
         place = {"rank": error.rank, "position": error.position, "rule": error.rule}
         return {"file": file, "good": False, "error": str(error), **place}
@@ -84,7 +70,9 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, obje
 
 
 @click.command()
-@click.argument("patterns", nargs=-1, metavar="[PATTERN...]", shell_complete=schedule_names_for)
+@click.argument(
+    "patterns", nargs=-1, metavar="[PATTERN...]", shell_complete=options.schedule_names_for
+)
 @json_option
 def names(patterns: tuple[str, ...], as_json: bool) -> None:
     """List the schedules that have a name, all or those that match a PATTERN.
@@ -92,7 +80,7 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     \b
     fpipe names "ZB*"
     """
-    known = {name: about_schedule(name).replace("``", "") for name in matching(patterns)}
+    known = {name: about_schedule(name).replace("``", "") for name in options.matching(patterns)}
     if as_json:
         print_json([{"name": name, "about": about} for name, about in known.items()])
         return
@@ -102,26 +90,22 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@counts
-@slices_option
-@costs_option
-@click.option(
-    "--memory",
-    metavar="LIMIT",
-    help="What a rank may hold, such as 60GB.",
-)
-@click.option(
-    "--only",
+@options.ranks_option
+@options.microbatches_option
+@options.stages_option
+@options.slices_option
+@options.costs_option
+@option("--memory LIMIT", "What a rank may hold, such as 60GB.  [default: no limit]")
+@option(
+    "--only PATTERN",
+    "Only these schedules, such as 'ZB*'.",
     multiple=True,
-    metavar="PATTERN",
-    shell_complete=schedule_names_for,
-    help="Only these schedules, such as 'ZB*'.",
+    shell_complete=options.schedule_names_for,
 )
-@click.option(
-    "-o",
-    "--out",
-    type=File(),
-    help="Draw bubble against memory: .svg, .png, .pdf.",
+@option(
+    "-o --out FILE",
+    "Draw bubble against memory: .svg, .png, .pdf.",
+    type=options.ending_in(".svg", ".png", ".pdf"),
 )
 @json_option
 def compare(
@@ -130,7 +114,7 @@ def compare(
     stages: int | None,
     slices: int,
     costs: str,
-    memory: str | None,
+    memory: float | None,
     only: tuple[str, ...],
     out: str | None,
     as_json: bool,
@@ -151,46 +135,36 @@ def compare(
     fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B
     fpipe compare -p 8 -m 24 --memory 6 --out frontier.svg
     """
-    p, m = bounded(ranks, microbatches)
-    price = parse_costs(costs)
-    if out is not None:
-        check_suffix(out, [".svg", ".png", ".pdf"], "--out")
-    with as_usage_error():
-        limit = inf if memory is None else in_bytes(memory)
-        chosen_names = matching(only)
-        with progress("comparing schedules") as track:
-            entries, unsupported = comparison.compare(
-                p, m, stages=stages, costs=price, names=chosen_names, track=track, slices=slices
-            )
+    p, m = options.bounded(ranks, microbatches)
+    price = options.parse_costs(costs)
+    with options.as_usage_error(), progress("comparing schedules") as track:
+        entries, unsupported = comparison.compare(
+            p,
+            m,
+            stages=stages,
+            costs=price,
+            names=options.matching(only),
+            track=track,
+            slices=slices,
+        )
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
-    chosen = comparison.take(entries, limit)
+    chosen = comparison.take(entries, memory or inf)
     if out is not None:
         picture = pictures.frontier(comparison.points(entries), Path(out).suffix.lower())
         write_bytes(out, picture)
     if as_json:
-        taken = None if chosen is None else chosen.name
-        print_json(
-            {
-                "schedules": [e._asdict() for e in entries],
-                "take": taken,
-                "not for these counts": unsupported,
-            }
-        )
+        rows = [entry._asdict() for entry in entries]
+        taken = chosen and chosen.name
+        print_json({"schedules": rows, "take": taken, "not for these counts": unsupported})
         return
     click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
-    _show(entries, unsupported, chosen, memory)
-
-
-def _show(
-    entries: list[Entry], unsupported: list[str], chosen: Entry | None, memory: str | None
-) -> None:
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:
-        click.echo("\nnot for these counts:\n" + "\n".join(f"  {line}" for line in unsupported))
+        click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     if chosen is None:
-        click.echo(f"\nno schedule holds at most {memory}; give more memory or more ranks")
+        click.echo(f"\nno schedule holds at most {memory:.6g}; give more memory or more ranks")
     else:
         click.echo(
             f"\ntake {chosen.name}: bubble {chosen.bubble:.2%}, span {chosen.span:.6g}, holds "
@@ -198,38 +172,22 @@ def _show(
         )
 
 
-@click.command("solve")
-@counts
-@costs_option
-@click.option(
-    "--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB.  [default: no limit]"
-)
-@click.option(
-    "--placement",
-    type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False),
-    default="any",
-    help="Which stages share a rank.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.01, 86400),
-    default=10.0,
-    metavar="SECONDS",
-    help="Time of the search.",
-)
-@click.option(
-    "-o",
-    "--out",
-    type=File(),
-    help="Write the schedule as .csv.",
-)
+@click.command()
+@options.ranks_option
+@options.microbatches_option
+@options.stages_option
+@options.costs_option
+@option("--memory LIMIT", "What a rank may hold, such as 60GB.  [default: no limit]")
+@option("--placement one|loop|V|any", "Which stages share a rank.", "any")
+@option("--seconds SECONDS", "Time of the search.", 10.0, type=click.FloatRange(0.01, 86400))
+@option("-o --out FILE", "Write the schedule as .csv.", type=options.ending_in(".csv"))
 def solve(
     ranks: int | None,
     microbatches: int | None,
     stages: int | None,
     costs: str,
-    memory: str | None,
-    placement: str,
+    memory: float | None,
+    placement: Kind,
     seconds: float,
     out: str | None,
 ) -> None:
@@ -242,13 +200,11 @@ def solve(
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
     fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
     """
-    p, m = bounded(ranks, microbatches)
-    if out is not None:
-        check_suffix(out, [".csv"], "--out")
-    kind: Any = {"v": "V"}.get(placement, placement)
-    with as_usage_error():
+    p, m = options.bounded(ranks, microbatches)
+    price = options.parse_costs(costs)
+    with options.as_usage_error():
         found = solve_schedule(
-            parse_costs(costs), p, m, kind, stages=stages, memory=memory, time_limit=seconds
+            price, p, m, placement, stages=stages, memory=memory, time_limit=seconds
         )
     found.check()
     t = found.timeline

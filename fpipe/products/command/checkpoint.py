@@ -12,7 +12,7 @@ import click
 
 from ...errors import CheckpointError
 from ...saving import Leaf, Manifest, export_model
-from .options import INVALID, Count, json_option, print_json, report_error, size_text
+from .options import INVALID, json_option, option, print_json, report_error, size_text
 
 PATH = click.argument("path", metavar="DIR", type=click.Path(path_type=Path))
 
@@ -24,7 +24,7 @@ def checkpoint() -> None:
 
 @checkpoint.command()
 @PATH
-@click.option("--leaves", is_flag=True, help="List every tensor.")
+@option("--leaves", "List every tensor.")
 @json_option
 def show(path: Path, leaves: bool, as_json: bool) -> None:
     """Print what a checkpoint holds; no tensor is read.
@@ -33,24 +33,25 @@ def show(path: Path, leaves: bool, as_json: bool) -> None:
     fpipe checkpoint show runs/a/step-000000100
     """
     manifest = Manifest.read(path)
-    leaves_by_name = sorted(manifest.leaves.items())
+    by_name = dict(sorted(manifest.leaves.items()))
     if as_json:
         rows = {
-            key: {"dtype": leaf.dtype, "shape": leaf.shape, "bytes": leaf.bytes}
-            for key, leaf in leaves_by_name
+            name: {"dtype": leaf.dtype, "shape": leaf.shape, "bytes": leaf.bytes}
+            for name, leaf in by_name.items()
         }
         print_json({"fpipe": manifest.fpipe, "trees": list(manifest.trees), "leaves": rows})
         return
     click.echo(
-        f"{path}: {_counted(manifest.leaves.values())}, {len(manifest.files)} files, "
+        f"{path}: {_counted(by_name.values())}, {len(manifest.files)} files, "
         f"written by fpipe {manifest.fpipe}"
     )
     for name, node in manifest.trees.items():
         below = (f"{name}.", f"{name}/")
-        held = [leaf for key, leaf in leaves_by_name if key == name or key.startswith(below)]
+        held = [leaf for key, leaf in by_name.items() if key == name or key.startswith(below)]
         click.echo(f"  {name}: {repr(node[1]) if node[0] == 'value' else _counted(held)}")
-    for key, leaf in leaves_by_name if leaves else ():
-        click.echo(f"    {key}  {leaf}")
+    if leaves:
+        for name, leaf in by_name.items():
+            click.echo(f"    {name}  {leaf}")
 
 
 def _counted(leaves: Collection[Leaf]) -> str:
@@ -78,18 +79,8 @@ def verify(path: Path) -> int:
 @checkpoint.command()
 @PATH
 @click.argument("out", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--tree",
-    metavar="NAME",
-    default="params",
-    help="What becomes a model: params, or an average of them.",
-)
-@click.option(
-    "--shard",
-    type=Count(),
-    default=5 << 30,
-    help="Bytes of a file.",
-)
+@option("--tree NAME", "What becomes a model: params, or an average of them.", "params")
+@option("--shard N", "Bytes of a file.", 5 << 30)
 def convert(path: Path, out: Path, tree: str, shard: int) -> None:
     """Convert a checkpoint to the layout of Hugging Face: safetensors files with an index, without
     the configuration of the model.

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 import click
 
 from ...actions import progress, write_bytes
-from ...errors import ScheduleError
 from ..clusters.hardware import GIB, TABLE, find_gpu
 from ..clusters.layout import Job, Layout
 from ..clusters.layouts import Found, search
@@ -20,16 +19,7 @@ from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
 from ..clusters.sizes import operations
-from ..search.memory_limit import in_bytes
-from .options import (
-    Count,
-    File,
-    check_suffix,
-    json_option,
-    print_json,
-    table,
-    usage_error,
-)
+from .options import ending_in, json_option, number_of, option, print_json, table, usage_error
 
 #: What --only may name.
 CHOICES = ("schedule", "tp", "pp", "zero", "microbatch", "recompute")
@@ -44,57 +34,26 @@ def tokens_of(text: str) -> int:
     return int(match[1]) * _LETTERS[match[2].upper()]
 
 
-def rate_of(text: str) -> float:
-    """A number with a unit, such as 80GiB or 989T."""
-    try:
-        return in_bytes(text)
-    except ScheduleError:
-        message = f"{text!r} is no number above 0 with a unit, such as 80GiB or 989T"
-        raise click.BadParameter(message) from None
-
-
 @click.command()
-@click.option(
-    "--model",
-    required=True,
-    type=File(),
-    help="The config.json of a model of Hugging Face.",
-)
-@click.option("--gpus", required=True, type=Count(), help="GPUs.")
-@click.option(
-    "--gpu", required=True, type=click.Choice(list(TABLE), case_sensitive=False), help="Their kind."
-)
-@click.option(
-    "--tokens",
-    metavar="N",
-    required=True,
+@option("--model FILE", "The config.json of a model of Hugging Face.", required=True)
+@option("--gpus N", "GPUs.", required=True)
+@option(f"--gpu {'|'.join(TABLE)}", "Their kind.", required=True)
+@option(
+    "--tokens N",
+    "Tokens of a global batch, such as 4M; K, M and G are powers of 1024.",
     type=tokens_of,
-    help="Tokens of a global batch, such as 4M; K, M and G are powers of 1024.",
-)
-@click.option(
-    "--seq",
-    metavar="N",
     required=True,
-    type=tokens_of,
-    help="Tokens of a sequence, such as 8192 or 8K.",
 )
-@click.option(
-    "--memory", metavar="LIMIT", type=rate_of, help="Memory of a GPU.  [default: of its kind]"
-)
-@click.option(
-    "--flops",
-    metavar="RATE",
-    type=rate_of,
-    help="Dense 16-bit operations a second of a GPU, such as 989T.",
-)
-@click.option(
-    "--only",
-    metavar="PATTERN",
+@option("--seq N", "Tokens of a sequence, such as 8192 or 8K.", type=tokens_of, required=True)
+@option("--memory LIMIT", "Memory of a GPU.  [default: of its kind]")
+@option("--flops RATE", "Dense 16-bit operations a second of a GPU, such as 989T.", type=number_of)
+@option(
+    "--only PATTERN",
+    "Only layouts with schedule=ZB*, tp=8, pp=16, zero=1, microbatch=1, recompute=none.",
     multiple=True,
-    help="Only layouts with schedule=ZB*, tp=8, pp=16, zero=1, microbatch=1, recompute=none.",
 )
-@click.option("--top", type=Count(), default=5, help="Layouts to print.")
-@click.option("-o", "--out", type=File(), help="Write the best as .toml.")
+@option("--top N", "Layouts to print.", 5)
+@option("-o --out FILE", "Write the best as .toml.", type=ending_in(".toml"))
 @json_option
 def plan(
     model: str,
@@ -117,8 +76,6 @@ def plan(
     \b
     fpipe plan --model config.json --gpus 1024 --gpu h100 --tokens 4M --seq 8192 --out plan.toml
     """
-    if out is not None:
-        check_suffix(out, [".toml"], "--out")
     if tokens % seq:
         low = tokens // seq * seq
         raise usage_error(
@@ -142,48 +99,27 @@ def plan(
 def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
     """Whether a layout has, of each name, a value that one of its patterns matches."""
     patterns: dict[str, list[str]] = {}
-    for each in only:
-        name, _, pattern = each.partition("=")
+    for choice in only:
+        name, _, pattern = choice.partition("=")
         if name not in CHOICES or not pattern:
-            raise usage_error(f"--only {each}: give one of {', '.join(CHOICES)}, as in tp=8")
+            raise usage_error(f"--only {choice}: give one of {', '.join(CHOICES)}, as in tp=8")
         patterns.setdefault(name, []).append(pattern.lower())
 
-    def accepts(layout: Layout) -> bool:
-        values = {name: str(getattr(layout, name)).lower() for name in patterns}
-        return all(
-            any(fnmatchcase(values[name], pattern) for pattern in wanted)
-            for name, wanted in patterns.items()
-        )
+    def matches(layout: Layout, name: str) -> bool:
+        value = str(getattr(layout, name)).lower()
+        return any(fnmatchcase(value, pattern) for pattern in patterns[name])
 
-    return accepts
+    return lambda layout: all(matches(layout, name) for name in patterns)
 
 
 # ---- text ----
-_COLUMNS = (
-    ("tp", lambda p: p.layout.tp),
-    ("pp", lambda p: p.layout.pp),
-    ("dp", lambda p: p.layout.dp),
-    ("zero", lambda p: p.layout.zero),
-    ("schedule", lambda p: p.layout.schedule),
-    ("stages", lambda p: p.layout.stages),
-    ("microbatches", lambda p: f"{p.layout.microbatches(p.job)} of {p.layout.microbatch}"),
-    ("recompute", lambda p: p.layout.recompute),
-    ("seconds", lambda p: f"{p.step:.4g}"),
-    ("TFLOP/s", lambda p: f"{p.flops / 1e12:.0f}"),
-    ("MFU", lambda p: f"{p.mfu:.1%}"),
-    ("bubble", lambda p: f"{p.bubble:.1%}"),
-    ("GiB", lambda p: f"{p.fullest.total / GIB:.1f}"),
-)
-
-
 def _show(job: Job, found: Found) -> None:
     model, gpu = job.model, job.gpu
     click.echo(
         f"{model.name}: {model.parameters / 1e9:.4g} billion parameters, {job.batch} sequences of "
-        f"{job.sequence} "
-        f"tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
+        f"{job.sequence} tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
     )
-    click.echo("\n".join(table(_COLUMNS, found.best)))
+    click.echo(table(list(map(_row, found.best))))
     click.echo("\n" + _why(found.best[0]))
     click.echo(
         f"{found.possible} of {found.layouts} layouts have room for the state and one microbatch; "
@@ -191,27 +127,46 @@ def _show(job: Job, found: Found) -> None:
     )
 
 
+def _row(prediction: Prediction) -> dict[str, object]:
+    """A layout in the table."""
+    job, layout = prediction.job, prediction.layout
+    return {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "zero": layout.zero,
+        "schedule": layout.schedule,
+        "stages": layout.stages,
+        "microbatches": f"{layout.microbatches(job)} of {layout.microbatch}",
+        "recompute": layout.recompute,
+        "seconds": f"{prediction.step:.4g}",
+        "TFLOP/s": f"{prediction.flops / 1e12:.0f}",
+        "MFU": f"{prediction.mfu:.1%}",
+        "bubble": f"{prediction.bubble:.1%}",
+        "GiB": f"{prediction.fullest.total / GIB:.1f}",
+    }
+
+
 def _why(best: Prediction) -> str:
     """What the time and the memory of a layout consist of, and what limits them."""
-    job, step, parts = best.job, best.step, sorted(best.parts.items(), key=lambda item: -item[1])
-    shares = ", ".join(
-        f"{name} {seconds / step:.1%}" for name, seconds in parts if seconds / step >= 0.0005
-    )
-    bound = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
-    full = best.fullest
-    parts_of_memory = [
-        ("state of layers", full.layers),
-        ("of the vocabulary", full.vocabulary),
-        ("activations", full.activations),
-        ("temporary", full.moment),
-    ]
+    job, full = best.job, best.fullest
+    shares = {name: seconds / best.step for name, seconds in best.parts.items()}
+    longest = sorted(shares.items(), key=lambda item: -item[1])
+    time = ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)
+    least = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
+    parts = {
+        "state of layers": full.layers,
+        "of the vocabulary": full.vocabulary,
+        "activations": full.activations,
+        "temporary": full.moment,
+    }
     if full.late / GIB >= 0.05:
-        parts_of_memory.append(("gradients that come later", -full.late))
-    memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts_of_memory)
+        parts["gradients that come later"] = -full.late
+    memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
-        f"time: {shares}\nlimit: {best.limit}; no layout takes less than {bound:.4g} s, the "
-        "model's operations at "
-        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s\nmemory: pipeline rank "
-        f"{full.rank} holds "
-        f"{full.total / GIB:.1f} of {usable(job) / GIB:.1f} GiB: {memory}"
+        f"time: {time}\n"
+        f"limit: {best.limit}; no layout takes less than {least:.4g} s, the model's operations at "
+        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s\n"
+        f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of "
+        f"{usable(job) / GIB:.1f} GiB: {memory}"
     )

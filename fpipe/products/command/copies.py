@@ -14,7 +14,7 @@ import click
 
 from ..training.elastic import COPIES, COPY, LIGHTHOUSE, import_torchft
 from ..training.launch import launch
-from .options import Count
+from .options import Count, option
 
 T = TypeVar("T")
 #: Milliseconds after which a copy without a sign of life is lost, and for which those that meet
@@ -22,26 +22,10 @@ T = TypeVar("T")
 _SILENCE, _PATIENCE = 2_000, 60_000
 
 
-@click.command("copies", context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--copies",
-    type=Count(),
-    default=2,
-    help="Copies of the pipeline.",
-)
-@click.option(
-    "-p",
-    "--ranks",
-    type=Count(),
-    default=1,
-    help="Processes of a copy.",
-)
-@click.option(
-    "--restarts",
-    type=Count(0),
-    default=3,
-    help="Of each copy that fails.",
-)
+@click.command(context_settings={"ignore_unknown_options": True})
+@option("--copies N", "Copies of the pipeline.", 2)
+@option("-p --ranks N", "Processes of a copy.", 1)
+@option("--restarts N", "Of each copy that fails.", 3, type=Count(0))
 @click.argument("script", metavar="FILE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def copies(copies: int, ranks: int, restarts: int, script: str, arguments: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ from ...actions import progress
 from ...collectives import DTYPES, C10dGroup, reduction, sending
 from ...devices import kind, pick
 from ...errors import UnsupportedError
+from .options import Count, option
 
 SIZES = (1, 2, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 NAMES = {
@@ -199,12 +200,10 @@ def visit() -> tuple[str, list[Finding]]:
 
 
 @click.command(name="doctor")
-@click.option(
-    "-n",
-    "--processes",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    help="Processes.  [default: 2, or the number of devices if smaller]",
+@option(
+    "-n --processes N",
+    "Processes.  [default: 2, or the number of devices if smaller]",
+    type=Count(1, 64),
 )
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.

@@ -9,7 +9,9 @@ import click
 
 from ...actions import progress
 from .. import pictures
+from ..search.comparison import per_share
 from . import options
+from .options import option
 
 
 @click.command()
@@ -20,38 +22,34 @@ from . import options
     metavar="SCHEDULE...",
     shell_complete=options.schedules_for,
 )
-@options.counts
+@options.ranks_option
+@options.microbatches_option
+@options.stages_option
 @options.slices_option
 @options.costs_option
-@options.per_option
-@click.option(
-    "-o",
-    "--out",
+@option(
+    "--per rank|stage",
+    "Whose costs these are: those of a rank's whole share of the model, of which each of its "
+    "stages has a part, or those of a stage. One number per stage is always that of a stage.",
+    "rank",
+)
+@option(
+    "-o --out FILE",
+    "Write .svg, .png, .pdf, .html, .json, .txt.",
+    type=options.ending_in(*pictures.FORMATS),
     multiple=True,
-    type=options.File(),
-    help="Write .svg, .png, .pdf, .html, .json, .txt.",
 )
-@click.option(
-    "--width",
-    type=options.Count(),
-    help="Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]",
+@option(
+    "--width N",
+    "Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]",
 )
-@click.option(
-    "--memory/--no-memory",
-    default=True,
-    help="What ranks hold, below their lanes.",
-)
-@click.option(
+@option("--memory/--no-memory", "What ranks hold, below their lanes.", True)
+@option(
     "--difference",
-    is_flag=True,
-    help="Colour actions by how much earlier or later they end than in the first schedule.",
+    "Colour actions by how much earlier or later they end than in the first schedule.",
 )
-@click.option(
-    "--dark/--light", default=None, help="The paper of pictures.  [default: the reader's, or light]"
-)
-@click.option(
-    "--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]"
-)
+@option("--dark/--light", "The paper of pictures.  [default: the reader's, or light]")
+@option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],
     ranks: int | None,
@@ -81,20 +79,21 @@ def draw(
     fpipe draw plan.csv
     """
     price = options.parse_costs(costs)
-    for path in out:
-        options.check_suffix(path, pictures.FORMATS, "--out")
-    if difference and len(schedules) < 2:
+    alone = len(schedules) == 1
+    if difference and alone:
         raise options.usage_error(
             "--difference needs two schedules; name another one, or the same with other costs"
         )
-    look = pictures.Look(memory, difference, dark, width)
     drawn = []
     for source in schedules:
         schedule = options.named_schedule(source, ranks, microbatches, stages, slices)
-        options.checked(schedule)
+        ops = {part.op for row in schedule for action in row for part in action.parts}
+        options.check(schedule, training=ops != {"F"})
+        by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
-            alone = len(schedules) == 1
-            drawn.append(schedule.simulate(options.priced(price, schedule, per, alone)))
+            stage_costs = price if by_stage else per_share(price, schedule)
+            drawn.append(schedule.simulate(stage_costs))
+    look = pictures.Look(memory, difference, dark, width)
     with progress("drawing"):
         for path in out:
             pictures.save(drawn, path, look)

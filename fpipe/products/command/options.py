@@ -6,10 +6,9 @@ and no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +20,12 @@ from ...actions import Costs, progress, read_bytes
 from ...errors import ScheduleError
 from ...generators import is_path, read_schedule, schedule_from, schedule_names
 from ...schedule import Schedule
-from ..search import comparison
+from ..search.memory_limit import in_bytes
 
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
+T = TypeVar("T", bound=Callable[..., object])
 INVALID = 1  #: exit status for a schedule that is not valid
 MAX_SIZE = 1_000_000  #: ranks x microbatches of a schedule that a command builds
-Command = TypeVar("Command", bound=Callable[..., object])
-# Every kind of argument has one metavar: SCHEDULE, FILE, DIR, COSTS, N, SECONDS, LIMIT, PATTERN.
 
 
 def schedule_names_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
@@ -59,7 +57,79 @@ def matching(patterns: Sequence[str]) -> list[str]:
     return [name for name in names if name in matched or not patterns]
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def option(form: str, about: str, default: object = None, **more: Any) -> Callable[[T], T]:
+    """A decorator that adds an option to a command.
+
+    Args:
+        form: its names and what stands for its value, as in ``"-p --ranks N"``. ``N``, ``FILE``,
+            ``DIR`` and ``LIMIT`` have types; ``a|b`` are choices; an option without a value is a
+            flag.
+        about: its help.
+        default: its value where it is not given.
+        more: as for ``click.option``.
+    """
+    *names, value = form.split()
+    if value.startswith("--"):
+        default = default if "/" in value else False
+        return click.option(*names, value, is_flag=True, default=default, help=about, **more)
+    choices = value.split("|")
+    kind = click.Choice(choices, case_sensitive=False) if choices[1:] else TYPES.get(value)
+    details = {"metavar": value, "type": kind, **more}
+    if default is not None:
+        details["default"] = default
+    return click.option(*names, help=about, **details)
+
+
+class Count(click.IntRange):
+    """A whole number within bounds, 1 or more by default."""
+
+    name = "whole number"
+
+    def __init__(self, low: int = 1, high: int | None = None):
+        super().__init__(low, high)
+
+
+def ending_in(*suffixes: str) -> Callable[[str], str]:
+    """The type of the name of a file that ends in one of these."""
+
+    def checked(path: str) -> str:
+        if Path(path).suffix.lower() not in suffixes:
+            raise click.BadParameter(f"{path}: give a file that ends in {', '.join(suffixes)}")
+        return path
+
+    return checked
+
+
+def number_of(text: str) -> float:
+    """A number with a unit, such as 80GiB or 989T."""
+    try:
+        return in_bytes(text)
+    except ScheduleError:
+        message = f"{text!r} is no number above 0 with a unit, such as 80GiB or 989T"
+        raise click.BadParameter(message) from None
+
+
+#: The types of options by what stands for their values.
+TYPES = {
+    "N": Count(),
+    "FILE": click.Path(dir_okay=False),
+    "DIR": click.Path(file_okay=False, path_type=Path),
+    "LIMIT": number_of,
+}
+json_option = option("as_json --json", "Print JSON.")
+ranks_option = option("-p --ranks N", "Ranks of the pipeline.  [default: 4]")
+microbatches_option = option("-m --microbatches N", "Microbatches.  [default: twice the ranks]")
+stages_option = option("--stages N", "Stages.  [default: what the schedule needs]")
+slices_option = option("--slices N", "Slices of the sequence of a microbatch.", 1)
+costs_option = option(
+    "--costs COSTS",
+    "Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
+    "comm (a message), send and receive (the time that a message takes of either rank), and for "
+    "memory and bandwidth: saved, kept, boundary, bandwidth. F=1:2:1 is one number per stage. Or a "
+    "file written by fpipe profile.",
+    default="",
+    show_default=False,
+)
 
 
 def print_json(value: object) -> None:
@@ -75,103 +145,28 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(plain(value), indent=1))
 
 
-def table(
-    columns: Sequence[tuple[str, Callable[[Any], object]]], values: Sequence[Any]
-) -> Iterator[str]:
-    """The lines of a table: names of columns, and a row for each value.
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The lines of a table: names of columns, and the rows.
 
-    >>> list(table([("x", lambda v: v), ("double", lambda v: 2 * v)], [1, 20]))
-    [' x  double', ' 1       2', '20      40']
+    >>> print(table([{"x": 1, "double": 2}, {"x": 20, "double": 40}]))
+     x  double
+     1       2
+    20      40
     """
-    rows = [
-        [name for name, _ in columns],
-        *([str(cell(value)) for _, cell in columns] for value in values),
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def size_text(count: float) -> str:
+def size_text(count: int) -> str:
     """Bytes for people.
 
     >>> size_text(10), size_text(3 << 19)
     ('10 B', '1.5 MiB')
     """
-    units = iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while count >= 1024 and (larger := next(units, None)):
-        count, unit = count / 1024, larger
-    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-
-
-class Count(click.IntRange):
-    """A whole number within bounds, 1 or more by default."""
-
-    name = "whole number"
-
-    def __init__(self, low: int = 1, high: int | None = None):
-        super().__init__(low, high)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """What stands for it in the help."""
-        return "N"
-
-
-class File(click.Path):
-    """The name of a file."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """What stands for it in the help."""
-        return "FILE"
-
-
-def counts(command: Command) -> Command:
-    """The options --ranks, --microbatches and --stages."""
-    option = partial(click.option, metavar="N", type=Count())
-    stages = option("--stages", help="Stages.  [default: what the schedule needs]")
-    microbatches = option("-m", "--microbatches", help="Microbatches.  [default: twice the ranks]")
-    return option("-p", "--ranks", help="Ranks of the pipeline.  [default: 4]")(
-        microbatches(stages(command))
-    )
-
-
-slices_option = click.option(
-    "--slices",
-    type=Count(),
-    default=1,
-    help="Slices of the sequence of a microbatch.",
-)
-costs_option = click.option(
-    "--costs",
-    metavar="COSTS",
-    default="",
-    show_default=False,
-    help="Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
-    "comm (a message), send "
-    "and receive (the time that a message takes of either rank), and for memory and bandwidth: "
-    "saved, kept, boundary, "
-    "bandwidth. F=1:2:1 is one number per stage. Or a file written by fpipe profile.",
-)
-per_option = click.option(
-    "--per",
-    type=click.Choice(["rank", "stage"]),
-    default="rank",
-    help="Whose costs these are: those of a rank's whole share of the model, of which each of "
-    "its stages has a part, "
-    "or those of a stage. One number per stage is always that of a stage.",
-)
-
-
-def priced(costs: Costs, schedule: Schedule, per: str, alone: bool = True) -> Costs:
-    """The costs of the stages of ``schedule``; of one drawn ``alone``, costs by stage are taken as
-    they are.
-    """
-    by_stage = per == "stage" or (alone and costs.counts)
-    return costs if by_stage else comparison.per_share(costs, schedule)
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    unit = ("B", "KiB", "MiB", "GiB")[power]
+    return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
 
 
 def parse_costs(text: str) -> Costs:
@@ -243,24 +238,10 @@ def named_schedule(
     return schedule
 
 
-def checked(schedule: Schedule) -> Schedule:
-    """The schedule after a check, for forward passes alone if it has only those."""
-    ops = {part.op for row in schedule for action in row for part in action.parts}
-    return check(schedule, training=ops != {"F"})
-
-
 def check(schedule: Schedule, training: bool = True) -> Schedule:
     """The schedule after a check."""
     with progress(f"checking the schedule of {schedule.ranks} ranks"):
         return schedule.check(training=training)
-
-
-def check_suffix(path: str, suffixes: Collection[str], option: str) -> None:
-    """Raise unless the name of a file ends in one of ``suffixes``."""
-    if Path(path).suffix.lower() not in suffixes:
-        raise click.BadParameter(
-            f"{path}: give a file that ends in {', '.join(suffixes)}", param_hint=option
-        )
 
 
 def report_error(message: str, status: int) -> int:

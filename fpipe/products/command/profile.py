@@ -16,53 +16,27 @@ from ...actions import progress, write_bytes
 from ...generators import is_path
 from .options import (
     Count,
-    as_usage_error,
+    check,
     json_option,
     named_schedule,
+    option,
     print_json,
     schedules_for,
+    usage_error,
 )
 
 
-@click.command("profile")
+@click.command()
 @click.argument("source", default="ZBV", metavar="[SCHEDULE]", shell_complete=schedules_for)
-@click.option(
-    "-p",
-    "--ranks",
-    type=Count(1, 64),
-    help="Processes.  [default: 2, or those of the CSV file]",
+@option("-p --ranks N", "Processes.  [default: 2, or those of the CSV file]", type=Count(1, 64))
+@option("-m --microbatches N", "Microbatches.  [default: 8, or those of the CSV file]")
+@option("--width N", "Width of the built-in blocks.", 256)
+@option(
+    "--model FILE:FUNCTION",
+    "Another model: FUNCTION(group, schedule) returns (pipe, params, x, *targets).",
 )
-@click.option(
-    "-m",
-    "--microbatches",
-    type=Count(),
-    help="Microbatches.  [default: 8, or those of the CSV file]",
-)
-@click.option(
-    "--width",
-    type=Count(),
-    default=256,
-    help="Width of the built-in blocks.",
-)
-@click.option(
-    "--model",
-    metavar="FILE:FUNCTION",
-    help="Another model: FUNCTION(group, schedule) returns (pipe, params, x, *targets).",
-)
-@click.option(
-    "--steps",
-    type=Count(),
-    default=10,
-    help="Steps that are averaged.",
-)
-@click.option(
-    "-o",
-    "--out",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("costs.json"),
-    help="The file of costs.",
-)
+@option("--steps N", "Steps that are averaged.", 10)
+@option("-o --out FILE", "The file of costs.", "costs.json")
 @json_option
 def profile(
     source: str,
@@ -71,7 +45,7 @@ def profile(
     width: int,
     model: str | None,
     steps: int,
-    out: Path,
+    out: str,
     as_json: bool,
 ) -> None:
     """Measure the costs of a pipeline's stages and messages on this machine, and write them to a
@@ -88,30 +62,20 @@ def profile(
     """
     if not is_path(source):
         ranks, microbatches = ranks or 2, microbatches or 8
-    with as_usage_error():
-        schedule = named_schedule(source, ranks, microbatches).check()
+    schedule = check(named_schedule(source, ranks, microbatches))
     if model is not None and not Path(model.rpartition(":")[0]).is_file():
-        raise click.BadParameter(
-            f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model"
-        )
+        raise usage_error(f"--model {model}: there is no such file; give FILE.py:FUNCTION")
     from ... import launch  # which loads torch
     from .profile_ranks import measure
 
     with progress(f"measuring in {schedule.ranks} processes"):
         price, seconds = launch(measure, schedule, model, width, steps, ranks=schedule.ranks)[0]
-    write_bytes(out, (price.to_json() + "\n").encode())
+    costs = price.to_json()
+    write_bytes(out, f"{costs}\n".encode())
     if as_json:
-        print_json(
-            {
-                "schedule": source,
-                "ranks": schedule.ranks,
-                "microbatches": schedule.microbatches,
-                "steps": steps,
-                "seconds": seconds,
-                "costs": json.loads(price.to_json()),
-                "file": str(out),
-            }
-        )
+        counts = {"ranks": schedule.ranks, "microbatches": schedule.microbatches, "steps": steps}
+        results = {"seconds": seconds, "costs": json.loads(costs), "file": out}
+        print_json({"schedule": source, **counts, **results})
         return
     times = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
     click.echo(

@@ -16,9 +16,10 @@ from ...actions import progress
 from ...errors import PlanError
 from ..clusters.decoder import batch, decoder, loss
 from ..clusters.hardware import GIB, OPTIMIZER, PARAMETER
-from ..clusters.plan_file import Planned, read_plan
-from ..clusters.prediction import usable
-from .options import INVALID, json_option, print_json, report_error, table
+from ..clusters.layout import Job
+from ..clusters.plan_file import read_plan
+from ..clusters.prediction import Prediction, usable
+from .options import INVALID, json_option, option, print_json, report_error, table
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
@@ -31,15 +32,12 @@ def ranks_of(text: str) -> tuple[int, ...]:
 
 @click.command()
 @click.argument("plan", metavar="FILE", type=click.Path(dir_okay=False))
-@click.option(
-    "--ranks", metavar="N,N", required=True, type=ranks_of, help="Ranks of the job, such as 3,200."
-)
-@click.option(
-    "--margin",
-    metavar="PERCENT",
+@option("--ranks N,N", "Ranks of the job, such as 3,200.", type=ranks_of, required=True)
+@option(
+    "--margin PERCENT",
+    "By how many percent a peak may differ from the prediction.",
+    15.0,
     type=click.FloatRange(0, 1000),
-    default=15.0,
-    help="By how many percent a peak may differ from the prediction.",
 )
 @json_option
 def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) -> int:
@@ -47,37 +45,38 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
 
     A decoder of the sizes in the FILE is traced on the device meta, with the real sizes, and the
     schedule is lowered to the plans of these ranks. The exit status is 1 where the peak of a plan
-    exceeds the memory of a GPU, or differs from the prediction in the FILE by more than the margin.
+    exceeds the memory of a GPU, or differs from the predicted one by more than the margin.
     Ranks count tensor-parallel ranks first, then copies, then ranks of the pipeline.
 
     \b
     fpipe rehearse plan.toml --ranks 3,200
     """
-    planned = read_plan(plan)
-    job, layout = planned.job, planned.layout
+    expected = read_plan(plan)
+    job, layout = expected.job, expected.layout
     if wrong := [rank for rank in ranks if rank >= job.gpus]:
         raise PlanError(
             f"rank {wrong[0]} is not in a job of {job.gpus} GPUs; give ranks from 0 to "
             f"{job.gpus - 1}"
         )
-    rows, spent = _rehearsed(planned, ranks)
-    faults = [fault for row in rows for fault in _faults(row, planned, margin / 100)]
+    rows, spent = _rehearsed(expected, ranks)
+    faults = [fault for row in rows for fault in _faults(row, job, margin / 100)]
     if as_json:
         times = {name: getattr(spent, name) for name in ("tracing", "traces", "lowering")}
         print_json({"ranks": rows, "faults": faults, **times})
     else:
         click.echo(f"{job.model.name} on {job.gpus} {job.gpu.name}: {layout}\n")
-        click.echo("\n".join(table(_COLUMNS, rows)) + f"\n\n{spent}")
+        click.echo(f"{table([_shown(row) for row in rows])}\n\n{spent}")
         for fault in faults:
             report_error(fault, INVALID)
     return INVALID if faults else 0
 
 
-def _rehearsed(planned: Planned, ranks: Sequence[int]) -> tuple[list[dict[str, Any]], Any]:
-    """What is found of the ranks, and the seconds of tracing and lowering."""
-    job, layout = planned.job, planned.layout
+def _rehearsed(expected: Prediction, ranks: Sequence[int]) -> tuple[list[dict[str, Any]], Any]:
+    """The figures of each rank, and the seconds of tracing and lowering."""
+    job, layout = expected.job, expected.layout
     count, doing = layout.microbatches(job), ["the model"]
     schedule = layout.schedule_for(count)
+    places = [rank // (layout.dp * layout.tp) for rank in ranks]
     with progress(lambda: f"rehearsing: {doing[-1]}"):
         functions, params = decoder(job, layout)
         pipe = pipeline(
@@ -89,7 +88,6 @@ def _rehearsed(planned: Planned, ranks: Sequence[int]) -> tuple[list[dict[str, A
             seed=0,
             group=local(devices=["meta"] * layout.pp),
         )
-        places = [rank // (layout.dp * layout.tp) for rank in ranks]
         by_place, spent = pipe.rehearse(
             sorted(set(places)),
             params,
@@ -100,18 +98,18 @@ def _rehearsed(planned: Planned, ranks: Sequence[int]) -> tuple[list[dict[str, A
         )
     rows = []
     for rank, place in zip(ranks, places, strict=True):
-        found = by_place[place]
-        state = found.parameters * (1 + OPTIMIZER / PARAMETER)
+        result = by_place[place]
+        state = result.parameters * (1 + OPTIMIZER / PARAMETER)
         row = {
             "rank": rank,
             "pipeline rank": place,
             "stages": list(schedule.placement.stages_of(place)),
-            "instructions": len(found.plan.instructions),
-            "sent": found.sent,
-            "received": found.received,
-            "plan": found.plan.peak,
-            "peak": state + found.plan.peak,
-            "predicted": planned.memory[place],
+            "instructions": len(result.plan.instructions),
+            "sent": result.sent,
+            "received": result.received,
+            "plan": result.plan.peak,
+            "peak": state + result.plan.peak,
+            "predicted": round(expected.memory[place].total),
         }
         rows.append(row)
     return rows, spent
@@ -122,12 +120,11 @@ def _difference(row: Mapping[str, Any]) -> float:
     return row["peak"] / row["predicted"] - 1
 
 
-def _faults(row: Mapping[str, Any], planned: Planned, margin: float) -> Iterator[str]:
+def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
     """A sentence for each limit that the peak of a rank exceeds."""
-    peak, room = f"rank {row['rank']}: its peak is {row['peak'] / GIB:.4g} GiB", usable(planned.job)
+    peak, room = f"rank {row['rank']}: its peak is {row['peak'] / GIB:.4g} GiB", usable(job)
     if row["peak"] > room:
-        memory = planned.job.gpu.memory
-        what = f"{room / GIB:.4g} of the {memory / GIB:.3g} GiB of a GPU are for tensors"
+        what = f"{room / GIB:.4g} of the {job.gpu.memory / GIB:.3g} GiB of a GPU are for tensors"
         yield f"{peak}, and {what}; plan with less --memory, or another layout"
     if abs(_difference(row)) > margin:
         what = f"{_difference(row):+.1%} from the predicted {row['predicted'] / GIB:.4g} GiB"
@@ -135,19 +132,13 @@ def _faults(row: Mapping[str, Any], planned: Planned, margin: float) -> Iterator
         yield f"{peak}, {what}, and {rule}"
 
 
-def _messages(found: tuple[int, int]) -> str:
-    return f"{found[0]} of {found[1] / GIB:.3g} GiB"
-
-
-_COLUMNS = (
-    ("rank", lambda row: row["rank"]),
-    ("pipeline rank", lambda row: row["pipeline rank"]),
-    ("stages", lambda row: ",".join(map(str, row["stages"]))),
-    ("instructions", lambda row: row["instructions"]),
-    ("sent", lambda row: _messages(row["sent"])),
-    ("received", lambda row: _messages(row["received"])),
-    ("plan GiB", lambda row: f"{row['plan'] / GIB:.4g}"),
-    ("peak GiB", lambda row: f"{row['peak'] / GIB:.4g}"),
-    ("predicted", lambda row: f"{row['predicted'] / GIB:.4g}"),
-    ("difference", lambda row: f"{_difference(row):+.1%}"),
-)
+def _shown(row: Mapping[str, Any]) -> dict[str, object]:
+    """A rank in the table."""
+    shown = {name: row[name] for name in ("rank", "pipeline rank", "stages", "instructions")}
+    shown["stages"] = ",".join(map(str, row["stages"]))
+    for name in ("sent", "received"):
+        messages, nbytes = row[name]
+        shown[name] = f"{messages} of {nbytes / GIB:.3g} GiB"
+    for head, name in (("plan GiB", "plan"), ("peak GiB", "peak"), ("predicted", "predicted")):
+        shown[head] = f"{row[name] / GIB:.4g}"
+    return {**shown, "difference": f"{_difference(row):+.1%}"}

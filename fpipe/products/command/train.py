@@ -9,69 +9,32 @@ from pathlib import Path
 
 import click
 
-from .options import Count, as_usage_error, named_schedule, schedules_for, usage_error
+from .options import Count, check, named_schedule, option, schedules_for, usage_error
 
 
-@click.command("train")
+@click.command()
 @click.argument("extra", nargs=-1, metavar="")
-@click.option(
-    "-s",
-    "--schedule",
-    "source",
-    default="ZBV",
-    metavar="SCHEDULE",
+@option(
+    "source -s --schedule SCHEDULE",
+    "A schedule's name, or a CSV file.",
+    "ZBV",
     shell_complete=schedules_for,
-    help="A schedule's name, or a CSV file.",
 )
-@click.option(
-    "-p",
-    "--ranks",
-    type=Count(1, 32),
-    help="Processes.  [default: 4, or those of the CSV file]",
-)
-@click.option("-m", "--microbatches", type=Count(1, 256), help="[default: twice the ranks]")
-@click.option(
-    "--steps",
-    type=Count(1, 100_000),
-    default=200,
-    help="Training steps.",
-)
-@click.option(
-    "-o",
-    "--out",
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("run"),
-    help="The folder for the timelines.",
-)
-@click.option(
-    "--layers",
-    type=Count(1, 64),
-    default=8,
-    help="Blocks of the model.",
-)
-@click.option(
-    "--width",
-    type=Count(4, 1024),
-    default=64,
-    help="Width of the model, for 4 heads.",
-)
-@click.option(
-    "--seed",
-    type=Count(0),
-    default=0,
-    help="Seed of the model and of the batches.",
-)
+@option("-p --ranks N", "Processes.  [default: 4, or those of the CSV file]", type=Count(1, 32))
+@option("-m --microbatches N", "[default: twice the ranks]", type=Count(1, 256))
+@option("--steps N", "Training steps.", 200, type=Count(1, 100_000))
+@option("-o --out DIR", "The folder for the timelines.", Path("run"))
+@option("--layers N", "Blocks of the model.", 8, type=Count(1, 64))
+@option("--width N", "Width of the model, for 4 heads.", 64, type=Count(4, 1024))
+@option("--seed N", "Seed of the model and of the batches.", 0, type=Count(0))
 def train(
     extra: tuple[str, ...],
     source: str,
     ranks: int | None,
     microbatches: int | None,
-    steps: int,
     out: Path,
-    layers: int,
     width: int,
-    seed: int,
+    **sizes: int,
 ) -> int:
     """Train a small GPT on Shakespeare's sonnets through a pipeline of processes on this machine.
 
@@ -88,16 +51,10 @@ def train(
             f"unexpected argument {extra[0]!r}; name a schedule with --schedule {extra[0]}"
         )
     if width % 4:
-        raise click.BadParameter(
-            f"{width} cannot be split over 4 heads; give a multiple of 4", param_hint="--width"
-        )
-    if out.exists() and not out.is_dir():
-        raise click.BadParameter(f"{out} is a file; name a folder", param_hint="--out")
-    with as_usage_error():
-        schedule = named_schedule(source, ranks, microbatches).check()
+        raise usage_error(f"--width {width} cannot be split over 4 heads; give a multiple of 4")
+    schedule = check(named_schedule(source, ranks, microbatches))
     from ..demo.conduct import run
     from ..demo.rank import Settings
 
-    page = out / "timeline.html"
-    settings = Settings(schedule, page, steps=steps, width=width, layers=layers, seed=seed)
+    settings = Settings(schedule, out / "timeline.html", width=width, **sizes)
     return run(settings, source)
