@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -23,14 +22,15 @@ from ...programs import block, remat
 from .layout import Job, Layout
 from .model import Model
 
-Params: TypeAlias = dict[str, Tensor | list[dict[str, Tensor]]]
 Layer: TypeAlias = dict[str, Tensor]
+Params: TypeAlias = dict[str, Tensor | list[Layer]]
 Function: TypeAlias = Callable[[Any, Tensor], Tensor]
 DROPOUT = 0.1
 
 
 def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
-    """The functions and the parameters of all stages; stages with as many layers have one function.
+    """The functions and the parameters of all stages. All stages have one function: the parameters
+    determine whether it embeds tokens or computes logits.
 
     Args:
         job: what is trained.
@@ -39,14 +39,25 @@ def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
     Returns:
         One function and one pytree of parameters for each stage.
     """
-    rank, last = _Rank(job.model, layout), layout.stages - 1
-    ends = [(stage == 0, stage == last) for stage in range(layout.stages)]
-    functions = {each: rank.stage(*each) for each in set(ends)}
-    params = [
-        rank.params(count, *each)
-        for count, each in zip(layout.counts(job.model), ends, strict=True)
+    rank = _Rank(job.model, layout)
+    layer = block(remat(rank.layer) if layout.recompute == "full" else rank.layer)
+
+    def stage(params: Any, x: Tensor) -> Tensor:
+        if "embedding" in params:
+            x = rank.embed(params, x)
+        for layer_params in params["layers"]:
+            x = layer(layer_params, x)
+        if "head" in params:
+            x = rank.norm_and_multiply(x, params["norm"], params["head"]).float()
+        return x
+
+    params: list[Params] = [
+        {"layers": [rank.layer_params() for _ in range(count)]}
+        for count in layout.counts(job.model)
     ]
-    return [functions[each] for each in ends], params
+    params[0].update(rank.embedding_params())
+    params[-1].update(rank.head_params())
+    return [stage] * layout.stages, params
 
 
 def batch(job: Job, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -68,124 +79,131 @@ class _Rank:
     layout: Layout
 
     # ---- parameters ----
-    def params(self, layers: int, first: bool, last: bool) -> Params:
-        """The parameters of a stage."""
-        model = self.model
-        vocabulary = -(-model.vocabulary // self.layout.tp)
-        found: Params = {"layers": [self._layer_params() for _ in range(layers)]}
-        if first:
-            found["embedding"] = _empty(vocabulary, model.hidden)
-        if first and model.positions:
-            found["positions"] = _empty(model.positions, model.hidden)
-        if last:
-            found["norm"] = _empty(model.hidden)
-            found["head"] = _empty(model.hidden, vocabulary)
-        return found
+    def embedding_params(self) -> Layer:
+        """What the first stage has beside its layers."""
+        hidden, positions = self.model.hidden, self.model.positions
+        params = {"embedding": _empty(self._vocabulary, hidden)}
+        if positions:
+            params["positions"] = _empty(positions, hidden)
+        return params
 
-    def _layer_params(self) -> Layer:
-        model, t = self.model, self.layout.tp
-        h, gate = model.hidden, model.matrices - 1
+    def head_params(self) -> Layer:
+        """What the last stage has beside its layers."""
+        hidden = self.model.hidden
+        return {"norm": _empty(hidden), "head": _empty(hidden, self._vocabulary)}
+
+    @property
+    def _vocabulary(self) -> int:
+        return -(-self.model.vocabulary // self.layout.tp)
+
+    def layer_params(self) -> Layer:
+        """The parameters of a layer."""
+        model, tp = self.model, self.layout.tp
+        hidden, gate = model.hidden, model.matrices - 1
         experts = (model.experts,) if model.experts else ()
-        found = {
-            "norm1": _empty(h),
-            "norm2": _empty(h),
-            "qkv": _empty(h, (model.queries + 2 * model.keys) // t),
-            "out": _empty(model.queries // t, h),
-            "up": _empty(*experts, h, gate * model.feed_forward // t),
-            "down": _empty(*experts, model.feed_forward // t, h),
+        width = model.feed_forward // tp
+        params = {
+            "norm1": _empty(hidden),
+            "norm2": _empty(hidden),
+            "qkv": _empty(hidden, (model.queries + 2 * model.keys) // tp),
+            "out": _empty(model.queries // tp, hidden),
+            "up": _empty(*experts, hidden, gate * width),
+            "down": _empty(*experts, width, hidden),
         }
         if model.experts:
-            found["router"] = _empty(h, model.experts)
+            params["router"] = _empty(hidden, model.experts)
         if model.shared:
-            found["shared_up"] = _empty(h, gate * model.shared // t)
-            found["shared_down"] = _empty(model.shared // t, h)
-        return found
+            width = model.shared // tp
+            params["shared_up"] = _empty(hidden, gate * width)
+            params["shared_down"] = _empty(width, hidden)
+        return params
 
     # ---- functions ----
-    def stage(self, first: bool, last: bool) -> Function:
-        """The function of a stage."""
-        layer = block(remat(self.layer) if self.layout.recompute == "full" else self.layer)
-
-        def stage(params: Any, x: Tensor) -> Tensor:
-            if first:
-                x = self._embedded(params, x)
-            for each in params["layers"]:
-                x = layer(each, x)
-            return self._joined(x, params["norm"], params["head"]).float() if last else x
-
-        return stage
-
-    def _embedded(self, params: Layer, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens % params["embedding"].shape[0], params["embedding"])
+    def embed(self, params: Layer, tokens: Tensor) -> Tensor:
+        """This rank's part of the embedded sequence."""
+        matrix = params["embedding"]
+        x = F.embedding(tokens % matrix.shape[0], matrix)
         if "positions" in params:
             x = x + params["positions"][: tokens.shape[1]]
-        return self._dropped(self._scattered(x))
+        return self._dropout(self._scatter(x))
 
     def layer(self, p: Layer, x: Tensor) -> Tensor:
         """One layer."""
-        attended = self._attention(self._joined(x, p["norm1"], p["qkv"])) @ p["out"]
-        x = x + self._dropped(self._scattered(attended))
+        qkv = self.norm_and_multiply(x, p["norm1"], p["qkv"])
+        attended = self._attention(qkv) @ p["out"]
+        x = x + self._dropout(self._scatter(attended))
         if self.model.experts:
-            return x + self._scattered(self._experts(p, self._gathered(_norm(x, p["norm2"]))))
-        inner = self._inner(self._joined(x, p["norm2"], p["up"]), p["down"])
-        return x + self._dropped(self._scattered(inner))
+            y = self._gather(_norm(x, p["norm2"]))
+            return x + self._scatter(self._experts(p, y))
+        y = self.norm_and_multiply(x, p["norm2"], p["up"])
+        y = self._activate_and_multiply(y, p["down"])
+        return x + self._dropout(self._scatter(y))
 
-    def _joined(self, x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
+    def norm_and_multiply(self, x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
         """The product of a matrix with the norm of the whole sequence.
 
         Without selective recompute it keeps a part of the norm, and gathers it again in the
         backward.
         """
-        if self.layout.recompute == "selective":
-            return remat(self._normed)(x, norm, matrix)
-        gathers = self.layout.tp > 1 and self.layout.recompute == "none"
-        product = remat(self._product) if gathers else self._product
-        return product(_norm(x, norm), matrix)
+        recompute, product = self.layout.recompute, self._product
+        if recompute == "none" and self.layout.tp > 1:
+            product = remat(product)
 
-    def _normed(self, x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
-        return self._product(_norm(x, norm), matrix)
+        def normed_product(x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
+            return product(_norm(x, norm), matrix)
+
+        function = remat(normed_product) if recompute == "selective" else normed_product
+        return function(x, norm, matrix)
 
     def _product(self, y: Tensor, matrix: Tensor) -> Tensor:
-        return self._gathered(y) @ matrix
+        return self._gather(y) @ matrix
 
-    def _inner(self, y: Tensor, down: Tensor) -> Tensor:
+    def _activate_and_multiply(self, y: Tensor, down: Tensor) -> Tensor:
         """The rest of a feed-forward, after its first product."""
-        product = partial(_activated, gated=self.model.gated)
-        return (remat(product) if self.layout.recompute == "selective" else product)(y, down)
+        function = _gated if self.model.gated else _plain
+        if self.layout.recompute == "selective":
+            function = remat(function)
+        return function(y, down)
 
     def _experts(self, p: Layer, y: Tensor) -> Tensor:
         """Tokens in equal numbers to all experts, and those that every token uses."""
         model, (b, s, h) = self.model, y.shape
         weights = torch.topk(torch.softmax(y @ p["router"], -1), model.active).values
+        # rows are repeated until all experts have as many
         routed = b * s * model.active
-        each = -(-routed // model.experts)
-        times = -(-each * model.experts // (b * s))
-        rows = y.reshape(-1, h).repeat(times, 1)[: each * model.experts]
-        products = torch.bmm(rows.view(model.experts, each, h), p["up"])
-        results = self._inner(products, p["down"]).flatten(0, 1)[:routed]
-        scaled = results.view(model.active, b, s, h) * weights.permute(2, 0, 1).unsqueeze(-1)
+        rows = -(-routed // model.experts)
+        total = rows * model.experts
+        repeats = -(-total // (b * s))
+        inputs = y.reshape(-1, h).repeat(repeats, 1)[:total]
+        products = torch.bmm(inputs.view(model.experts, rows, h), p["up"])
+        results = self._activate_and_multiply(products, p["down"])
+        results = results.flatten(0, 1)[:routed].view(model.active, b, s, h)
+        y_routed = (results * weights.permute(2, 0, 1).unsqueeze(-1)).sum(0)
         if not model.shared:
-            return scaled.sum(0)
-        return scaled.sum(0) + self._inner(y @ p["shared_up"], p["shared_down"])
+            return y_routed
+        return y_routed + self._activate_and_multiply(y @ p["shared_up"], p["shared_down"])
 
     def _attention(self, qkv: Tensor) -> Tensor:
-        heads, shared = self.model.heads // self.layout.tp, self.model.kv_heads // self.layout.tp
-        parts = qkv.unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2)
-        q, k, v = parts.split([heads, shared, shared], 1)
+        model, tp = self.model, self.layout.tp
+        heads, kv_heads = model.heads // tp, model.kv_heads // tp
+        by_head = qkv.unflatten(-1, (-1, model.head_dim)).transpose(1, 2)
+        q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
         y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
         return y.transpose(1, 2).flatten(2)
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, DROPOUT) if self.model.dropout else x
 
     # ---- tensor-parallel collectives ----
-    def _gathered(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         """The whole sequence, of the part of a rank."""
-        return x.repeat(1, self.layout.tp, 1) if self.layout.tp > 1 else x
+        tp = self.layout.tp
+        return x.repeat(1, tp, 1) if tp > 1 else x
 
-    def _scattered(self, x: Tensor) -> Tensor:
+    def _scatter(self, x: Tensor) -> Tensor:
         """The part of a rank of the sum over ranks."""
-        return x.unflatten(1, (self.layout.tp, -1)).sum(1) if self.layout.tp > 1 else x
+        tp = self.layout.tp
+        return x.unflatten(1, (tp, -1)).sum(1) if tp > 1 else x
 
 
 def _empty(*shape: int) -> Tensor:
@@ -196,10 +214,10 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight)  # an RMS norm is several operations on "meta"
 
 
-def _activated(y: Tensor, down: Tensor, gated: bool) -> Tensor:
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
-    else:
-        y = F.gelu(y)
-    return y @ down
+def _gated(y: Tensor, down: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return (F.silu(gate) * up) @ down
+
+
+def _plain(y: Tensor, down: Tensor) -> Tensor:
+    return F.gelu(y) @ down

@@ -43,6 +43,10 @@ class Gpu:
     node: int = 8
     matmul: float = 0.75
 
+    def width(self, gpus: int) -> float:
+        """Bytes a second between GPUs, of which so many communicate."""
+        return self.link * LINK if gpus <= self.node else self.network * NETWORK
+
 
 #: Data sheets of the SXM modules. ``matmul`` is by published timings, and lower where power limits
 #: the clock.

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from ...actions import Costs, Timeline, plain
 from ...schedule import Schedule
-from .hardware import GRADIENT, LATENCY, LINK, MEMORY, NETWORK, OPTIMIZER, PARAMETER, USABLE
+from .hardware import GRADIENT, LATENCY, MEMORY, OPTIMIZER, PARAMETER, USABLE
 from .layout import Job, Layout
 from .sizes import (
     Work,
@@ -134,17 +133,13 @@ def predict(job: Job, layout: Layout) -> Prediction:
     """
     layout.check(job)
     case = _Case(job, layout)
-    simulated = _simulated(_Case(job, replace(layout, zero=0)))  # which changes none of it
-    memory = tuple(
-        _memory(case, rank, activations, late)
-        for rank, (activations, late) in enumerate(
-            zip(simulated.activations, simulated.late, strict=True)
-        )
-    )
-    parts = _parts(case, simulated.seconds)
-    step = simulated.seconds + parts["copies"] + parts["optimizer"]
-    bubble = 1 - simulated.busy / simulated.seconds
-    return Prediction(job, layout, memory, step, parts, bubble)
+    without_zero = _Case(job, replace(layout, zero=0))  # which has the same simulation
+    seconds, busy, *by_rank = _simulated(without_zero)
+    activations, late = by_rank[: layout.pp], by_rank[layout.pp :]
+    memory = tuple(_memory(case, rank, activations[rank], late[rank]) for rank in range(layout.pp))
+    parts = _parts(case, seconds)
+    step = seconds + parts["copies"] + parts["optimizer"]
+    return Prediction(job, layout, memory, step, parts, bubble=1 - busy / seconds)
 
 
 def least(job: Job, layout: Layout) -> tuple[float, float]:
@@ -157,21 +152,22 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     """
     case, p = _Case(job, layout), layout.pp
     turned = layout.schedule in TURNED
-    busy, held = [0.0] * p, [0.0] * p
+    busy, elements = [0.0] * p, [0.0] * p
     for stage, work in enumerate(case.works):
         rank = 2 * p - 1 - stage if turned and stage >= p else stage % p
         busy[rank] += work.seconds
-        held[rank] += case.elements[stage]
-    ways = [work.F if layout.schedule in SPLIT else work.seconds for work in case.works[:p]]
-    starts = accumulate(ways[:-1], initial=0.0)
-    seconds = max(
-        start + case.microbatches * each for start, each in zip(starts, busy, strict=True)
-    )
-    nbytes = [state_bytes(job, layout, each, layout.per_rank) for each in held]
+        elements[rank] += case.elements[stage]
+    firsts = case.works[:p]
+    waits = [work.F if layout.schedule in SPLIT else work.seconds for work in firsts]
+    starts = accumulate(waits[:-1], initial=0.0)
+    ends = [
+        start + case.microbatches * seconds for start, seconds in zip(starts, busy, strict=True)
+    ]
+    nbytes = [state_bytes(job, layout, count, layout.per_rank) for count in elements]
     last = 0 if turned else p - 1
-    late = held[last] * GRADIENT / layout.tp if case.early else 0.0
+    late = elements[last] * GRADIENT / layout.tp if case.early else 0.0
     nbytes[last] += max(case.works[-1].saved - late, 0.0)
-    return seconds + _copies(case) + _optimizer(case), max(nbytes)
+    return max(ends) + _copies(case) + _optimizer(case), max(nbytes)
 
 
 # ---- stages ----
@@ -223,10 +219,12 @@ class _Case:
         """
         job, layout = self.job, self.layout
         layer = layer_work(job, layout)
-        ends = [Work(saved=self.boundary, kept=self.boundary)] * layout.stages
-        ends[-1] = head_work(job, layout)
-        layers = {count: Work(*(count * each for each in layer)) for count in set(self.counts)}
-        works = [total(layers[count], end) for count, end in zip(self.counts, ends, strict=True)]
+        layers = {count: Work(*(count * value for value in layer)) for count in set(self.counts)}
+        sent = Work(saved=self.boundary, kept=self.boundary)
+        beside = [sent] * (layout.stages - 1) + [head_work(job, layout)]
+        works = [
+            total(layers[count], more) for count, more in zip(self.counts, beside, strict=True)
+        ]
         works[0] = total(works[0], Work(saved=embedding_bytes(job, layout)))
         return works
 
@@ -237,20 +235,9 @@ class _Case:
 
 
 # ---- the schedule ----
-class _Simulated(NamedTuple):
-    """Seconds of a schedule, those in which an average rank is busy, and by rank the most bytes of
-    activations, and the gradients that come later.
-    """
-
-    seconds: float
-    busy: float
-    activations: list[float]
-    late: list[float]
-
-
 @lru_cache(maxsize=1024)
-def _simulated(case: _Case) -> _Simulated:
-    """The schedule in the simulator; with many microbatches, two schedules of fewer, whose
+def _simulated(case: _Case) -> list[float]:
+    """What ``_run`` returns; with many microbatches, that of two schedules of fewer, whose
     difference is repeated.
     """
     count, p = case.microbatches, case.layout.pp
@@ -259,30 +246,22 @@ def _simulated(case: _Case) -> _Simulated:
     fewer = (PERIODS - 4) * p + count % p
     times = (count - fewer) / (2 * p)
     short, long = _run(case, fewer), _run(case, fewer + 2 * p)
-
-    def extended(a: float, b: float) -> float:
-        return a + (b - a) * times
-
-    return _Simulated(
-        extended(short.seconds, long.seconds),
-        extended(short.busy, long.busy),
-        list(map(extended, short.activations, long.activations)),
-        list(map(extended, short.late, long.late)),
-    )
+    return [a + (b - a) * times for a, b in zip(short, long, strict=True)]
 
 
-def _run(case: _Case, microbatches: int) -> _Simulated:
-    """The schedule for a number of microbatches in the simulator."""
-    job, layout = case.job, case.layout
-    works = case.works
-    within = job.gpus <= job.gpu.node
+def _run(case: _Case, microbatches: int) -> list[float]:
+    """The schedule for a number of microbatches in the simulator: its seconds, those in which an
+    average rank is busy, the most bytes of activations of each rank, and of each rank the bytes of
+    gradients that come later.
+    """
+    job, layout, works = case.job, case.layout, case.works
     costs = Costs(
         F=[work.F for work in works],
         I=[work.I for work in works],
         W=[work.W for work in works],
         comm=LATENCY,
         boundary=case.boundary,
-        bandwidth=job.gpu.link * LINK if within else job.gpu.network * NETWORK,
+        bandwidth=job.gpu.width(job.gpus),
         saved=[work.saved for work in works],
         kept=[work.kept for work in works],
     )
@@ -291,7 +270,7 @@ def _run(case: _Case, microbatches: int) -> _Simulated:
     gradients = [elements * GRADIENT / layout.tp for elements in case.elements]
     late = _late(timeline, schedule, costs, gradients)
     busy = sum(timeline.busy) / timeline.ranks
-    return _Simulated(timeline.total, busy, list(timeline.peak_bytes), late)
+    return [timeline.total, busy, *timeline.peak_bytes, *late]
 
 
 def _late(
@@ -349,8 +328,7 @@ def _copies(case: _Case) -> float:
     layout, gpu = case.layout, case.job.gpu
     if layout.dp == 1:
         return 0.0
-    within = layout.tp * layout.dp <= gpu.node
-    width = gpu.link * LINK if within else gpu.network * NETWORK
+    width = gpu.width(layout.tp * layout.dp)
     elements = max(case.elements) / layout.tp * (layout.dp - 1) / layout.dp
     gathered = elements * PARAMETER / width + LATENCY
     reduced = elements * GRADIENT / width + LATENCY
@@ -358,7 +336,7 @@ def _copies(case: _Case) -> float:
         return gathered + reduced
     times = case.microbatches / layout.pp
     rounds = 2 * layout.per_rank * max(times, 1)
-    work = sum(each.seconds for each in case.works) * times
+    work = sum(stage.seconds for stage in case.works) * times
     return gathered + reduced + max(rounds * gathered - work, 0.0)
 
 

@@ -13,16 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .hardware import (
-    ATTENTION,
-    GRADIENT,
-    KERNEL,
-    LATENCY,
-    LINK,
-    MEMORY,
-    OPTIMIZER,
-    PARAMETER,
-)
+from .hardware import ATTENTION, GRADIENT, KERNEL, LATENCY, MEMORY, OPTIMIZER, PARAMETER
 from .layout import Job, Layout
 
 
@@ -50,7 +41,7 @@ class Work(NamedTuple):
 
 
 def total(*parts: Work) -> Work:
-    """Several parts together.
+    """The sum of several parts.
 
     >>> total(Work(F=1, saved=2), Work(F=3)).F
     4
@@ -61,53 +52,62 @@ def total(*parts: Work) -> Work:
 @lru_cache(maxsize=4096)
 def layer_work(job: Job, layout: Layout) -> Work:
     """A layer on one rank, for a microbatch."""
-    model, t, tokens = job.model, layout.tp, job.sequence * layout.microbatch
-    h, q, k = model.hidden, model.queries, model.keys
-    gate = (model.matrices - 1) * model.inner
-    shapes = ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
+    model, tp = job.model, layout.tp
+    tokens = job.sequence * layout.microbatch
+    hidden, queries = model.hidden, model.queries
+    shapes = (
+        (hidden, (queries + 2 * model.keys) / tp),
+        (queries / tp, hidden),
+        (hidden, (model.matrices - 1) * model.inner / tp),
+        (model.inner / tp, hidden),
+    )
     products = sum(_product(job, tokens, *shape) for shape in shapes)
     # matrices of experts that other tokens use are read as well
     idle = model.layer_matrices - model.active_matrices
-    products += _memory(job, idle * PARAMETER / t)
+    products += _memory(job, idle * PARAMETER / tp)
     # attention skips the scores of later tokens
-    attended = 2 * tokens * job.sequence * q / t / (job.gpu.flops * ATTENTION)
-    passed = _elementwise(job, layout, tokens)
-    moved = 2 * _all_reduce(job, t, tokens * h * PARAMETER)
-    forward = products + attended + passed + moved
-    again = {"none": 0.0, "selective": passed / 2, "full": forward}[layout.recompute]
+    scores = 2 * tokens * job.sequence * queries / tp
+    attention = scores / (job.gpu.flops * ATTENTION)
+    elementwise = _elementwise(job, layout, tokens)
+    collectives = 2 * _all_reduce(job, tp, tokens * hidden * PARAMETER)
+    forward = products + attention + elementwise + collectives
+    again = {"none": 0.0, "selective": elementwise / 2, "full": forward}[layout.recompute]
     return Work(
         F=forward,
-        I=products + 2.5 * attended + 2 * passed + moved + again,
+        I=products + 2.5 * attention + 2 * elementwise + collectives + again,
         W=products,
         saved=tokens * _saved(job, layout),
         kept=tokens * _kept(job, layout),
-        products=3 * products + 3.5 * attended,
-        collectives=2 * moved,
+        products=3 * products + 3.5 * attention,
+        collectives=2 * collectives,
         again=again,
     )
 
 
 def _saved(job: Job, layout: Layout) -> float:
     """Bytes of a token in a layer from F on."""
-    model, t = job.model, layout.tp
+    model, tp = job.model, layout.tp
+    hidden = PARAMETER * model.hidden
+    queries = PARAMETER * model.queries
+    inner = PARAMETER * model.inner
+    sums = 4.0 * model.heads  # the logarithm of the sum of each row of scores
+    if layout.recompute == "full":
+        # attention has draws, and is not computed again
+        return (hidden + queries + sums) / tp
     # inputs of both norms and what these return; masks of residuals
-    whole = (4 * PARAMETER + (2 if model.dropout else 0)) * model.hidden
+    whole = 4 * hidden + (2 * model.hidden if model.dropout else 0)
+    # queries, keys, values, and what attention returns
+    attention = 2 * queries + 2 * PARAMETER * model.keys + sums
     # the inputs of the activation function, and what it returns
-    inner = PARAMETER * model.inner * (4 if model.gated else 2)
-    # queries, keys, values, and what attention returns; the logarithm of each row's sum
-    attention = PARAMETER * (2 * model.queries + 2 * model.keys) + 4.0 * model.heads
+    activations = inner * (4 if model.gated else 2)
     # the whole sequence, for the router
-    gathered = PARAMETER * model.hidden * (1 - 1 / t) if model.experts else 0.0
-    everything = (whole + attention + inner) / t + gathered + _routed(job)
+    gathered = hidden * (1 - 1 / tp) if model.experts else 0.0
+    everything = (whole + attention + activations) / tp + gathered + _routed(job)
     if layout.recompute == "none":
         return everything
-    if layout.recompute == "selective":
-        norms = 1 if model.experts else 2  # what routers read is kept
-        activated = model.inner * (2 if model.gated else 1)
-        return everything - PARAMETER * (norms * model.hidden + activated) / t
-    # attention has draws, and is not computed again
-    drawn = PARAMETER * model.queries + 4.0 * model.heads
-    return (PARAMETER * model.hidden + drawn) / t
+    norms = 1 if model.experts else 2  # what routers read is kept
+    products = inner * (2 if model.gated else 1)
+    return everything - (norms * hidden + products) / tp
 
 
 def _routed(job: Job) -> float:
@@ -125,18 +125,18 @@ def _kept(job: Job, layout: Layout) -> float:
     that are computed again, and of routers. What an activation function returns is computed again
     in W from what it read.
     """
-    model, t, h = job.model, layout.tp, job.model.hidden
+    model, tp, hidden = job.model, layout.tp, job.model.hidden
     full = layout.recompute == "full"
     again = layout.recompute == "selective" or (full and not model.experts)
     inner = model.inner * (3 if again and model.gated else 1)
-    part = h if full else h / t
-    inputs = part + (h if model.experts else part) + (model.queries + inner) / t
-    gradients = h * (1 if model.experts else 2) + (model.queries + 2 * model.keys) / t
-    gradients += (model.matrices - 1) * model.inner / t
+    part = hidden if full else hidden / tp
+    inputs = part + (hidden if model.experts else part) + (model.queries + inner) / tp
+    gradients = hidden * (1 if model.experts else 2)
+    gradients += (model.queries + 2 * model.keys) / tp
+    gradients += (model.matrices - 1) * model.inner / tp
     return PARAMETER * (inputs + gradients) + _routed(job)
 
 
-@lru_cache(maxsize=4096)
 def head_work(job: Job, layout: Layout) -> Work:
     """The last norm, the head and the loss."""
     hidden, columns = job.model.hidden, job.model.vocabulary / layout.tp
@@ -203,7 +203,8 @@ def _elementwise(job: Job, layout: Layout, tokens: float) -> float:
     model = job.model
     residual = (10 * PARAMETER + (2 if model.dropout else 0)) * model.hidden
     inner = model.inner * model.matrices + 2 * (model.queries + model.keys)
-    return _memory(job, tokens * ((residual + PARAMETER * inner) / layout.tp + 2 * _routed(job)))
+    nbytes = (residual + PARAMETER * inner) / layout.tp + 2 * _routed(job)
+    return _memory(job, tokens * nbytes)
 
 
 def _memory(job: Job, nbytes: float) -> float:
@@ -214,4 +215,5 @@ def _all_reduce(job: Job, ranks: int, nbytes: float) -> float:
     """The seconds of an all-reduce, or of a reduce-scatter with an all-gather, within a machine."""
     if ranks == 1:
         return 0.0
-    return 2 * (ranks - 1) / ranks * nbytes / (job.gpu.link * LINK) + 2 * LATENCY
+    moved = 2 * (ranks - 1) / ranks * nbytes
+    return moved / job.gpu.width(ranks) + 2 * LATENCY
