@@ -62,7 +62,8 @@ def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
 
 def batch(job: Job, layout: Layout) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one copy of the pipeline, without data."""
-    tokens = torch.empty(job.batch // layout.dp, job.sequence, dtype=torch.int64, device="meta")
+    rows = job.batch // layout.dp
+    tokens = torch.empty(rows, job.sequence, dtype=torch.int64, device="meta")
     return tokens, tokens.clone()
 
 
@@ -99,14 +100,17 @@ class _Rank:
     def layer_params(self) -> Layer:
         """The parameters of a layer."""
         model, tp = self.model, self.layout.tp
-        hidden, gate = model.hidden, model.matrices - 1
+        hidden = model.hidden
+        gate = model.matrices - 1
         experts = (model.experts,) if model.experts else ()
+        queries = model.queries // tp
+        keys = model.keys // tp
         width = model.feed_forward // tp
         params = {
             "norm1": _empty(hidden),
             "norm2": _empty(hidden),
-            "qkv": _empty(hidden, (model.queries + 2 * model.keys) // tp),
-            "out": _empty(model.queries // tp, hidden),
+            "qkv": _empty(hidden, queries + 2 * keys),
+            "out": _empty(queries, hidden),
             "up": _empty(*experts, hidden, gate * width),
             "down": _empty(*experts, width, hidden),
         }
@@ -167,8 +171,10 @@ class _Rank:
 
     def _experts(self, p: Layer, y: Tensor) -> Tensor:
         """Tokens in equal numbers to all experts, and those that every token uses."""
-        model, (b, s, h) = self.model, y.shape
-        weights = torch.topk(torch.softmax(y @ p["router"], -1), model.active).values
+        model = self.model
+        b, s, h = y.shape
+        shares = torch.softmax(y @ p["router"], -1)
+        weights = torch.topk(shares, model.active).values
         # rows are repeated until all experts have as many
         routed = b * s * model.active
         rows = -(-routed // model.experts)
@@ -177,16 +183,21 @@ class _Rank:
         inputs = y.reshape(-1, h).repeat(repeats, 1)[:total]
         products = torch.bmm(inputs.view(model.experts, rows, h), p["up"])
         results = self._activate_and_multiply(products, p["down"])
-        results = results.flatten(0, 1)[:routed].view(model.active, b, s, h)
-        y_routed = (results * weights.permute(2, 0, 1).unsqueeze(-1)).sum(0)
+        results = results.flatten(0, 1)[:routed]
+        results = results.view(model.active, b, s, h)
+        weights = weights.permute(2, 0, 1).unsqueeze(-1)
+        summed = (results * weights).sum(0)
         if not model.shared:
-            return y_routed
-        return y_routed + self._activate_and_multiply(y @ p["shared_up"], p["shared_down"])
+            return summed
+        shared = y @ p["shared_up"]
+        return summed + self._activate_and_multiply(shared, p["shared_down"])
 
     def _attention(self, qkv: Tensor) -> Tensor:
         model, tp = self.model, self.layout.tp
-        heads, kv_heads = model.heads // tp, model.kv_heads // tp
-        by_head = qkv.unflatten(-1, (-1, model.head_dim)).transpose(1, 2)
+        heads = model.heads // tp
+        kv_heads = model.kv_heads // tp
+        by_head = qkv.unflatten(-1, (-1, model.head_dim))
+        by_head = by_head.transpose(1, 2)
         q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
         y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
         return y.transpose(1, 2).flatten(2)
@@ -216,7 +227,8 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _gated(y: Tensor, down: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
-    return (F.silu(gate) * up) @ down
+    inner = F.silu(gate) * up
+    return inner @ down
 
 
 def _plain(y: Tensor, down: Tensor) -> Tensor:

@@ -92,27 +92,23 @@ class Layout:
 
     def check(self, job: Job) -> Layout:
         """This layout; raises PlanError where it does not fit the job."""
-        model = job.model
-        rules = [
-            (self.tp * self.pp * self.dp == job.gpus, f"tp x pp x dp must be the {job.gpus} GPUs"),
-            (
-                job.batch % (self.dp * self.microbatch) == 0,
-                f"dp x microbatch must divide {job.batch} sequences",
+        model, layers = job.model, self.layers
+        rules = {
+            f"tp x pp x dp must be the {job.gpus} GPUs": self.tp * self.pp * self.dp == job.gpus,
+            f"dp x microbatch must divide {job.batch} sequences": (
+                job.batch % (self.dp * self.microbatch) == 0
             ),
-            (divides(model, self.tp), "tp must divide heads, key-value heads and the feed-forward"),
-            (self.tp <= job.gpu.node, f"tp must be within a machine of {job.gpu.node} GPUs"),
-            (
-                self.stages <= model.layers + 2,
-                f"{model.layers} layers, embedding and head must fill all stages",
+            "tp must divide heads, key-value heads and the feed-forward": divides(model, self.tp),
+            f"tp must be within a machine of {job.gpu.node} GPUs": self.tp <= job.gpu.node,
+            f"{model.layers} layers, embedding and head must fill all stages": (
+                self.stages <= model.layers + 2
             ),
-            (
-                not self.layers
-                or (len(self.layers), sum(self.layers)) == (self.stages, model.layers),
-                f"layers must be {self.stages} numbers with the sum {model.layers}",
+            f"layers must be {self.stages} numbers with the sum {model.layers}": (
+                not layers or (len(layers), sum(layers)) == (self.stages, model.layers)
             ),
-        ]
-        for valid, rule in rules:
-            if not valid:
+        }
+        for rule, holds in rules.items():
+            if not holds:
                 raise PlanError(f"{self}: {rule}; choose other sizes")
         return self
 
@@ -141,13 +137,12 @@ def even_layers(model: Model, stages: int) -> tuple[int, ...]:
     (1, 2, 2, 1)
     """
     head = model.vocabulary * model.hidden / model.active_matrices
-    starts = spread([0.0, *[1.0] * model.layers, head], stages)
-    ends = [*starts[1:], model.layers + 2]
-
-    def item(place):
-        return min(max(place - 1, 0), model.layers)
-
-    return tuple(item(end) - item(start) for start, end in zip(starts, ends, strict=True))
+    embedding = 0.0
+    starts = spread([embedding, *[1.0] * model.layers, head], stages)
+    # item 0 is the embedding, and the last one is the head
+    firsts = [min(max(start - 1, 0), model.layers) for start in starts]
+    ends = [*firsts[1:], model.layers]
+    return tuple(end - first for first, end in zip(firsts, ends, strict=True))
 
 
 @lru_cache(maxsize=256)

@@ -16,25 +16,24 @@ from ...actions import read_bytes
 from ...errors import PlanError
 
 MOST = 4 << 20  #: bytes of a config.json
-#: kinds with a gated feed-forward, rotary positions and RMS norms
-GATED = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gemma",
-    "granite",
-    "olmo2",
-    "phi3",
-)
-PLAIN = (
-    "gpt2",
-)  #: kinds with learned positions, layer norms, biases and a feed-forward of two matrices
-_BIASED = ("qwen2", "qwen2_moe")  # in the projections of queries, keys and values
-_NORMED = ("qwen3", "qwen3_moe")  # queries and keys
+#: By ``model_type`` what a kind has beside others: ``plain`` ones have learned positions, layer
+#: norms, biases and a feed-forward of two matrices; all others have a gated feed-forward, rotary
+#: positions and RMS norms. ``biased`` are the projections of queries, keys and values; ``normed``
+#: are queries and keys.
+KINDS = {
+    "gpt2": "plain",
+    "llama": "",
+    "mistral": "",
+    "qwen2": "biased",
+    "qwen3": "normed",
+    "mixtral": "",
+    "qwen2_moe": "biased",
+    "qwen3_moe": "normed",
+    "gemma": "",
+    "granite": "",
+    "olmo2": "",
+    "phi3": "",
+}
 
 
 @dataclass(frozen=True)
@@ -82,20 +81,18 @@ class Model:
     dropout: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocabulary", "feed_forward", "active"):
-            self._check(name, 1)
-        for name in ("kv_heads", "head_dim", "experts", "shared", "positions"):
-            self._check(name, 0)
+        positive = ("hidden", "layers", "heads", "vocabulary", "feed_forward", "active")
+        others = ("kv_heads", "head_dim", "experts", "shared", "positions")
+        for name in (*positive, *others):
+            low = int(name in positive)
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise PlanError(
+                    f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; "
+                    "correct it"
+                )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or max(self.hidden // self.heads, 1))
-
-    def _check(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise PlanError(
-                f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; "
-                "correct it"
-            )
 
     # ---- parameters ----
     @property
@@ -119,26 +116,31 @@ class Model:
         return 3 if self.gated else 2
 
     @property
-    def attention_parameters(self) -> int:
-        """Elements of the matrices of attention in a layer."""
-        return self.hidden * (2 * self.queries + 2 * self.keys)
+    def _expert(self) -> int:
+        """Elements of the matrices of a feed-forward, of each expert where there are experts."""
+        return self.matrices * self.hidden * self.feed_forward
 
     @cached_property
     def layer_matrices(self) -> int:
         """Elements of the matrices in a layer."""
-        experts = max(self.experts, 1) * self.matrices * self.hidden * self.feed_forward
-        shared = self.hidden * (self.matrices * self.shared + (1 if self.shared else 0))
-        return self.attention_parameters + experts + shared + self.hidden * self.experts
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        router = self.hidden * self.experts
+        shared = self.hidden * self.matrices * self.shared
+        if self.shared:
+            shared += self.hidden  # its gate
+        return attention + max(self.experts, 1) * self._expert + shared + router
 
     @cached_property
     def layer_parameters(self) -> int:
         """Elements of a layer."""
-        attention = self.queries + 2 * self.keys
-        if self.kind in PLAIN:
-            return self.layer_matrices + attention + 6 * self.hidden + self.feed_forward
-        biases = attention if self.kind in _BIASED else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.kind in _NORMED else 0)
-        return self.layer_matrices + biases + norms
+        vectors = {"biased": self.queries + 2 * self.keys, "normed": 2 * self.head_dim}
+        vectors["plain"] = vectors["biased"] + 4 * self.hidden + self.feed_forward
+        more = vectors.get(self._traits, 0)
+        return self.layer_matrices + 2 * self.hidden + more
+
+    @property
+    def _traits(self) -> str:
+        return KINDS.get(self.kind, "")
 
     @property
     def embedding_parameters(self) -> int:
@@ -154,7 +156,7 @@ class Model:
 
     @property
     def _last_norm(self) -> int:
-        return self.hidden * (2 if self.kind in PLAIN else 1)
+        return self.hidden * (2 if self._traits == "plain" else 1)
 
     @property
     def parameters(self) -> int:
@@ -165,8 +167,8 @@ class Model:
     @property
     def active_matrices(self) -> int:
         """Elements of the matrices of a layer that multiply a token."""
-        idle = max(self.experts - self.active, 0) * self.matrices * self.hidden * self.feed_forward
-        return self.layer_matrices - (idle if self.experts else 0)
+        idle = max(self.experts - self.active, 0) if self.experts else 0
+        return self.layer_matrices - idle * self._expert
 
 
 def read_model(path: str | PathLike[str]) -> Model:
@@ -208,22 +210,22 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     fpipe.errors.PlanError: the config lacks 'hidden_size'; add it
     """
     kind = config.get("model_type")
-    if kind not in (*GATED, *PLAIN):
-        known = ", ".join((*PLAIN, *GATED))
+    if kind not in KINDS:
         raise PlanError(
-            f"{where}: model_type is {kind!r}, and known are {known}; give the nearest of them"
+            f"{where}: model_type is {kind!r}, and known are {', '.join(KINDS)}; give the nearest "
+            "of them"
         )
-    for name in ("mlp_only_layers", "first_k_dense_replace"):
-        if config.get(name):
+    for name, usual in (
+        ("mlp_only_layers", []),
+        ("first_k_dense_replace", 0),
+        ("decoder_sparse_step", 1),
+    ):
+        value = config.get(name) or usual
+        if value != usual:
             raise PlanError(
-                f"{where}: {name} is {config[name]!r}, and all layers must be alike; leave it out"
+                f"{where}: {name} is {value!r}, and all layers must be alike; leave it out"
             )
-    if config.get("decoder_sparse_step", 1) != 1:
-        step = config["decoder_sparse_step"]
-        raise PlanError(
-            f"{where}: decoder_sparse_step is {step!r}, and all layers must be alike; set it to 1"
-        )
-    plain = kind in PLAIN
+    plain = KINDS[kind] == "plain"
 
     def size(*names: str, default: int | None = None) -> int:
         """A size by any of its names, that of the kind last where it is a plain one."""
@@ -235,17 +237,18 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
     width = size("intermediate_size", "n_inner", default=4 * hidden if plain else None)
     experts = size("num_local_experts", "num_experts", default=0)
-    of_experts = {
-        "feed_forward": config.get("moe_intermediate_size", width),
-        "experts": experts,
-        "active": config.get("num_experts_per_tok", 1),
-        "shared": config.get("shared_expert_intermediate_size", 0),
-    }
-    of_plain = {
-        "gated": False,
-        "positions": config.get("n_positions", 1024),
-        "dropout": bool(config.get("resid_pdrop", 0.1)),
-    }
+    sizes: dict[str, Any] = {"feed_forward": width}
+    if experts:
+        sizes = {
+            "feed_forward": config.get("moe_intermediate_size", width),
+            "experts": experts,
+            "active": config.get("num_experts_per_tok", 1),
+            "shared": config.get("shared_expert_intermediate_size", 0),
+        }
+    if plain:
+        sizes["gated"] = False
+        sizes["positions"] = config.get("n_positions", 1024)
+        sizes["dropout"] = bool(config.get("resid_pdrop", 0.1))
     return Model(
         f"{kind} {hidden}x{layers}",
         kind,
@@ -256,6 +259,5 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
         kv_heads=size("num_key_value_heads", default=0),
         head_dim=config.get("head_dim") or 0,
         tied=bool(config.get("tie_word_embeddings", plain)),
-        **(of_experts if experts else {"feed_forward": width}),
-        **(of_plain if plain else {}),
+        **sizes,
     )

@@ -78,9 +78,11 @@ def as_toml(values: Mapping[str, Table]) -> str:
     """
     blocks = []
     for name, table in values.items():
-        keys = [key if key.isidentifier() else json.dumps(key) for key in table]
-        lines = map("{} = {}".format, keys, map(json.dumps, table.values()))
-        blocks.append("\n".join([f"[{name}]", *lines]))
+        lines = [f"[{name}]"]
+        for key, value in table.items():
+            key_text = key if key.isidentifier() else json.dumps(key)
+            lines.append(f"{key_text} = {json.dumps(value)}")
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -119,10 +121,10 @@ def _record(
     table = values.get(name)
     if not isinstance(table, dict):
         raise PlanError(f"{where} has no table [{name}]; {_REMEDY}")
-    types = {each.name: str(each.type) for each in fields(kind) if each.name not in parts}
+    types = {field.name: str(field.type) for field in fields(kind) if field.name not in parts}
     for key, value in table.items():
-        expected = _TYPES[types[key]] if key in types else ()
-        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        expected = _TYPES.get(types.get(key, ""), ())
+        if type(value) not in expected:
             raise PlanError(f"{where}: [{name}] {key} = {value!r} does not belong there; {_REMEDY}")
     if lacking := [key for key in types if key not in table]:
         raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {_REMEDY}")

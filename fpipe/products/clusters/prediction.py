@@ -91,7 +91,8 @@ class Prediction:
     @property
     def flops(self) -> float:
         """Operations of the model a second on each GPU; what is computed again does not count."""
-        return operations(self.job) * self.job.tokens / self.job.gpus / self.step
+        job = self.job
+        return operations(job) * job.tokens / job.gpus / self.step
 
     @property
     def mfu(self) -> float:
@@ -101,7 +102,8 @@ class Prediction:
     @property
     def limit(self) -> str:
         """What takes most of the time beside the products of the model."""
-        return max((name for name in self.parts if name != "products"), key=self.parts.__getitem__)
+        others = [name for name in self.parts if name != "products"]
+        return max(others, key=self.parts.__getitem__)
 
 
 def usable(job: Job) -> float:
@@ -160,9 +162,8 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     firsts = case.works[:p]
     waits = [work.F if layout.schedule in SPLIT else work.seconds for work in firsts]
     starts = accumulate(waits[:-1], initial=0.0)
-    ends = [
-        start + case.microbatches * seconds for start, seconds in zip(starts, busy, strict=True)
-    ]
+    ranks = zip(starts, busy, strict=True)
+    ends = [start + case.microbatches * seconds for start, seconds in ranks]
     nbytes = [state_bytes(job, layout, count, layout.per_rank) for count in elements]
     last = 0 if turned else p - 1
     late = elements[last] * GRADIENT / layout.tp if case.early else 0.0
@@ -191,7 +192,8 @@ class _Case:
     @cached_property
     def vocabulary(self) -> list[int]:
         """Parameters of each stage beside its layers."""
-        model, elements = self.job.model, [0] * self.layout.stages
+        model = self.job.model
+        elements = [0] * self.layout.stages
         elements[0] += model.embedding_parameters
         if self.layout.stages > 1 or not model.tied:
             elements[-1] += model.head_parameters
@@ -201,9 +203,8 @@ class _Case:
     def elements(self) -> list[int]:
         """Parameters of each stage, before tensor-parallel ranks split them."""
         layer = self.job.model.layer_parameters
-        return [
-            count * layer + more for count, more in zip(self.counts, self.vocabulary, strict=True)
-        ]
+        stages = zip(self.counts, self.vocabulary, strict=True)
+        return [count * layer + vocabulary for count, vocabulary in stages]
 
     @cached_property
     def boundary(self) -> float:
@@ -219,7 +220,7 @@ class _Case:
         """
         job, layout = self.job, self.layout
         layer = layer_work(job, layout)
-        layers = {count: Work(*(count * value for value in layer)) for count in set(self.counts)}
+        layers = {count: layer.times(count) for count in set(self.counts)}
         sent = Work(saved=self.boundary, kept=self.boundary)
         beside = [sent] * (layout.stages - 1) + [head_work(job, layout)]
         works = [
@@ -288,7 +289,8 @@ def _late(
     [1.0]
     [0.0]
     """
-    memory, late = costs.memory(schedule.stages), []
+    memory = costs.memory(schedule.stages)
+    late = []
     for rank, (row, activations) in enumerate(zip(schedule, timeline.peak_bytes, strict=True)):
         to_come = {stage: gradients[stage] for stage in schedule.placement.stages_of(rank)}
         end = activations + sum(to_come.values())
@@ -304,7 +306,8 @@ def _late(
 
 def _parts(case: _Case, seconds: float) -> dict[str, float]:
     """Seconds of an average rank by what they are spent on."""
-    times, works = case.microbatches / case.layout.pp, total(*case.works)
+    times = case.microbatches / case.layout.pp
+    works = total(*case.works)
     bound = works.products + works.collectives + works.again
     return {
         "products": works.products * times,
@@ -337,7 +340,8 @@ def _copies(case: _Case) -> float:
     times = case.microbatches / layout.pp
     rounds = 2 * layout.per_rank * max(times, 1)
     work = sum(stage.seconds for stage in case.works) * times
-    return gathered + reduced + max(rounds * gathered - work, 0.0)
+    not_hidden = max(rounds * gathered - work, 0.0)
+    return gathered + reduced + not_hidden
 
 
 def _optimizer(case: _Case) -> float:
@@ -353,15 +357,16 @@ def _optimizer(case: _Case) -> float:
 def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
     job, layout = case.job, case.layout
     few = min(case.microbatches, 2 * layout.pp)
-    held = layout.schedule_for(few).placement.stages_of(rank)
-    layers = sum(case.counts[stage] for stage in held) * job.model.layer_parameters
-    vocabulary = sum(case.vocabulary[stage] for stage in held)
+    stages = layout.schedule_for(few).placement.stages_of(rank)
+    layers = sum(case.counts[stage] for stage in stages)
+    layers *= job.model.layer_parameters
+    vocabulary = sum(case.vocabulary[stage] for stage in stages)
     return Memory(
         rank,
         layers=state_bytes(job, layout, layers, layout.per_rank),
         vocabulary=state_bytes(job, layout, vocabulary, layout.per_rank),
         activations=activations,
-        moment=max(_moment(case, stage) for stage in held),
+        moment=max(_moment(case, stage) for stage in stages),
         late=late,
     )
 

@@ -39,6 +39,10 @@ class Work(NamedTuple):
         """F, I and W together."""
         return self.F + self.I + self.W
 
+    def times(self, count: int) -> Work:
+        """The sum of ``count`` such parts."""
+        return Work(*(count * value for value in self))
+
 
 def total(*parts: Work) -> Work:
     """The sum of several parts.
@@ -55,13 +59,16 @@ def layer_work(job: Job, layout: Layout) -> Work:
     model, tp = job.model, layout.tp
     tokens = job.sequence * layout.microbatch
     hidden, queries = model.hidden, model.queries
-    shapes = (
-        (hidden, (queries + 2 * model.keys) / tp),
-        (queries / tp, hidden),
-        (hidden, (model.matrices - 1) * model.inner / tp),
-        (model.inner / tp, hidden),
+    qkv = queries + 2 * model.keys
+    up = (model.matrices - 1) * model.inner
+    products = sum(
+        [
+            _product(job, tokens, hidden, qkv / tp),
+            _product(job, tokens, queries / tp, hidden),
+            _product(job, tokens, hidden, up / tp),
+            _product(job, tokens, model.inner / tp, hidden),
+        ]
     )
-    products = sum(_product(job, tokens, *shape) for shape in shapes)
     # matrices of experts that other tokens use are read as well
     idle = model.layer_matrices - model.active_matrices
     products += _memory(job, idle * PARAMETER / tp)
@@ -130,7 +137,8 @@ def _kept(job: Job, layout: Layout) -> float:
     again = layout.recompute == "selective" or (full and not model.experts)
     inner = model.inner * (3 if again and model.gated else 1)
     part = hidden if full else hidden / tp
-    inputs = part + (hidden if model.experts else part) + (model.queries + inner) / tp
+    inputs = part + (hidden if model.experts else part)
+    inputs += (model.queries + inner) / tp
     gradients = hidden * (1 if model.experts else 2)
     gradients += (model.queries + 2 * model.keys) / tp
     gradients += (model.matrices - 1) * model.inner / tp
@@ -139,12 +147,13 @@ def _kept(job: Job, layout: Layout) -> float:
 
 def head_work(job: Job, layout: Layout) -> Work:
     """The last norm, the head and the loss."""
-    hidden, columns = job.model.hidden, job.model.vocabulary / layout.tp
+    hidden, tp = job.model.hidden, layout.tp
+    columns = job.model.vocabulary / tp
     tokens = job.sequence * layout.microbatch
     logits = tokens * columns
-    inputs = tokens * 2 * PARAMETER * hidden / layout.tp
+    inputs = tokens * 2 * PARAMETER * hidden / tp
     product = _product(job, tokens, hidden, columns)
-    moved = _all_reduce(job, layout.tp, tokens * hidden * PARAMETER) / 2
+    moved = _all_reduce(job, tp, tokens * hidden * PARAMETER) / 2
     return Work(
         F=product + _memory(job, 14 * logits) + moved,
         I=product + _memory(job, 8 * logits) + moved,
@@ -173,8 +182,10 @@ def operations(job: Job) -> float:
     again.
     """
     model = job.model
-    layer = 2 * model.active_matrices + 2 * job.sequence * model.queries
-    return 3 * (model.layers * layer + 2 * model.vocabulary * model.hidden)
+    attention = 2 * job.sequence * model.queries
+    layer = 2 * model.active_matrices + attention
+    head = 2 * model.vocabulary * model.hidden
+    return 3 * (model.layers * layer + head)
 
 
 def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> float:
@@ -185,17 +196,23 @@ def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> f
     them its part of the parameters; with ``zero=3`` the whole parameters of two stages alone.
     """
     parts = layout.dp if layout.zero else 1
-    whole = min(2 / max(stages, 1), 1.0) if layout.zero == 3 else 1.0
-    parameters = PARAMETER * (whole + (1 / parts if parts > 1 else 0))
-    return elements / layout.tp * (parameters + GRADIENT + OPTIMIZER / parts)
+    copies = 1.0
+    if layout.zero == 3:
+        copies = min(2 / max(stages, 1), 1.0)
+    if parts > 1:
+        copies += 1 / parts
+    parameters = PARAMETER * copies
+    nbytes = parameters + GRADIENT + OPTIMIZER / parts
+    return elements / layout.tp * nbytes
 
 
 # ---- inside ----
 def _product(job: Job, rows: float, inner: float, columns: float) -> float:
     """The seconds of a matrix product."""
+    gpu = job.gpu
     moved = PARAMETER * (rows * inner + inner * columns + rows * columns)
-    computed = 2 * rows * inner * columns / (job.gpu.flops * job.gpu.matmul)
-    return computed + moved / job.gpu.bandwidth / 2 + KERNEL
+    computed = 2 * rows * inner * columns
+    return computed / (gpu.flops * gpu.matmul) + moved / gpu.bandwidth / 2 + KERNEL
 
 
 def _elementwise(job: Job, layout: Layout, tokens: float) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import click
 import torch
@@ -37,12 +37,13 @@ NAMES = {
     "bool": "bools",
     "": "messages",
 }
+REDUCTIONS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin}
+RIGHT = "right"
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One probe: what was asked, whether the table calls it native, and "right" or a description of
     the fault.
     """
@@ -55,25 +56,19 @@ class Finding:
     @property
     def right(self) -> bool:
         """Whether the backend did what it was asked for."""
-        return self.result == "right"
+        return self.result == RIGHT
 
 
 def probe(group: C10dGroup) -> list[Finding]:
     """Probe the backend without fpipe's adaptors. A collective call, with the same findings on
     every process.
     """
-    found = []
+    findings = []
     for what, dtypes, ask in _questions(group):
         native = bool(dtypes) and group.can.can(what, DTYPES[dtypes][0])
-        found.append((what, dtypes, native, _answer(ask)))
-    findings = [
-        [Finding(*each) for each in of_ranks]
-        for of_ranks in zip(*group.gather_objects(found), strict=True)
-    ]
-    return [
-        next((finding for finding in of_ranks if not finding.right), of_ranks[0])
-        for of_ranks in findings
-    ]
+        findings.append(Finding(what, dtypes, native, _answer(ask)))
+    by_probe = zip(*group.gather_objects(findings), strict=True)
+    return [min(of_ranks, key=lambda finding: finding.right) for of_ranks in by_probe]
 
 
 def _answer(ask: Callable[[], str]) -> str:
@@ -84,33 +79,32 @@ def _answer(ask: Callable[[], str]) -> str:
 
 
 def _questions(group: C10dGroup) -> Iterator[tuple[str, str, Callable[[], str]]]:
-    for name, dtypes in DTYPES.items():
-        for op in ("sum", "avg", "max", "min"):
-            yield op, name, partial(_reduced, group, op, dtypes[0])
+    for name, (dtype, *_) in DTYPES.items():
+        for op in REDUCTIONS:
+            yield op, name, partial(_reduced, group, op, dtype)
     if group.size > 1:
-        for name, dtypes in DTYPES.items():
-            yield "p2p", name, partial(_sent, group, dtypes[0])
+        for name, (dtype, *_) in DTYPES.items():
+            yield "p2p", name, partial(_sent, group, dtype)
         yield "batch", "", partial(_batched, group)
 
 
 def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
     op = getattr(dist.ReduceOp, name.upper())
-    exact = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin}[name]
-    if dtype is torch.bool and name != "min":
-        exact = torch.amax
+    exact = REDUCTIONS[name]
+    most = 2
+    if dtype is torch.bool:
+        most = 1
+        exact = torch.amin if name == "min" else torch.amax
     wrong = []
     for size in SIZES:
-        pieces = torch.stack(
-            [(torch.arange(size) + 2 * rank) % 3 for rank in range(group.size)]
-        ).double()
-        if dtype is torch.bool:
-            pieces = pieces.clamp(max=1)
+        ranks = [(torch.arange(size) + 2 * rank) % 3 for rank in range(group.size)]
+        pieces = torch.stack(ranks).clamp(max=most).double()
         x = pieces[group.rank].to(dtype).to(group.device(group.rank))
         dist.all_reduce(x, op, group=group.pg, async_op=True).wait(_PATIENCE)  # type: ignore[union-attr]
-        result = (x.real if dtype.is_complex else x).double().cpu()
-        if not torch.allclose(result, exact(pieces, dim=0), rtol=0.02):
-            wrong.append(size)
-    return f"wrong at {', '.join(map(str, wrong))} elements" if wrong else "right"
+        result = x.real if dtype.is_complex else x
+        if not torch.allclose(result.double().cpu(), exact(pieces, dim=0), rtol=0.02):
+            wrong.append(str(size))
+    return f"wrong at {', '.join(wrong)} elements" if wrong else RIGHT
 
 
 def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
@@ -122,27 +116,26 @@ def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
         group.pg.recv([y], group.rank - 1, 0).wait(_PATIENCE)
     elif group.rank + 1 < group.size:
         group.pg.send([x], group.rank + 1, 0).wait(_PATIENCE)
-    return "right" if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else _OTHER_VALUES
+    return RIGHT if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else _OTHER_VALUES
 
 
 def _batched(group: C10dGroup) -> str:
     """To the next rank and from the previous one, in one batch, sends first."""
     device, size = group.device(group.rank), group.size
-    x, y = torch.full((5,), float(group.rank), device=device), torch.full((5,), -1.0, device=device)
-    to, fro = (group.rank + 1) % size, (group.rank - 1) % size
-    operations = ((dist.isend, x, to), (dist.irecv, y, fro))
-    batch = [
-        dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in operations
-    ]
-    for work in dist.batch_isend_irecv(batch):
+    x = torch.full((5,), float(group.rank), device=device)
+    y = torch.full_like(x, -1.0)
+    after, before = (group.rank + 1) % size, (group.rank - 1) % size
+    send = dist.P2POp(dist.isend, x, group=group.pg, group_peer=after)
+    receive = dist.P2POp(dist.irecv, y, group=group.pg, group_peer=before)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait(_PATIENCE)
-    return "right" if y.tolist() == [float(fro)] * 5 else _OTHER_VALUES
+    return RIGHT if y.tolist() == [float(before)] * 5 else _OTHER_VALUES
 
 
 # ---- report ----
 def _remedy(group: C10dGroup, finding: Finding) -> str:
     """What fpipe does in place of a reduction that was probed; "" where it asks the backend."""
-    if finding.what not in ("sum", "avg", "max", "min"):
+    if finding.what not in REDUCTIONS:
         return ""
     op, dtype = finding.what.replace("avg", "mean"), DTYPES[finding.dtypes][0]
     try:
@@ -155,7 +148,7 @@ def _remedy(group: C10dGroup, finding: Finding) -> str:
         "gathers and reduces": way.ask == "gather",
         "sums, then divides": way.divide and way.ask != "gather",
     }
-    return ", ".join(part for part, applies in parts.items() if applies)
+    return ", ".join(_applying(parts))
 
 
 def _of_messages(group: C10dGroup) -> list[str]:
@@ -167,6 +160,10 @@ def _of_messages(group: C10dGroup) -> list[str]:
         "each direction of a pair has a process group of its own": way.two_groups,
         "tags are not used": not group.can.habit("tags"),
     }
+    return _applying(remedies)
+
+
+def _applying(remedies: Mapping[str, bool]) -> list[str]:
     return [remedy for remedy, applies in remedies.items() if applies]
 
 
@@ -177,7 +174,8 @@ def visit() -> tuple[str, list[Finding]]:
     """
     group = init(timeout=60)
     assert isinstance(group, C10dGroup)
-    device, findings = group.device(group.rank), probe(group)
+    device = group.device(group.rank)
+    findings = probe(group)
     lines = [
         f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()}",
@@ -187,10 +185,12 @@ def visit() -> tuple[str, list[Finding]]:
     ]
     kinds: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
-        remedy = _remedy(group, finding)
-        text = finding.result + (f"; fpipe {remedy}" if remedy else "")
+        text = finding.result
+        if remedy := _remedy(group, finding):
+            text = f"{text}; fpipe {remedy}"
         kinds.setdefault((finding.what, text), []).append(NAMES[finding.dtypes])
-    lines += [f"{what:9} {', '.join(names)}: {text}" for (what, text), names in kinds.items()]
+    for (what, text), names in kinds.items():
+        lines.append(f"{what:9} {', '.join(names)}: {text}")
     lines += _of_messages(group)
     faults = [finding for finding in findings if finding.native and not finding.right]
     for fault in faults:

@@ -29,10 +29,10 @@ def run(settings: Settings, source: str) -> int:
     one process.
     """
     torch.set_num_threads(1)  # like the ranks: the order of a sum determines its bits
-    console, s = Console(highlight=False, soft_wrap=True), settings.schedule
-    title = (
-        f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
-    )
+    console = Console(highlight=False, soft_wrap=True)
+    s = settings.schedule
+    counts = f"{s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
+    title = f"{s.name or source}: {counts}"
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     with screen(console, title, settings.steps) as show:
         parts = conduct(settings, show)
@@ -75,13 +75,12 @@ def largest_difference(settings: Settings, parts: Sequence[LastStep]) -> float:
     0 is required.
     """
     text, functions, _ = settings.model()
-    x, following = settings.batch(text, settings.steps - 1)
+    batch = settings.batch(text, settings.steps - 1)
     before = of_all_ranks([part.before for part in parts])
-    loss, grads = one_process(
-        functions, before, cross_entropy, x, following, schedule=settings.schedule
-    )
-    ours = tree.leaves(of_all_ranks([part.grads for part in parts]))
-    differences = [(a - b).abs().max() for a, b in zip(ours, tree.leaves(grads), strict=True)]
+    loss, grads = one_process(functions, before, cross_entropy, *batch, schedule=settings.schedule)
+    pipelined = of_all_ranks([part.grads for part in parts])
+    pairs = zip(tree.leaves(pipelined), tree.leaves(grads), strict=True)
+    differences = [(a - b).abs().max() for a, b in pairs]
     differences += [abs(part.loss - loss) for part in parts]
     return float(max(differences))
 
@@ -89,4 +88,4 @@ def largest_difference(settings: Settings, parts: Sequence[LastStep]) -> float:
 def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
     """Each stage from a rank that holds it."""
     stages = zip(*parts, strict=True)
-    return [next(stage for stage in of_ranks if stage is not None) for of_ranks in stages]
+    return [next(filter(None, of_ranks)) for of_ranks in stages]

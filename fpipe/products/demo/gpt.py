@@ -56,14 +56,21 @@ def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[StageFunction], 
     >>> functions[1](params[1], functions[0](params[0], x)).shape
     torch.Size([1, 4, 5])
     """
-    edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
+    edges = [stage * sizes.layers // stages for stage in range(stages + 1)]
     params: list[Params] = [
-        {"blocks": [_block_params(sizes, seed, layer) for layer in range(*edge)]}
-        for edge in pairwise(edges)
+        {"blocks": [_block_params(sizes, seed, layer) for layer in range(first, end)]}
+        for first, end in pairwise(edges)
     ]
-    normal, vocabulary, width = _normal(seed, -1), sizes.vocabulary, sizes.width
-    params[0]["embed"] = {"token": normal(vocabulary, width), "place": normal(sizes.length, width)}
-    params[-1]["head"] = {"norm": torch.ones(width), "out": normal(vocabulary, width)}
+    width = sizes.width
+    normal = _normal(seed, layer=-1)
+    params[0]["embed"] = {
+        "token": normal(sizes.vocabulary, width),
+        "place": normal(sizes.length, width),
+    }
+    params[-1]["head"] = {
+        "norm": torch.ones(width),
+        "out": normal(sizes.vocabulary, width),
+    }
     return [partial(stage_of_gpt, sizes.heads)] * stages, params
 
 
@@ -79,21 +86,26 @@ def cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
 def stage_of_gpt(heads: int, p: Params, x: Tensor) -> Tensor:
     """One stage: the embedding if it has one, its blocks, and the head if it has one."""
     if "embed" in p:
-        x = p["embed"]["token"][x] + p["embed"]["place"][: x.shape[1]]
+        places = p["embed"]["place"][: x.shape[1]]
+        x = p["embed"]["token"][x] + places
     for block in p["blocks"]:
-        x = _block(heads, block, x)
+        x = x + _attention(heads, block, x)
+        x = x + _feed_forward(block, x)
     if "head" in p:
         x = _norm(x, p["head"]["norm"]) @ p["head"]["out"].T
     return x
 
 
-def _block(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    q, k, v = rearrange(
-        _norm(x, p["norm1"]) @ p["qkv"], "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads
-    )
+def _attention(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
+    qkv = _norm(x, p["norm1"]) @ p["qkv"]
+    q, k, v = rearrange(qkv, "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + rearrange(mixed, "row head t d -> row t (head d)") @ p["mix"]
-    return x + F.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
+    return rearrange(mixed, "row head t d -> row t (head d)") @ p["mix"]
+
+
+def _feed_forward(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    inner = F.gelu(_norm(x, p["norm2"]) @ p["up"])
+    return inner @ p["down"]
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +113,8 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
-    normal, w = _normal(seed, layer), sizes.width
+    normal = _normal(seed, layer)
+    w = sizes.width
     scale = 1 / (2 * sizes.layers) ** 0.5
     return {
         "norm1": torch.ones(w),
@@ -115,5 +128,6 @@ def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
 
 def _normal(seed: int, layer: int) -> Callable[..., Tensor]:
     """Normal random numbers of a layer, the same in every process."""
-    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
+    number = 1_000_003 * (seed + 1) + layer
+    generator = torch.Generator().manual_seed(number)
     return lambda *shape: torch.randn(*shape, generator=generator) * 0.08

@@ -52,8 +52,9 @@ class Settings:
 
     def rate_at(self, step: int) -> float:
         """The learning rate: a short warm-up, then a linear decay to a tenth."""
+        warm_up = min((step + 1) / 10, 1.0)
         progress = step / max(self.steps, 1)
-        return self.rate * min((step + 1) / 10, 1.0) * (1 - 0.9 * progress)
+        return self.rate * warm_up * (1 - 0.9 * progress)
 
     def measured(self, step: int) -> bool:
         """Whether this step is measured. The first two are not: they trace programs and allocate
@@ -87,23 +88,25 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     text, functions, params = settings.model()
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
     params = pipe.place(params)
-    unprofiled = value_and_grad(pipe)
-    profiled = profile(unprofiled, name=settings.schedule.name)
+    step = value_and_grad(pipe)
+    profiled = profile(step, name=settings.schedule.name)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
     last = LastStep(0.0, params, params)
+    reports = 0 in group.here
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
         start = time.perf_counter()
         measured = settings.measured(number)
-        loss, grads = (profiled if measured else unprofiled)(params, x, following)
+        run = profiled if measured else step
+        loss, grads = run(params, x, following)
         updates, state = rules.update(grads, state, params)
         last = LastStep(float(loss), params, grads)
         params = apply_updates(params, updates)
-        if 0 in group.here:
+        if reports:
             speed = x.numel() / (time.perf_counter() - start)
             timeline = profiled.timeline if measured else None
             wire.send(Step(number, last.loss, speed, timeline))
-    if 0 in group.here:
+    if reports:
         profiled.save(settings.page)
     return last

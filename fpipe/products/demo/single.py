@@ -37,32 +37,35 @@ def one_process(
     >>> one_process([double], params, lambda y, t: (y - t).sum(), x, y, schedule=schedule)
     (tensor(4.), [tensor(4.)])
     """
-    m = schedule.microbatches
-    given, structure = tree.flatten([*params])
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in given]
+    count = schedule.microbatches
+    tensors, structure = tree.flatten([*params])
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     stages = tree.unflatten(structure, leaves)
+    pieces = [batch.chunk(count) for batch in (x, *targets)]
     losses: list[Tensor] = []
     grads: list[list[Tree]] = []  # by microbatch and stage
-    for piece in zip(*(batch.chunk(m) for batch in (x, *targets)), strict=True):
-        y = piece[0]
+    for y, *rest in zip(*pieces, strict=True):
         for fn, p in zip(functions, stages, strict=True):
             y = fn(p, y)
-        weighted = loss(y, *piece[1:]) * (1.0 / m)
+        weighted = loss(y, *rest) * (1.0 / count)
         losses.append(weighted.detach())
-        grads.append(tree.unflatten(structure, torch.autograd.grad(weighted, leaves)))
-    by_stage = zip(*grads, strict=True)
-    sums = [_summed(of_stage, stage, schedule) for stage, of_stage in enumerate(by_stage)]
+        leaf_grads = torch.autograd.grad(weighted, leaves)
+        grads.append(tree.unflatten(structure, leaf_grads))
+    sums = [
+        _sum(of_stage, stage, schedule) for stage, of_stage in enumerate(zip(*grads, strict=True))
+    ]
     return reduce(torch.add, losses), sums
 
 
-def _summed(grads: Sequence[Tree], stage: int, schedule: Schedule) -> Tree:
+def _sum(grads: Sequence[Tree], stage: int, schedule: Schedule) -> Tree:
     """One stage's gradients: summed on each rank that holds it, in its order, and then over these
     ranks.
     """
     add = partial(tree.tree_map, torch.add)
     sums: list[Tree] = []
     for rank in schedule.placement.ranks_of(stage):
-        order = [a.microbatch for a in plain(schedule[rank]) if a.stage == stage and a.op in "BW"]
-        if order:
-            sums.append(reduce(add, [grads[k] for k in order]))
+        actions = [action for action in plain(schedule[rank]) if action.stage == stage]
+        ordered = [grads[action.microbatch] for action in actions if action.op in "BW"]
+        if ordered:
+            sums.append(reduce(add, ordered))
     return reduce(add, sums)

@@ -40,9 +40,9 @@ class Text:
 
     def encode(self, text: str) -> Tensor:
         """Characters as tokens; characters that are not in the text are dropped."""
-        return torch.tensor(
-            [self.letters.index(letter) for letter in text if letter in self.letters]
-        )
+        letters = self.letters
+        numbers = [letters.index(letter) for letter in text if letter in letters]
+        return torch.tensor(numbers)
 
     def decode(self, tokens: Tensor) -> str:
         """Tokens as characters."""
@@ -56,9 +56,11 @@ class Text:
         (torch.Size([2, 5]), True)
         """
         generator = torch.Generator().manual_seed(1_000_003 * seed + step)
-        starts = torch.randint(len(self.text) - length, (rows, 1), generator=generator)
+        last = len(self.text) - length
+        starts = torch.randint(last, (rows, 1), generator=generator)
         pieces = self.tokens[starts + torch.arange(length + 1)]
-        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+        x, following = pieces[:, :-1], pieces[:, 1:]
+        return x.contiguous(), following.contiguous()
 
 
 def sonnets() -> Text:
@@ -67,4 +69,5 @@ def sonnets() -> Text:
     >>> sonnets().text.splitlines()[0]
     'From fairest creatures we desire increase,'
     """
-    return Text((Path(__file__).parent / "sonnets.txt").read_text(encoding="utf-8"))
+    path = Path(__file__).parent / "sonnets.txt"
+    return Text(path.read_text(encoding="utf-8"))
