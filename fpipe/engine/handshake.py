@@ -74,9 +74,8 @@ def _compare(group: Group, facts: Facts, details: Callable[[str], str]) -> None:
 
 def _difference(texts: list[str], one: int, other: int) -> str:
     """The first line and word in which two long forms differ."""
-    for number, (a, b) in enumerate(
-        zip(texts[one].splitlines(), texts[other].splitlines(), strict=False)
-    ):
+    lines = zip(texts[one].splitlines(), texts[other].splitlines(), strict=False)
+    for number, (a, b) in enumerate(lines):
         for place, (x, y) in enumerate(zip(a.split(", "), b.split(", "), strict=False)):
             if x != y:
                 return (
@@ -110,12 +109,8 @@ def together(
         raise failure
     for rank, (what, value) in enumerate(reports):
         if what == "failed":
-            kind = (
-                MismatchError
-                if value.startswith(("StageError", "MismatchError", "TraceError"))
-                else PeerError
-            )
-            raise kind(
+            by_user = value.startswith(("StageError", "MismatchError", "TraceError"))
+            raise (MismatchError if by_user else PeerError)(
                 f"rank {group.global_rank(rank)} {UNPREPARED}, so nothing was sent. It said: "
                 f"{value}"
             )

@@ -47,22 +47,20 @@ class Unpad:
         Leaves whose axis has the padded length are cut, all others are left as they are.
         """
         if index is None:
-            if not isinstance(outputs, (list, tuple, Microbatches)) or len(outputs) != len(
-                self.lengths
-            ):
+            count = len(self.lengths)
+            if not isinstance(outputs, (list, tuple, Microbatches)) or len(outputs) != count:
                 raise BatchError(
-                    f"unpad takes a list of outputs, one for each of the {len(self.lengths)} "
-                    "microbatches that were "
-                    "padded; pass unpad(output, index) for a single one"
+                    f"unpad takes a list of outputs, one for each of the {count} microbatches that "
+                    "were padded; pass unpad(output, index) for a single one"
                 )
             return [self(output, i) for i, output in enumerate(outputs)]
         length, padded, axis = self.lengths[index], self.padded[index], self.axis
 
-        def strip(leaf: Any) -> Any:
-            long = (
-                isinstance(leaf, torch.Tensor) and leaf.dim() > axis and leaf.shape[axis] == padded
-            )
-            return leaf.narrow(axis, 0, length) if long else leaf
+        def strip(leaf):
+            has_axis = isinstance(leaf, torch.Tensor) and leaf.dim() > axis
+            if has_axis and leaf.shape[axis] == padded:
+                return leaf.narrow(axis, 0, length)
+            return leaf
 
         return tree.tree_map(strip, outputs) if length < padded else outputs
 
@@ -112,12 +110,9 @@ def pad(
         raise BatchError(
             f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)"
         )
-    parts, values = list(Microbatches(microbatches)), {} if values is None else values
-    fills: dict[str, Fill] = {
-        **values,
-        **FILLS,
-        **values,
-    }  # in this order: the first pattern that fits a name counts
+    parts, values = list(Microbatches(microbatches)), values or {}
+    # in this order: the first pattern that fits a name counts
+    fills: dict[str, Fill] = {**values, **FILLS, **values}
     for name, fill in fills.items():
         if not (fill is None or fill == "restart" or isinstance(fill, (int, float))):
             raise BatchError(f"values[{name!r}] is {fill!r}; give a number, 'restart' or None")
@@ -150,12 +145,10 @@ def _length(part: Any, axis: int, index: int, like: str | None) -> int:
         called = "" if like is None else f" called {like!r}"
         raise BatchError(
             f"microbatch {index} has no tensor{called} with an axis {axis}, so it has no sequence "
-            "to pad; say axis="
-            f"{'' if like is None else ' or length='}, or leave it out"
+            f"to pad; say axis={'' if like is None else ' or length='}, or leave it out"
         )
-    flat = {
-        name: leaf for name, leaf in sequences.items() if leaf.dim() <= axis + 2
-    } or sequences  # no images, no masks by head
+    # no images, no masks by head
+    flat = {name: leaf for name, leaf in sequences.items() if leaf.dim() <= axis + 2} or sequences
     whole = [leaf for leaf in flat.values() if leaf.dim() == axis + 1 and leaf.dtype in _WHOLE]
     for leaves in (list(flat.values()), whole):
         if len({leaf.shape[axis] for leaf in leaves}) == 1:
@@ -163,8 +156,7 @@ def _length(part: Any, axis: int, index: int, like: str | None) -> int:
     lengths = ", ".join(f"{name!r} of {leaf.shape[axis]}" for name, leaf in flat.items())
     raise BatchError(
         f"microbatch {index} has tensors of several lengths on axis {axis}: {lengths}; name one "
-        "that has the length of "
-        "the sequence, as in length='input_ids'"
+        "that has the length of the sequence, as in length='input_ids'"
     )
 
 
@@ -177,10 +169,9 @@ def _fill(name: str, fills: Mapping[str, Fill]) -> Fill:
     """What the pad of a leaf holds: by its whole name, by the last part of it, or by the first
     pattern.
     """
-    exact: list[Fill] = [fills[key] for key in (name, name.rpartition(".")[2]) if key in fills]
-    return next(
-        iter(exact + [fill for pattern, fill in fills.items() if _called(name, pattern)]), 0
-    )
+    exact = [key for key in (name, name.rpartition(".")[2]) if key in fills]
+    fitting = [pattern for pattern in fills if _called(name, pattern)]
+    return next((fills[key] for key in exact + fitting), 0)
 
 
 def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: str) -> Any:
@@ -190,8 +181,8 @@ def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: st
     if square and (leaf.shape[axis] != length or leaf.dtype == torch.bool or "mask" in name):
         raise BatchError(
             f"{name!r} of shape {list(leaf.shape)} looks like a mask from tokens to tokens, whose "
-            "pad depends on the "
-            "model; pass a mask of rows and tokens, or say values={...: None} to leave it alone"
+            "pad depends on the model; pass a mask of rows and tokens, or say values={...: None} "
+            "to leave it alone"
         )
     if leaf.dim() <= axis or leaf.shape[axis] != length:
         return leaf

@@ -33,20 +33,15 @@ class Plans:
         and bytes.
         """
         microseconds = feature("weaving.segments").microseconds
-        figures: dict[str, dict[int, float]] = {
-            name: {} for name in ("F", "B", "I", "W", "saved", "kept")
-        }
+        names = "F", "B", "I", "W", "saved", "kept"
+        figures: dict[str, dict[int, float]] = {name: {} for name in names}
         for source in self._inputs.values():
             for stage, slices in source.of_a_microbatch().items():
-                times = (
-                    sum(microseconds(getattr(each, letter)) for each in slices) for letter in "fbiw"
-                )
-                held = (
-                    sum(each.saved_bytes for each in slices),
-                    sum(each.kept_bytes for each in slices),
-                )
-                for known, figure in zip(figures.values(), (*times, *held), strict=True):
-                    known[stage] = figure
+                for letter in "FBIW":
+                    programs = [getattr(part, letter.lower()) for part in slices]
+                    figures[letter][stage] = sum(map(microseconds, programs))
+                figures["saved"][stage] = sum(part.saved_bytes for part in slices)
+                figures["kept"][stage] = sum(part.kept_bytes for part in slices)
         return figures
 
     @property
@@ -56,22 +51,16 @@ class Plans:
 
         The mean over the stages of this process stands for the others.
         """
-        figures = self.figures
         stages = next(iter(self._inputs.values())).stages
-        mean = {name: sum(known.values()) / max(len(known), 1) for name, known in figures.items()}
-        spread = {
-            name: tuple(known.get(s, mean[name]) for s in range(stages))
-            for name, known in figures.items()
-        }
-        woven = {
-            name: weave
-            for plan in self.by_rank.values()
-            for name, weave in plan.weaves.items()
-            if not weave.reason
-        }
+        spread: dict[str, tuple[float, ...]] = {}
+        for name, figures in self.figures.items():
+            mean = sum(figures.values()) / max(len(figures), 1)
+            spread[name] = tuple(figures.get(stage, mean) for stage in range(stages))
+        weaves = {name: w for plan in self.by_rank.values() for name, w in plan.weaves.items()}
 
         def overlap(action):
-            return woven[str(action)].beside() if str(action) in woven else None
+            weave = weaves.get(str(action))
+            return None if weave is None or weave.reason else weave.beside()
 
         return Costs(**spread, overlap=overlap, unit="us")
 
@@ -80,17 +69,12 @@ class Plans:
 
     def __str__(self) -> str:
         plans = [plan for _, plan in sorted(self.by_rank.items())]
-        rows = [
-            f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans
-        ]
-        graph = (
-            []
-            if self.graph is None
-            else [f"its graph keeps {self.graph:,} bytes allocated at most"]
-        )
-        return "\n".join(
-            ["rank  instructions  slots  peak bytes", *rows, *graph, "", *map(str, plans)]
-        )
+        rows = ["rank  instructions  slots  peak bytes"]
+        for p in plans:
+            rows.append(f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}")
+        if self.graph is not None:
+            rows.append(f"its graph keeps {self.graph:,} bytes allocated at most")
+        return "\n".join([*rows, "", *map(str, plans)])
 
     __repr__ = __str__
 
@@ -99,24 +83,19 @@ class Plans:
         plans = [plan for _, plan in sorted(self.by_rank.items())]
         head = "rank", "instructions", "slots", "peak bytes"
         rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in plans]
-        return product("pictures").table(head, rows) + "".join(
-            map(product("pictures").titled, map(str, plans))
-        )
+        pictures = product("pictures")
+        return pictures.table(head, rows) + "".join(pictures.titled(str(plan)) for plan in plans)
 
 
 def _held_by_a_graph(prepared: Prepared) -> int:
     """The peaks of all ranks, which share one device, copies of the arguments, and gradients."""
     request = prepared.request
-    params = [tree for tree in request.params if tree is not None]
-    states = [tree for tree in request.states if tree is not None]
-    batch = [
-        tree
-        for kind in request.kind_of
-        for x, targets, sides in [request.kinds[kind]]
-        for tree in (x, *targets, *sides)
-    ]
-    arguments = sum(
-        aval.nbytes for tree in (*params, *states, *batch) for aval in tree.avals.values()
-    )
-    gradients = sum(aval.nbytes for tree in params for aval in tree.avals.values() if aval.grad)
-    return sum(plan.peak for plan in prepared.plans.values()) + arguments + gradients
+    trees = [*request.params, *request.states]
+    for kind in request.kind_of:
+        x, targets, sides = request.kinds[kind]
+        trees += [x, *targets, *sides]
+    arguments = [aval for tree in filter(None, trees) for aval in tree.avals.values()]
+    params = [aval for tree in filter(None, request.params) for aval in tree.avals.values()]
+    peaks = sum(plan.peak for plan in prepared.plans.values())
+    gradients = sum(aval.nbytes for aval in params if aval.grad)
+    return peaks + sum(aval.nbytes for aval in arguments) + gradients
