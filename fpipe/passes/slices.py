@@ -9,9 +9,9 @@ programs and abstract trees; no schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,20 +25,8 @@ from ..programs.wrappers import Remat
 from ..stage import MISSING, Elsewhere, Stage
 from ..tree import AbstractTree, Tree
 
-
-class Apart(NamedTuple):
-    """Whether carries are copied, and whether their gradients are: one does not change the other's
-    strides.
-    """
-
-    values: bool = False
-    gradients: bool = False
-
-    def __or__(self, other: Apart) -> Apart:  # type: ignore[override]
-        return Apart(self.values or other.values, self.gradients or other.gradients)
-
-
-NO_COPIES = Apart()
+#: What of carries is copied: "values", "gradients". One does not change the other's strides.
+Copied: TypeAlias = frozenset[str]
 
 
 class Same:
@@ -58,7 +46,7 @@ class Same:
 class SliceCall:
     """A stage function with a carry as the function of a slice.
 
-    ``apart``: what is copied of carries on their way in and out, so that none of them is another
+    ``copied``: what is copied of carries on their way in and out, so that none of them is another
     value that the stage gets or returns.
     """
 
@@ -68,11 +56,11 @@ class SliceCall:
     initial: Same
     first: bool
     last: bool
-    apart: Apart
+    copied: Copied
 
     def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
         """The function whose traces these are, and what else they depend on."""
-        return self.fn, (self.extras, self.initial, self.first, self.last, self.apart)
+        return self.fn, (self.extras, self.initial, self.first, self.last, self.copied)
 
     def __call__(self, params: Tree, *rest: Any, **side: Any) -> Any:
         *state, x = rest
@@ -95,10 +83,11 @@ class SliceCall:
         return (result, *extras) if extras else result
 
     def _copied(self, carry: Tree) -> Tree:
-        if not any(self.apart):
+        if not self.copied:
             return carry
+        how = "values" in self.copied, "gradients" in self.copied
         return tree.tree_map(
-            lambda leaf: _Copy.apply(leaf, *self.apart) if tree.is_tensor(leaf) else leaf, carry
+            lambda leaf: _Copy.apply(leaf, *how) if tree.is_tensor(leaf) else leaf, carry
         )
 
     def _start(self, params: Tree, x: Tree) -> Tree:
@@ -132,7 +121,7 @@ class _Copy(torch.autograd.Function):
         return grads[0].clone() if ctx.copies else grads[0], None, None
 
 
-def of_slice(stage: Stage, *, first: bool, last: bool, apart: Apart = NO_COPIES) -> Stage:
+def of_slice(stage: Stage, *, first: bool, last: bool, copied: Copied = frozenset()) -> Stage:
     """The stage that a slice of a stage with a carry runs.
 
     >>> def total(p, carry, x):
@@ -146,15 +135,14 @@ def of_slice(stage: Stage, *, first: bool, last: bool, apart: Apart = NO_COPIES)
     initial = Same(stage.initial_carry)
 
     def call(fn):
-        return SliceCall(fn, stage.label, extras, initial, first, last, apart)
+        return SliceCall(fn, stage.label, extras, initial, first, last, copied)
 
-    fn = stage.fn
-    whole = stage.engine == "eager" and isinstance(
-        fn, Remat
-    )  # the eager engine runs a stage under remat again itself
+    fn = call(stage.fn)
+    if stage.engine == "eager" and isinstance(stage.fn, Remat):
+        fn = Remat(call(stage.fn.fn))  # the eager engine runs a stage under remat again itself
     return replace(
         stage,
-        fn=Remat(call(fn.fn)) if whole and isinstance(fn, Remat) else call(fn),
+        fn=fn,
         name=stage.label,
         carry=False,
         initial_carry=None,
@@ -205,35 +193,42 @@ def traced_slice(
     ``given`` leaves of its input are those of a carry. A carry that is another value, or whose
     gradient is one, is copied, which is known once it is traced.
     """
-    apart = NO_COPIES
+    copied: Copied = frozenset()
     while True:
-        programs = on_devices(of_slice(stage, first=first, last=last, apart=apart))
+        programs = on_devices(of_slice(stage, first=first, last=last, copied=copied))
         output = next(iter(programs.values())).outputs.y
         y = None if last else parted(output)[0]
-        crosses = apart
-        for each in programs.values():
-            crosses |= _crossing(each, given, len((y or output).leaves))
-        if crosses == apart:
+        count = len((y or output).leaves)
+        wanted = copied.union(*(_crossing(each, given, count) for each in programs.values()))
+        if wanted == copied:
             return programs, y
-        apart = crosses
+        copied = wanted
 
 
-def _crossing(programs: Programs, given: int, ys: int) -> Apart:
+def _crossing(programs: Programs, given: int, ys: int) -> Copied:
     """Whether a carry, or the gradient of one, is another value that the slice gets or returns.
 
     ``given`` leaves of its input are those of a carry, and all outputs but the first ``ys``.
     """
     xs = len(programs.dxs) - given
-    inputs = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
-    cotangents = {name: leaf >= ys for leaf, name in enumerate(numbered("dy", len(programs.ys)))}
-    forwards = any(
-        inputs.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys)
-    )
-    backwards = any(
-        cotangents.get(name or "", leaf >= xs) != (leaf >= xs)
-        for leaf, name in enumerate(programs.dxs)
-    )
-    return Apart(forwards, backwards)
+    crossing = []
+    if _crosses(numbered("x", len(programs.dxs)), xs, programs.ys, ys):
+        crossing.append("values")
+    if _crosses(numbered("dy", len(programs.ys)), ys, programs.dxs, xs):
+        crossing.append("gradients")
+    return frozenset(crossing)
+
+
+def _crosses(names: Sequence[str], plain: int, results: Sequence[str | None], others: int) -> bool:
+    """Whether a result has the name of what is given, and one of both alone is part of a carry.
+
+    The first ``plain`` names, and the first ``others`` of the results, are not.
+    """
+    of_carry = {name: place >= plain for place, name in enumerate(names)}
+    for place, name in enumerate(results):
+        if name in of_carry and of_carry[name] != (place >= others):
+            return True
+    return False
 
 
 def check_carry(what: str, stage: Stage) -> None:
