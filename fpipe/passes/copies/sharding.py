@@ -207,7 +207,9 @@ class Share:
     def slots(self, slots: Sequence[int]) -> list[tuple[Bucket, list[int]]]:
         """The buckets, each with the slots of its leaves, given those of ``leaves``; -1: none."""
         slot_of = dict(zip(self.leaves, slots, strict=True))
-        return [(b, [slot_of.get(leaf, -1) for leaf in b.leaves]) for b in self.buckets]
+        return [
+            (bucket, [slot_of.get(leaf, -1) for leaf in bucket.leaves]) for bucket in self.buckets
+        ]
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of the values before and after."""
@@ -243,8 +245,8 @@ class Share:
             for leaf, first, last, _ in self.layout.pieces(bucket):
                 count = last - first if self.copies.cut else self.layout.numel(leaf)
                 sizes[leaf] = count * dtype.itemsize
-                if views or not self.gradients:
-                    sizes[leaf] = None
+            if views or not self.gradients:
+                sizes |= dict.fromkeys(bucket.leaves)
         return [sizes[leaf] for leaf in self.leaves]
 
 

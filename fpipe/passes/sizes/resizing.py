@@ -104,12 +104,16 @@ def _programs(kind: ProgramSet, job: LoweringInput) -> dict[int, Programs]:
 # ---- what must be equal ----
 def _alike(before: LoweringInput, job: LoweringInput) -> bool:
     """Whether two jobs differ in sizes alone."""
-    if len(before.kinds) != len(job.kinds) or replace(before, kinds=()) != replace(job, kinds=()):
+    if len(before.kinds) != len(job.kinds):
+        return False
+    if replace(before, kinds=()) != replace(job, kinds=()):
         return False
     for old, new in zip(before.kinds, job.kinds, strict=True):
         owns = _programs(old, job)
         others = _programs(new, job)
-        if owns.keys() != others.keys() or _structure(old.graph) != _structure(new.graph):
+        if owns.keys() != others.keys():
+            return False
+        if _structure(old.graph) != _structure(new.graph):
             return False
         if not all(_same_trace(own, others[stage]) for stage, own in owns.items()):
             return False

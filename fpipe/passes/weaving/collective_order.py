@@ -101,7 +101,8 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
         reports = _gathered(name, (name in LINKS, collective.nbytes))
         if reports is None or all(known for known, _ in reports):
             continue
-        large, device = min(max(size for _, size in reports), _MOST), collective.device
+        device = collective.device
+        large = min(max(size for _, size in reports), _MOST)
         with watched(name)():
             times = time_members(name, _LEAST, device), time_members(name, large, device)
         small, long = map(median, zip(*(_gathered(name, times) or []), strict=True))

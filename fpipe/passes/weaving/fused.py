@@ -61,12 +61,14 @@ class _OnRank(Feature):
                 in_turn = self.planned.setdefault(reason, Weave(reason=reason))
                 self.weaves[str(action)] = in_turn
             return False
-        pieces = list(_cut(runs, coarse=not exchanges))
-        made = self._woven(tuple(map(str, action.parts)), pieces)
+        cut = list(_cut(runs, coarse=not exchanges))
+        lines = tuple(map(str, action.parts))
+        made = self._woven(lines, cut)
         if not fused and made.total >= made.one_after_another:
             return False  # no transfer overlaps with compute
         self.weaves[str(action)] = made
-        self.builder.emit(action.parts, [pieces[number][0] for number in made.order])
+        pieces = [cut[number][0] for number in made.order]
+        self.builder.emit(action.parts, pieces)
         return True
 
     def complete(self, plan: Plan) -> Plan:

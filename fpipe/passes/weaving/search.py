@@ -63,7 +63,8 @@ def weave(
     beam = [_Beginning()]
     for _ in tasks:
         longer = [new for old in beam for new in search.following(old)]
-        beam = _best([new for new in longer if new.peak <= bound])
+        within = [new for new in longer if new.peak <= bound]
+        beam = _best(within)
     if beam and beam[0].score < play(tasks, order).total:
         order = beam[0].order
     return Weave(tuple(lines), tuple(tasks), order, memory.peak(order), in_turn)
@@ -92,12 +93,15 @@ class _Search(NamedTuple):
 
     def _score(self, left: Sequence[int], clocks: Clocks) -> int:
         """The least time in which an order can end that has these tasks left."""
-        tasks = [self.tasks[k] for k in left]
-        transfers = sum(t.nanoseconds for task in tasks for t in task.starts)
-        first = max(clocks.compute, clocks.link) if transfers else clocks.link
-        paths = [clocks.start(self.tasks[k]) + self.tails[k] for k in left]
-        work = sum(task.nanoseconds for task in tasks)
-        return max([clocks.compute + work, first + transfers, *paths])
+        compute, link = clocks.compute, clocks.link
+        paths = []
+        for number in left:
+            task = self.tasks[number]
+            paths.append(clocks.start(task) + self.tails[number])
+            compute += task.nanoseconds
+            for transfer in task.starts:
+                link = max(link, clocks.compute) + transfer.nanoseconds
+        return max([compute, link, *paths])
 
 
 def _best(beginnings: list[_Beginning]) -> list[_Beginning]:
