@@ -10,12 +10,13 @@ alone. A write before a later read of another word is not kept in order: that ne
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
+import resource
 import sys
 import threading
-from importlib import import_module
 from typing import Any
 
 MEMORY_FILE = "fpipe"
@@ -27,10 +28,8 @@ AVAILABLE = (
     and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
 )
 
-_fcntl: Any = import_module("fcntl") if AVAILABLE else None
-_resource: Any = import_module("resource") if AVAILABLE else None
 # Reading memory that another process cut off would end this one by SIGBUS.
-_SEALS = _fcntl.F_SEAL_SHRINK | _fcntl.F_SEAL_GROW | _fcntl.F_SEAL_SEAL if AVAILABLE else 0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if AVAILABLE else 0
 
 #: Copy bytes: (address of the destination, of the source, number of bytes).
 copy = ctypes.memmove
@@ -41,7 +40,7 @@ def memory_file(size: int) -> int:
     file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(file, 0o600)
     os.ftruncate(file, size)
-    _fcntl.fcntl(file, _fcntl.F_ADD_SEALS, _SEALS)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
     return file
 
 
@@ -50,14 +49,14 @@ def check_memory_file(file: int, size: int) -> None:
     status = os.fstat(file)
     if status.st_uid != os.geteuid() or status.st_size != size:
         raise PermissionError(f"a memory file of user {status.st_uid} and {status.st_size} bytes")
-    if _fcntl.fcntl(file, _fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # other files raise OSError
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # other files raise OSError
         raise PermissionError("a memory file that can become shorter")
 
 
 def address_space() -> float:
     """The bytes of address space that this process may use: the limit that ``ulimit -v`` sets."""
-    soft, _ = _resource.getrlimit(_resource.RLIMIT_AS)
-    return float("inf") if soft == _resource.RLIM_INFINITY else soft
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
 
 
 def address(memory: mmap.mmap, offset: int = 0) -> int:
