@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -78,13 +78,11 @@ class Graph:
         recorded if need be.
         """
         places = _places(tensors)
-        moved = [here != before for here, before in zip(places, self.places, strict=True)]
+        moved = [now != before for now, before in zip(places, self.places, strict=True)]
         unread = any(m and fixed is None for m, fixed in zip(moved, self.fixed, strict=True))
-        graph = (
-            self
-            if self.recorded is not None and not unread
-            else self._recorded(tensors, moved, step)
-        )
+        graph = self
+        if self.recorded is None or unread:
+            graph = self._recorded(tensors, moved, step)
         assert graph.recorded is not None
         graph._copy(tensors)
         graph.recorded.replay()
@@ -94,22 +92,17 @@ class Graph:
         self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: TensorStep
     ) -> Graph:
         """With a graph that reads copies of the arguments that moved."""
-        every = self.times >= TIMES
-        fixed = tuple(
-            [
-                before
-                if before is not None or not (every or m or tensor.device != self.device)
-                else torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-                )
-                for tensor, before, m in zip(tensors, self.fixed, moved, strict=True)
-            ]
-        )
-        graph = replace(self, fixed=fixed, recorded=None, times=self.times + 1)
+        fixed: list[torch.Tensor | None] = []
+        for tensor, before, m in zip(tensors, self.fixed, moved, strict=True):
+            needed = m or self.times >= TIMES or tensor.device != self.device
+            if before is None and needed:
+                size, stride = tensor.shape, tensor.stride()
+                before = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
+            fixed.append(before)
+        graph = replace(self, fixed=tuple(fixed), recorded=None, times=self.times + 1)
         graph._copy(tensors)
-        read = [
-            tensor if copy is None else copy for tensor, copy in zip(tensors, fixed, strict=True)
-        ]
+        pairs = zip(tensors, fixed, strict=True)
+        read = [tensor if copy is None else copy for tensor, copy in pairs]
         step(read)  # what a first step prepares cannot be recorded
         return replace(graph, recorded=self.record(lambda: step(read)))
 
@@ -124,66 +117,19 @@ class Graph:
 Graphs: TypeAlias = dict[Hashable, Graph | str]
 
 
-class Step(NamedTuple):
-    """A step as functions: ``plain()`` runs it without a graph, ``on(*args)`` on other arguments of
-    the same signature.
-
-    ``why_not()`` is called after the first one: the reason why its signature cannot be recorded, or
-    nothing.
-    """
-
-    plain: Callable[[], Tree]
-    on: Callable[..., Tree]
-    why_not: Callable[[], str]
-
-    def run(
-        self, known: Graphs, key: Hashable, device: torch.device, args: tuple[Tree, ...]
-    ) -> Tree:
-        """The step by the graph of its signature."""
-        with _LOCK:
-            graph = _find(known, key, device)
-            return self.plain() if graph is None else self._run(known, key, graph, args)
-
-    def _run(self, known: Graphs, key: Hashable, graph: Graph, args: tuple[Tree, ...]) -> Tree:
-        leaves, structure = tree.flatten(args)
-        at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
-        tensors = [leaves[index] for index in at]
-        if not graph.places:
-            result = self.plain()
-            why_not = _odd(tensors) or self.why_not()
-            if why_not:
-                _give_up(known, key, why_not)
-            else:
-                known[key] = graph.seen(tensors)
-            return result
-
-        def on(tensors: Sequence[torch.Tensor]) -> Tree:
-            given = dict(zip(at, tensors, strict=True))
-            return self.on(
-                *tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-            )
-
-        try:
-            known[key], result = graph.after(tensors, on)
-            return result
-        except Exception as error:
-            _give_up(known, key, str(error).partition("\n")[0])
-        return self.plain()
-
-
-def _find(known: Graphs, key: Hashable, device: torch.device) -> Graph | None:
-    graph = known.get(key)
-    if graph is None and len(known) < KEPT:
+def _find(graphs_by_key: Graphs, key: Hashable, device: torch.device) -> Graph | None:
+    graph = graphs_by_key.get(key)
+    if graph is None and len(graphs_by_key) < KEPT:
         record = graphs.recorder(device)
         assert record is not None, "a pipeline is checked when it is built"
         return Graph(record, device)
     return None if isinstance(graph, str) else graph
 
 
-def _give_up(known: Graphs, key: Hashable, reason: str) -> None:
+def _give_up(graphs_by_key: Graphs, key: Hashable, reason: str) -> None:
     """Run steps of this signature without a graph from now on, and warn."""
-    known[key] = reason
-    warnings.warn(f"captured: steps run without a graph, since {reason}", stacklevel=6)
+    graphs_by_key[key] = reason
+    warnings.warn(f"captured: steps run without a graph, since {reason}", stacklevel=4)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -192,12 +138,10 @@ def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def _odd(tensors: Sequence[torch.Tensor]) -> str:
     """The reason why arguments cannot be read from fixed memory, or nothing."""
-    odd = next((tensor for tensor in tensors if type(tensor) not in PLAIN), None)
-    return (
-        ""
-        if odd is None
-        else f"an argument is a {type(odd).__name__}, whose memory is not one piece"
-    )
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            return f"an argument is a {type(tensor).__name__}, whose memory is not one piece"
+    return ""
 
 
 def _copied(results: Tree) -> Tree:
@@ -215,16 +159,14 @@ def unrecordable(call: Call, cache: Cache) -> str:
     """The reason why steps like this call cannot be recorded, or nothing."""
     if call.each is not None:
         return "each= is a function of Python that every step calls"
-    every = (*call.config.functions, call.config.loss)
-    eager = next(
-        (stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None
-    )
-    if eager is not None:
-        return f'{eager.label} has engine="eager", whose Python runs in every step'
-    plans = cache.plans_for(call).prepared.plans.values()
-    programs = (ins.program for plan in plans for ins in plan.instructions)
-    random = next((program for program in programs if program is not None and program.random), None)
-    return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"
+    for stage in (*call.config.functions, call.config.loss):
+        if isinstance(stage, Stage) and stage.engine == "eager":
+            return f'{stage.label} has engine="eager", whose Python runs in every step'
+    for plan in cache.plans_for(call).prepared.plans.values():
+        for ins in plan.instructions:
+            if ins.program is not None and ins.program.random:
+                return f"{ins.program.stage or 'a stage'} draws random numbers"
+    return ""
 
 
 def captured(
@@ -234,10 +176,30 @@ def captured(
     arguments.
     """
     scale = arguments[-1]
-    step = Step(
-        plain=lambda: value_and_grad(call, cache, value),
-        on=lambda *moved: value_and_grad(prepare(*moved), cache, value),
-        why_not=lambda: unrecordable(call, cache),
-    )
     key = call.signature(), value, None if tree.is_tensor(scale) else scale
-    return step.run(cache.graphs, key, call.config.device, arguments)
+    with _LOCK:
+        graph = _find(cache.graphs, key, call.config.device)
+        if graph is None:
+            return value_and_grad(call, cache, value)
+        leaves, structure = tree.flatten(arguments)
+        at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
+        tensors = [leaves[index] for index in at]
+        if not graph.places:
+            result = value_and_grad(call, cache, value)
+            cache.graphs[key] = graph.seen(tensors)
+            why_not = _odd(tensors) or unrecordable(call, cache)
+            if why_not:
+                _give_up(cache.graphs, key, why_not)
+            return result
+
+        def step(tensors: Sequence[torch.Tensor]) -> Tree:
+            moved = dict(zip(at, tensors, strict=True))
+            given = [moved.get(index, leaf) for index, leaf in enumerate(leaves)]
+            return value_and_grad(prepare(*tree.unflatten(structure, given)), cache, value)
+
+        try:
+            cache.graphs[key], result = graph.after(tensors, step)
+            return result
+        except Exception as error:
+            _give_up(cache.graphs, key, str(error).partition("\n")[0])
+        return value_and_grad(call, cache, value)
