@@ -17,12 +17,13 @@ idle rank. torch.distributed.pipelining does not know slices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Fused, Row
 from .action_kinds import OPS
+from .progress_line import Track
 from .unit import unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
@@ -78,7 +79,7 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
+def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
     """The rows that :func:`format_rows` wrote; ``track`` yields their lines, for a display of
     progress.
 
@@ -115,7 +116,7 @@ def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) ->
     return tuple(rows)
 
 
-def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
+def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
     """The rows of a CSV, each line one rank; cells that are not compute are dropped. ``track`` is
     as above.
 
@@ -126,13 +127,17 @@ def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> 
     if lines[-1] == "":
         lines.pop()
     slices = _slices(text)
-    places = (_Line(line, k + 1, k, slices) for k, line in enumerate(track(lines)))
-    return tuple(tuple(_cells(place.text, place, 0, csv=True)) for place in places)
+    rows: list[Row] = []
+    for rank, line in enumerate(track(lines)):
+        place = _Line(line, rank + 1, rank, slices)
+        rows.append(tuple(_cells(line, place, 0, csv=True)))
+    return tuple(rows)
 
 
 def _slices(text: str) -> int:
     """The number of slices of a microbatch: the greatest that is named, and 1."""
-    return max(map(int, re.findall("[.]([0-9]{1,6})", text)), default=0) + 1
+    numbers = re.findall("[.]([0-9]{1,6})", text)
+    return max(map(int, numbers), default=0) + 1
 
 
 def _lines(text: str) -> list[str]:
@@ -165,8 +170,10 @@ class _Line(NamedTuple):
         left = max(0, start - 30)
         shown = "".join(c if c.isprintable() else "?" for c in self.text[left : start + 50])
         dots = "... " if left else ""
-        mark = " " * (4 + len(dots) + start - left) + "^" * max(1, min(end, start + 50) - start)
-        message = f"{where}: expected {expected}, but found {what}{more}\n    {dots}{shown}\n{mark}"
+        before = " " * (len(dots) + start - left)
+        mark = "^" * max(1, min(end - start, 50))
+        shown = f"    {dots}{shown}\n    {before}{mark}"
+        message = f"{where}: expected {expected}, but found {what}{more}\n{shown}"
         return ScheduleError(message, rank=self.rank, position=position, rule="text")
 
 
@@ -186,7 +193,8 @@ def _cells(text: str, line: _Line, column: int, *, csv: bool) -> Iterator[AnyAct
 def _split(text: str, separator: str, column: int) -> Iterator[tuple[str, int]]:
     """The cells of a text without blanks, each with its column; the text is at ``column``."""
     for cell in text.split(separator):
-        yield cell.strip(_BLANK), column + len(cell) - len(cell.lstrip(_BLANK))
+        blanks = len(cell) - len(cell.lstrip(_BLANK))
+        yield cell.strip(_BLANK), column + blanks
         column += len(cell) + 1
 
 

@@ -129,7 +129,8 @@ class Timeline:
             )
         ranks = range(ordered[-1][0] + 1)
         actions: list[list[AnyAction]] = [[] for _ in ranks]
-        starts, ends = [array("d") for _ in ranks], [array("d") for _ in ranks]
+        starts = [array("d") for _ in ranks]
+        ends = [array("d") for _ in ranks]
         for rank, action, start, end in ordered:
             actions[rank].append(action)
             starts[rank].append(start)
@@ -218,17 +219,19 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Per rank, the time spent in actions."""
-        return tuple(fsum(map(sub, e, s)) for s, e in zip(self.starts, self.ends, strict=True))
+        lengths = (map(sub, *times) for times in zip(self.ends, self.starts, strict=True))
+        return tuple(map(fsum, lengths))
 
     @property
     def idle(self) -> tuple[float, ...]:
         """Per rank, the time within its window in which it waited."""
-        return tuple(window - busy for window, busy in zip(self.windows, self.busy, strict=True))
+        return tuple(map(sub, self.windows, self.busy))
 
     @property
     def bubble(self) -> float:
         """1 - work/span: the share of the longest window in which an average rank does nothing."""
-        return 1 - sum(self.busy) / (self.ranks * self.span) if self.span else 0.0
+        whole = self.ranks * self.span
+        return 1 - sum(self.busy) / whole if whole else 0.0
 
     # ---- memory ----
     @cached_property
@@ -266,10 +269,10 @@ class Timeline:
         ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
         """
         held, points = 0.0, []
-        times = chain.from_iterable(zip(self.starts[rank], self.ends[rank], strict=True))
+        spans = zip(self.starts[rank], self.ends[rank], strict=True)
         memory = self.memory or self._activations
         changes = _fused_changes(self.rows[rank], memory, self.sizes)
-        for time, change in zip(times, changes, strict=True):
+        for time, change in zip(chain.from_iterable(spans), changes, strict=True):
             if change:
                 held += change
                 points.append((time, held))
@@ -294,7 +297,8 @@ class Timeline:
         actions = Counter(
             (route[mb], op, stage, sizes[mb]) for row in self.rows for stage, op, mb in plain(row)
         )
-        messages, amounts = 0, [0.0]
+        messages = 0
+        amounts: list[float] = []
         for (path_index, op, stage, size), times in actions.items():
             path = self.placement.paths[path_index]
             other = stage + KINDS[op].needs[-1][1]  # no more than the last one is of another stage

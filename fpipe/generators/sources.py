@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from ..actions import Track
 from ..actions.text import parse_csv, parse_rows
 from ..schedule import Schedule, read_text
 
@@ -40,9 +41,7 @@ Name: TypeAlias = Literal[
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
-def read_schedule(
-    path: str | PathLike[str], track: Callable[[list[str]], Iterable[str]] = iter
-) -> Schedule:
+def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
     """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it; ``track``
     yields its lines.
 

@@ -18,16 +18,16 @@ def drawing(
 ) -> Callable[[Registers, list[Any]], Sequence[Any]]:
     """Run a program that draws on the stream of its stage, microbatch and letter."""
     assert ins.action is not None
-    device, number = machine.device, numbered(ins.action.microbatch, machine.first)
+    number = numbered(ins.action.microbatch, machine.first)
     place = (op.stage, number, op.program.name)
     # a segment goes on with the stream of the one before
     resumes, leaves = op.program.stream or (False, False)
 
-    def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
+    def draw(r: Registers, inputs: list[Any]) -> Sequence[Any]:
         if r.seed is None:
-            return drawn(run, box, device, None)[0]
+            return drawn(run, inputs, machine.device, None)[0]
         start = r.streams.pop(place) if resumes else seed_of(r.seed, *place)
-        out, state = drawn(run, box, device, start, leaves)
+        out, state = drawn(run, inputs, machine.device, start, leaves)
         if state is not None:
             r.streams[place] = state
         return out
@@ -35,17 +35,19 @@ def drawing(
     return draw
 
 
-def numbered(mb: int, first: int = 0) -> str:
+def numbered(microbatch: int, first: int = 0) -> str:
     """A microbatch, or a slice of one, among those of all copies of the pipeline; ``first`` is the
     first one here.
 
     >>> numbered(3, 8), numbered(Slice(3, 1, of=2), 8)
     ('11', '11.1')
     """
-    return f"{first + mb.microbatch}.{mb.slice}" if isinstance(mb, Slice) else f"{first + mb}"
+    if isinstance(microbatch, Slice):
+        return f"{first + microbatch.microbatch}.{microbatch.slice}"
+    return str(first + microbatch)
 
 
-def seed_of(seed: int, stage: int, mb: str, letter: str) -> int:
+def seed_of(seed: int, stage: int, microbatch: str, letter: str) -> int:
     """The seed of one run of a program, as the documentation of ``seed=`` states it."""
-    text = f"{seed}/{stage}/{mb}/{letter}".encode()
+    text = f"{seed}/{stage}/{microbatch}/{letter}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

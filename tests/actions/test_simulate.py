@@ -408,7 +408,15 @@ def test_a_measured_timeline_explains_itself_like_a_simulated_one() -> None:
     assert repr(measured) == "Timeline(seen, 2 ranks, 48 actions, total 25 ms, bubble 0.0%)"
 
 
-@pytest.mark.parametrize("spans", [[], [(-1, Action(0, "F", 0), 0.0, 1.0)]])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [(-1, Action(0, "F", 0), 0.0, 1.0)],
+        [(0, Action(0, "F", 0), 0.0, math.nan)],
+        [(0, Action(0, "F", 0), -math.inf, math.inf)],
+    ],
+)
 def test_nothing_measured_is_no_timeline(spans) -> None:
     with pytest.raises(ScheduleError):
         Timeline.measured(spans)
