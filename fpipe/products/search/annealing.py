@@ -4,9 +4,8 @@
 ``fill`` places W by a rule, and the best rows of small problems may not follow it. Here the span is
 the longest window of a rank, from its first start to its last end. Going back from that end, each
 action starts when the one before it in its row ends, or when the message that it needs arrives.
-Only a change among the first kind of pairs can shorten the span: an action changes places with its
-neighbour, or goes to one end of a block of such actions. Where the row then exceeds the memory of
-its rank, Ws come earlier: with memory full, most single changes would do that.
+Only a change among the first kind of pairs can shorten the span: an action goes to one end of a
+block of such actions, where the memory of its rank allows it.
 
 Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 1992.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from math import exp
 from random import Random
 
@@ -36,8 +36,9 @@ def anneal(
     blocks = _blocks(problem, rows, end, windows)
     while blocks and (passed := share()) < 1:
         rank, first, last = random.choice(blocks)
-        row = fitting(problem, moved(rows[rank], first, last, random), rank)
-        if row is None or row == rows[rank]:
+        row = moved(rows[rank], first, last, random)
+        peak = max(accumulate([problem.adds[action] for action in row]))
+        if row == rows[rank] or peak > problem.limit[rank] * ALMOST:
             continue
         changed = [*rows[:rank], row, *rows[rank + 1 :]]
         changed_at = end[rows[rank][first]] - problem.length[rows[rank][first]]
@@ -107,44 +108,11 @@ def _value(windows: Sequence[float]) -> float:
 
 
 def moved(row: Sequence[int], first: int, last: int, random: Random) -> list[int]:
-    """A row after a change between two positions: neighbours change places, or an action goes to
-    one of the ends.
-    """
+    """A row in which an action between two positions goes to one of them."""
     row = list(row)
-    if random.random() < 0.5:
-        at = random.randrange(first, last)
-        row[at], row[at + 1] = row[at + 1], row[at]
-    else:
-        at = random.randint(first, last)
-        row.insert(random.choice((first, last)), row.pop(at))
+    at = random.randint(first, last)
+    row.insert(random.choice((first, last)), row.pop(at))
     return row
-
-
-def fitting(problem: Problem, row: Sequence[int], rank: int) -> list[int] | None:
-    """A row that keeps to the memory of its rank: before an action that does not fit runs what
-    frees memory.
-
-    These are the Ws that come next in the row and whose Is have run. None where they do not
-    suffice.
-    """
-    held, limit, adds, needs = 0.0, problem.limit[rank] * ALMOST, problem.adds, problem.needs
-    result, begun = list[int](), set[int]()
-    for at, action in enumerate(row):
-        if action in begun:
-            continue
-        while held + adds[action] > limit:
-            for freeing in row[at + 1 :]:
-                if adds[freeing] < 0 and freeing not in begun and needs[freeing] in begun:
-                    break
-            else:
-                return None
-            result.append(freeing)
-            begun.add(freeing)
-            held += adds[freeing]
-        result.append(action)
-        begun.add(action)
-        held += adds[action]
-    return result
 
 
 def _blocks(

@@ -113,12 +113,9 @@ def solve(
     costs = as_costs(costs)
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
-    count = _stages(costs, ranks, microbatches, placement, stages)
+    paths = _paths(costs, ranks, microbatches, placement, stages)
     limit = limits(memory, ranks)
-    problems = [
-        Problem.of(costs, path, ranks, microbatches, limit)
-        for path in _paths(placement, ranks, count)
-    ]
+    problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in paths]
     fitting = [problem for problem in problems if problem.lacks is None]
     if not fitting:
         raise ScheduleError(
@@ -163,9 +160,10 @@ def _best(
     return best[1]
 
 
-def _stages(
+def _paths(
     costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None
-) -> int:
+) -> list[tuple[int, ...]]:
+    """For each placement that is tried, the ranks of its stages."""
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
@@ -175,32 +173,27 @@ def _stages(
                 f"the placement is for {placement.ranks} ranks, not {ranks}; make both agree",
                 rule="ranks",
             )
-        return placement.stages
-    count = stages or next(iter(costs.counts), ranks if placement == "one" else 2 * ranks)
-    if count % ranks:
-        what = f"{count} stages cannot be placed evenly on {ranks} ranks"
-        raise ScheduleError(
-            f"{what}; give costs of a multiple of {ranks} stages, or a Placement", rule="stages"
-        )
-    return count
-
-
-def _paths(placement: Kind | Placement, ranks: int, stages: int) -> list[tuple[int, ...]]:
-    per_rank = stages // ranks
-    if isinstance(placement, Placement):
         if len(placement.paths) > 1:
             raise ScheduleError(
                 "solve places every stage once, without replicas; give another placement",
                 rule="placement",
             )
         return list(placement.paths)
+    count = stages or next(iter(costs.counts), ranks if placement == "one" else 2 * ranks)
+    if count % ranks:
+        what = f"{count} stages cannot be placed evenly on {ranks} ranks"
+        raise ScheduleError(
+            f"{what}; give costs of a multiple of {ranks} stages, or a Placement", rule="stages"
+        )
+    per_rank = count // ranks
     paths: dict[str, tuple[int, ...]] = {
-        "one": tuple(stage // per_rank for stage in range(stages)),
+        "one": tuple(stage // per_rank for stage in range(count)),
         "loop": Placement.loop(ranks, per_rank).paths[0],
         "V": Placement.v(ranks, per_rank).paths[0],
     }
-    chosen = list(paths) if placement == "any" else [str(placement)]
-    if chosen[0] not in paths:
+    if placement == "any":
+        return list(dict.fromkeys(paths.values()))
+    if placement not in paths:
         remedy = "give 'one', 'loop', 'V', 'any' or a Placement"
         raise ScheduleError(f"placement={placement!r}; {remedy}", rule="placement")
-    return list(dict.fromkeys(paths[name] for name in chosen))
+    return [paths[placement]]

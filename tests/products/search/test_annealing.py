@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from fpipe import Costs, Placement
-from fpipe.products.search.annealing import anneal, ends, first_ends, fitting, moved
+from fpipe.products.search.annealing import anneal, ends, first_ends, moved
 from fpipe.products.search.fill import Filled, fill
 from fpipe.products.search.problem import Problem
 
@@ -74,16 +74,6 @@ def test_times_after_a_change_are_those_of_all_actions_computed_anew(inward):
         blocked += again is None
         rows = rows if again is None else changed
     assert 0 < blocked < 300
-
-
-def test_a_w_comes_earlier_where_memory_would_not_suffice():
-    problem = Problem.of(Costs(), (0,), 1, 3, (2.0,))
-    tight = Problem.of(Costs(), (0,), 1, 3, (1.0,))
-    row = lambda text: ["FIW".index(one[0]) * 3 + int(one[1]) for one in text.split()]
-    late = row("F0 F1 I0 I1 F2 W0 I2 W1 W2")
-    assert fitting(problem, late, 0) == row("F0 F1 I0 I1 W0 F2 I2 W1 W2")
-    assert fitting(problem, early := row("F0 I0 F1 W0 I1 F2 W1 I2 W2"), 0) == early
-    assert fitting(tight, late, 0) is None
 
 
 def test_the_same_seed_finds_the_same():
