@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import inf
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 from ... import Costs, Schedule, Timeline
 from ...errors import ScheduleError, StageError
@@ -76,10 +76,8 @@ class Balance:
             )
         for title, timeline in (("balanced", self.timeline), ("evenly", self.even_timeline)):
             lines.append(f"{title:>8s}: total {timeline.total:.4g}, bubble {timeline.bubble:.1%}")
-        lines.append(
-            f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)"
-        )
-        return "\n".join(lines)
+        of = f"{self.schedule.name}, {self.schedule.ranks} ranks"
+        return "\n".join([*lines, f"    gain: {self.gain:.3f}x ({of})"])
 
 
 def balance(
@@ -171,13 +169,6 @@ def _best_cut(sums: Sequence[float], parts: int, add: Callable[[float, float], f
     return best[-1]
 
 
-@runtime_checkable
-class _Module(Protocol):
-    """What is read of an ``nn.Module`` beside its parameters."""
-
-    def named_children(self) -> Iterable[tuple[str, object]]: ...
-
-
 def estimate(module: Any) -> float:
     """What a module costs a token: the entries of its matrices, lookups excepted.
 
@@ -191,8 +182,9 @@ def estimate(module: Any) -> float:
 
 def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """The names of items, or their numbers, and what they cost."""
-    if isinstance(costs, _Module):
-        costs = dict(costs.named_children())
+    children = getattr(costs, "named_children", None)
+    if children is not None:
+        costs = dict(children())
     if not isinstance(costs, Iterable):
         raise StageError(
             f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them"
@@ -231,15 +223,18 @@ def _score(
 
 def _climb(schedule: Schedule, items: Sequence[float], starts: tuple[int, ...]) -> tuple[int, ...]:
     """Move single cuts by one while that makes the step shorter."""
-    left = _BUDGET // max(sum(map(len, schedule.rows)), 1)
-    score, better = _score(schedule, items, starts), True
-    while better and left > 0:
-        better = False
+    tries = _BUDGET // max(sum(map(len, schedule.rows)), 1)
+    score, improved = _score(schedule, items, starts), True
+    while improved:
+        improved = False
         for index, by in product(range(1, len(starts)), (-1, 1)):
             moved = (*starts[:index], starts[index] + by, *starts[index + 1 :])
-            if left > 0 and all(lo < hi for lo, hi in pairwise((*moved, len(items)))):
-                left -= 1
-                tried = _score(schedule, items, moved)
-                if tried < score:
-                    score, starts, better = tried, moved, True
+            if any(lo >= hi for lo, hi in pairwise((*moved, len(items)))):
+                continue
+            if tries <= 0:
+                return starts
+            tries -= 1
+            tried = _score(schedule, items, moved)
+            if tried < score:
+                score, starts, improved = tried, moved, True
     return starts

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ... import Action, Costs, Fused, Schedule
-from ...actions import AnyAction, Row
+from ...actions import AnyAction, Row, plain
 
 
 def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
@@ -24,13 +24,13 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
     times = costs.times(schedule.stages)
     mergeable = [b <= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
 
-    def whole(before: Action, action: Action) -> AnyAction | None:
-        same = before == action._replace(op="I") and action.op == "W"
-        return action._replace(op="B") if same and mergeable[action.stage] else None
+    def whole(before: AnyAction, action: Action) -> AnyAction | None:
+        follows = action.op == "W" and before == action._replace(op="I")
+        return action._replace(op="B") if follows and mergeable[action.stage] else None
 
-    def fused(before: Action, action: Action) -> AnyAction | None:
-        differ = before.microbatch != action.microbatch
-        return Fused((before, action)) if differ and (before.op, action.op) == ("F", "B") else None
+    def fused(before: AnyAction, action: Action) -> AnyAction | None:
+        pair = isinstance(before, Action) and (before.op, action.op) == ("F", "B")
+        return Fused((before, action)) if pair and before.microbatch != action.microbatch else None
 
     merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
     yield merged
@@ -38,14 +38,11 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
         yield replace(merged, rows=tuple(_joined(row, fused) for row in merged.rows))
 
 
-def _joined(row: Row, join: Callable[[Action, Action], AnyAction | None]) -> Row:
+def _joined(row: Row, join: Callable[[AnyAction, Action], AnyAction | None]) -> Row:
     """A row in which two actions that follow each other are one where ``join`` returns it."""
     result: list[AnyAction] = []
-    for action in row:
-        before = result[-1] if result else None
-        both = None
-        if isinstance(action, Action) and isinstance(before, Action):
-            both = join(before, action)
+    for action in plain(row):
+        both = join(result[-1], action) if result else None
         if both is None:
             result.append(action)
         else:
