@@ -29,8 +29,9 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
         return action._replace(op="B") if follows and mergeable[action.stage] else None
 
     def fused(before: AnyAction, action: Action) -> AnyAction | None:
-        pair = isinstance(before, Action) and (before.op, action.op) == ("F", "B")
-        return Fused((before, action)) if pair and before.microbatch != action.microbatch else None
+        if isinstance(before, Fused) or (before.op, action.op) != ("F", "B"):
+            return None
+        return Fused((before, action)) if before.microbatch != action.microbatch else None
 
     merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
     yield merged
