@@ -269,10 +269,10 @@ def bound_to(
         others: all stages, as they were described when an earlier pipeline was built.
         options: of the stages of this process.
     """
-    rows = [
-        {} if module is None else {n: t for n, t in tensors_of(module).items() if n not in state}
-        for module, state in zip(modules, states, strict=True)
-    ]
+    rows = list[dict[str, Tensor]]()
+    for module, state in zip(modules, states, strict=True):
+        tensors = {} if module is None else tensors_of(module)
+        rows.append({name: tensor for name, tensor in tensors.items() if name not in state})
     whole = {f"{number}.{n}": t for number, row in enumerate(rows) for n, t in row.items()}
     owned = claims(rows, whole)
     stages = list[Stage]()

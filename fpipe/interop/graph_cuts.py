@@ -189,7 +189,8 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
             f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
             f"its first one; it has {', '.join(p.name for p in others) or 'none'}"
         )
-    fixed = {p.name: p.default for p in others if p.default is not p.empty and p.name not in side}
+    optional = [p for p in others if p.default is not p.empty]
+    fixed = {p.name: p.default for p in optional if p.name not in side}
     try:
         graph = _traced(module, cuts, fixed)
         assert graph is not None, "a forward without outcomes returns a graph, or raises"
@@ -299,9 +300,9 @@ class _Tracer(fx.Tracer):
         # where fx looks for them, beside the globals of the forward
         self._autowrap_search.append(torch)
         self.outcomes = iter(outcomes)
-        self.traced = {
-            cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)
-        }
+        self.traced = set[str]()
+        for cut in cuts:
+            self.traced.update(cut.rsplit(".", up)[0] for up in range(1, cut.count(".") + 1))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.traced

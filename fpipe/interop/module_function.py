@@ -106,16 +106,18 @@ def claims(rows: Sequence[Mapping[str, Tensor]], whole: dict[str, Tensor]) -> li
     for row in rows:
         key_of = dict[Tensor, str]()
         aliases = {name: key_of.setdefault(tensor, name) for name, tensor in row.items()}
-        tied = [t for t in key_of if stages[t] > 1 and isinstance(t, nn.Parameter)]
-        result.append(
-            Claim(
-                {key: tensor.detach() for tensor, key in key_of.items()},
-                aliases,
-                frozen=tuple(key for tensor, key in key_of.items() if not tensor.requires_grad),
-                ties=tuple((key_of[tensor], first_name[tensor]) for tensor in tied),
-                weights={k: Weight(first_name[t], _without_data(t)) for t, k in key_of.items()},
-            )
-        )
+        params = dict[str, Tensor]()
+        weights = dict[str, Weight]()
+        frozen = list[str]()
+        ties = list[tuple[str, str]]()
+        for tensor, key in key_of.items():
+            params[key] = tensor.detach()
+            weights[key] = Weight(first_name[tensor], _without_data(tensor))
+            if not tensor.requires_grad:
+                frozen.append(key)
+            if stages[tensor] > 1 and isinstance(tensor, nn.Parameter):
+                ties.append((key, first_name[tensor]))
+        result.append(Claim(params, aliases, tuple(frozen), tuple(ties), weights))
     return result
 
 

@@ -101,7 +101,9 @@ class Weights:
                 leaf = torch.zeros_like(leaf)
             return leaf.to(self.compute) if leaf.is_floating_point() else leaf
 
-        return [row and {name: value(name, t) for name, t in row.items()} for row in self.values()]
+        return [
+            row and {name: value(name, leaf) for name, leaf in row.items()} for row in self.values()
+        ]
 
     def exported(
         self, aliases: Mapping[str, Sequence[str]], bucket_bytes: int

@@ -47,7 +47,8 @@ class _Run:
         self.sizes = dict[Sizes, int]()
         for source, tensor in {**side, **values}.items():
             if isinstance(tensor, Tensor):
-                self.sizes.update(zip(self.flow.sizes.get(source, ()), tensor.shape, strict=False))
+                axes = self.flow.sizes.get(source, ())
+                self.sizes.update(zip(axes, tensor.shape, strict=False))
 
     def value(self, value: Value) -> Tensor:
         """Return a value that is known, or a blank: not a number, so that a use of it shows."""

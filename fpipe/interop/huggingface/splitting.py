@@ -132,11 +132,12 @@ def _first_layers(
         return list(cuts)
     if not isinstance(n, int) or not 1 <= n <= count + 1:
         raise StageError(f"n={n!r} stages of {count} layers and a head; give 1 to {count + 1}")
-    sizes = [
-        sum(p.numel() for p in model.get_submodule(visit.unit).parameters() if p.dim() > 1)
-        for visit in flow.visits
-    ]
-    return _even_starts([*(sizes[number] for number in layers), sum(sizes[layers[-1] + 1 :])], n)
+    sizes = list[int]()
+    for visit in flow.visits:
+        unit = model.get_submodule(visit.unit)
+        sizes.append(sum(p.numel() for p in unit.parameters() if p.dim() > 1))
+    head = sum(sizes[layers[-1] + 1 :])
+    return _even_starts([*(sizes[number] for number in layers), head], n)
 
 
 def _even_starts(sizes: Sequence[int], n: int) -> list[int]:

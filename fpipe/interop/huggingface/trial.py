@@ -74,9 +74,10 @@ def try_forward(
     large = {name: value[:_ROWS].to(_device(model)) for name, value in large.items()}
     if any(len(value) < _ROWS for value in large.values()):
         raise StageError("example= needs two rows of each argument")
-    small = {
-        name: value[:1, :-2] if _is_tokens(value) else value[:1] for name, value in large.items()
-    }
+    small = {name: value[:1] for name, value in large.items()}
+    for name, value in small.items():
+        if _is_tokens(value):
+            small[name] = value[:, :-2]
     first = run(small)
     try:
         without_values = [run(small, real=False)]
@@ -139,8 +140,10 @@ def _recorded(
 
 def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of the same shapes on the host, one for all names of a tensor."""
-    empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()}
-    return {name: empty[id(t)] for name, t in tensors.items()}
+    empty = dict[Tensor, Tensor]()
+    for tensor in tensors.values():
+        empty[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return {name: empty[tensor] for name, tensor in tensors.items()}
 
 
 def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:

@@ -43,7 +43,9 @@ def units_of(model: nn.Module) -> Units:
     lists = dict(_module_lists(model, ""))
     chosen = [name for name, items in lists.items() if any(map(_is_layer, items))]
     if not chosen:
-        sizes = {n: sum(p.numel() for p in items.parameters()) for n, items in lists.items()}
+        sizes = dict[str, int]()
+        for name, items in lists.items():
+            sizes[name] = sum(p.numel() for p in items.parameters())
         large = _SHARE * max(sizes.values(), default=0)
         chosen = [name for name, size in sizes.items() if size and size >= large]
     if not chosen:
@@ -51,7 +53,9 @@ def units_of(model: nn.Module) -> Units:
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
             "stages as functions"
         )
-    opened = {name.rsplit(".", up)[0] for name in chosen for up in range(name.count(".") + 1)}
+    opened = set[str]()
+    for name in chosen:
+        opened.update(name.rsplit(".", up)[0] for up in range(name.count(".") + 1))
     names = tuple(dict(_units(model, "", opened)).values())
     return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in chosen))
 

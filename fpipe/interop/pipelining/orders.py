@@ -42,8 +42,11 @@ def schedule_of(order: Order, name: str = "") -> Schedule:
     >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})
     Schedule(ranks=1, microbatches=1, stages=1)
     """
-    rows = [[a for a in order[rank] if a is not None and a.is_compute_op] for rank in sorted(order)]
-    text = "\n".join(f"[{', '.join(map(str, row))}]" for row in rows)
+    rows = list[str]()
+    for rank in sorted(order):
+        computed = [a for a in order[rank] if a is not None and a.is_compute_op]
+        rows.append(f"[{', '.join(map(str, computed))}]")
+    text = "\n".join(rows)
     return Schedule.parse(text, name=name).check()
 
 

@@ -224,7 +224,9 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
     values = list[Hashable]()
     while hasattr(loss, "__dict__"):
         held = vars(loss)
-        values += [(n, v) for n, v in held.items() if isinstance(v, int | float | str)]
+        for name, value in held.items():
+            if isinstance(value, int | float | str):
+                values.append((name, value))
         loss = held.get("__wrapped__")
     return tuple(values)
 
