@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from ..programs.operations import Operation, users
-from ..programs.program import Program, Programs
+from ..programs.program import Held, Program, Programs
 from ..tree import Aval
 from .keys import Key
 
@@ -29,9 +29,10 @@ class MemoryAccount:
         self.wired = wired
         self.behind: dict[Hashable, Hashable] = {}  # by value: its storage
         self._sizes: dict[Hashable, int] = {}  # of storages
-        self._users = Counter[Hashable]()  # of storages: how many values are in them
+        self._users: dict[Hashable, int] = {}  # of storages: how many values are in them
         self._leaving: dict[int, list[list[Hashable]]] = {}
         self._excess: dict[tuple[Program, tuple[int, ...]], int] = {}
+        self._outputs: dict[Program, list[tuple[int, Held]]] = {}  # those in memory, by place
 
     def begin(self, key: Hashable, root: Hashable, nbytes: int) -> None:
         """Hold a value, in memory of its own or in some that is held already."""
@@ -44,7 +45,7 @@ class MemoryAccount:
     def share(self, key: Hashable, root: Hashable | None) -> None:
         """Hold a value in the memory of another; None: in memory that is not counted."""
         if root is not None and key not in self.behind:
-            self._users[root] += 1
+            self._users[root] = self._users.get(root, 0) + 1
             self.behind[key] = root
 
     def end(self, key: Hashable) -> None:
@@ -87,30 +88,34 @@ class MemoryAccount:
         reads that end.
         """
         freed = self._freed(reads, ends)
-        if (program, freed) not in self._excess:
+        excess = self._excess.get((program, freed))
+        if excess is None:
             sizes = {
                 program.inputs[place]: self._sizes[self.behind[reads[place]]] for place in freed
             }
-            self._excess[program, freed] = _excess(programs, program, sizes)
-        during = self.live + self._excess[program, freed]
-        inputs = dict(zip(program.inputs, reads, strict=True))
-        for name, key in zip(program.outputs, writes, strict=True):
-            held = programs.memory.get(name)
-            if held is None:
-                continue
-            if held.given:  # an input that the program does not read itself may be held already
-                self.share(key, self.behind.get(inputs.get(held.root, key)))
-            else:
+            excess = self._excess[program, freed] = _excess(programs, program, sizes)
+        during = self.live + excess
+        if program not in self._outputs:
+            found = [programs.memory.get(name) for name in program.outputs]
+            self._outputs[program] = [(n, held) for n, held in enumerate(found) if held is not None]
+        for place, held in self._outputs[program]:
+            key = writes[place]
+            if not held.given:
                 self.begin(key, (key[0][0], key[1], held.root), held.nbytes)
+            elif held.root in program.inputs:
+                source = program.inputs.index(held.root)
+                self.share(key, self.behind.get(reads[source]))
         return during
 
     def _freed(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
         """The places of reads whose memory nothing else uses."""
-        ending = [(place, self.behind.get(reads[place])) for place in ends]
-        count = Counter(root for _, root in ending if root is not None)
-        return tuple(
-            [place for place, root in ending if root in count and count[root] == self._users[root]]
-        )
+        freed = []
+        roots = [self.behind.get(reads[place]) for place in ends]
+        for place, root in zip(ends, roots, strict=True):
+            users = self._users.get(root)
+            if users == 1 or users == roots.count(root):
+                freed.append(place)
+        return tuple(freed)
 
 
 def _unused(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], list[int]]:
