@@ -14,9 +14,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from operator import attrgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...collectives.faults import watched
 from ...errors import MismatchError
 from ...lowering.builder import lower
 from ...lowering.job import LoweringInput
@@ -80,16 +79,10 @@ def _difference(plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]) 
     Every member of a communicator compares all of its communicators in one order.
     """
     reasons = [
-        difference(name, _gathered(name, order) or [])
+        difference(name, gather_members(name, order))
         for name, order in sorted(_starts_of(plans, inputs).items())
     ]
     return next(filter(None, reasons), "")
-
-
-def _gathered(name: str, obj: object) -> list[Any] | None:
-    """``gather_members`` with an end, and an error that names the member that does not answer."""
-    with watched(name)():
-        return gather_members(name, obj)
 
 
 def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
@@ -98,14 +91,13 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     """
     largest = {c.members: c for c in sorted(_woven(inputs), key=attrgetter("nbytes"))}
     for name, collective in sorted(largest.items()):
-        reports = _gathered(name, (name in LINKS, collective.nbytes))
-        if reports is None or all(known for known, _ in reports):
+        reports = gather_members(name, (name in LINKS, collective.nbytes))
+        if all(measured for measured, _ in reports):
             continue
         device = collective.device
         large = min(max(size for _, size in reports), _MOST)
-        with watched(name)():
-            times = time_members(name, _LEAST, device), time_members(name, large, device)
-        small, long = map(median, zip(*(_gathered(name, times) or []), strict=True))
+        times = time_members(name, _LEAST, device), time_members(name, large, device)
+        small, long = map(median, zip(*gather_members(name, times), strict=True))
         more = max(1.0, (long - small) * 1e9)
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / more)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between the members of a process group, by its name. This module must not know
-plans.
+"""Exchanges between the members of a process group, by its name. They end in time, with an error
+that names the member that does not answer. This module must not know plans.
 """
 
 from __future__ import annotations
@@ -13,42 +13,46 @@ import torch.distributed as dist
 
 from ...collectives._store import backends, resolved
 from ...collectives.codec import MOST_BYTES, decode, encode
+from ...collectives.faults import watched
 from ...errors import GroupError
 
 _TIMED = 4  #: exchanges that are timed together
 
 
-def gather_members(name: str, obj: object) -> list[Any] | None:
-    """The object of every member of a process group, by rank; None if there is no other member, or
-    a fake backend.
+def gather_members(name: str, obj: object) -> list[Any]:
+    """The object of every member of a process group, by rank; nothing if there is no other member,
+    or a fake backend.
 
     Objects are data, as those of a ``Rendezvous``.
     """
     pg = resolved(name)
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
-        return None
+        return []
     device = _device(pg)
     mine = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(pg.size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pg)
-    counts = [int(size) for size in sizes]
-    if min(counts) <= 0 or max(counts) > MOST_BYTES:
-        raise GroupError(
-            f"the members of group {name} announced {counts} bytes; all must run the same program"
-        )
-    rows = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in counts]
-    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(counts) - len(mine))), group=pg)
-    return [decode(bytes(row[:count].tolist())) for row, count in zip(rows, counts, strict=True)]
+    with watched(name)():
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pg)
+        counts = [int(size) for size in sizes]
+        most = max(counts)
+        if min(counts) <= 0 or most > MOST_BYTES:
+            raise GroupError(
+                f"the members of group {name} announced {counts} bytes; all must run the same "
+                "program"
+            )
+        padded = torch.nn.functional.pad(mine, (0, most - len(mine)))
+        rows = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(rows, padded, group=pg)
+        texts = [bytes(row.tolist()) for row in rows]
+    return [decode(text[:count]) for text, count in zip(texts, counts, strict=True)]
 
 
 def _device(pg: dist.ProcessGroup) -> torch.device:
     """A device whose tensors a process group carries: the CPU if it can."""
     types = list(backends(pg))
-    return (
-        torch.device("cpu")
-        if "cpu" in types
-        else torch.device(types[0], torch.accelerator.current_device_index())
-    )
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def time_members(name: str, nbytes: int, device: str) -> float:
@@ -58,7 +62,11 @@ def time_members(name: str, nbytes: int, device: str) -> float:
     The average of several exchanges without a pause, as in a step: over one connection the two
     directions may or may not take turns.
     """
-    pg = resolved(name)
+    with watched(name)():
+        return _seconds(resolved(name), nbytes, device)
+
+
+def _seconds(pg: dist.ProcessGroup, nbytes: int, device: str) -> float:
     sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=pg)  # the first one opens connections
