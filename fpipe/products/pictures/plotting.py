@@ -69,11 +69,13 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     width = max(look.width - MARGIN, 60.0) if look.width else width
     width = min(width, PAPER_WIDTH) if style == "paper" else width
     pitch = frame(scenes, look, width, lane).pitch
-    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * HEADING
+    ranks = sum(len(scene.lanes) for scene in scenes)
+    height = ranks * pitch + (len(scenes) - 1) * HEADING
     wide, high = width + MARGIN, height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
     figure.set_facecolor(palette(1, style == "dark")["paper"])
-    return figure.add_axes((0.8 * MARGIN / wide, HEADING / high, width / wide, height / high))
+    corner = 0.8 * MARGIN / wide, HEADING / high
+    return figure.add_axes((*corner, width / wide, height / high))
 
 
 def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = None) -> Axes:
@@ -100,7 +102,8 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     for scene in scenes:
         lines = [*wrapped(labels.title(scene), 13, width)]
         lines += wrapped(labels.figures(scene), 13, width) if style != "paper" else []
-        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
+        heading = "\n".join(lines)
+        axes.text(0, y - 8 / f.pitch, heading, color=colours["ink"], fontsize=9)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
@@ -181,7 +184,8 @@ def _outline(text: str, size: float) -> Path:
     """A text around its middle, in points."""
     outline = TextPath((0, 0), text, size=size)
     box = outline.get_extents()
-    return outline.transformed(Affine2D().translate(-box.x0 - box.width / 2, -0.36 * size))
+    middle = box.x0 + box.width / 2
+    return outline.transformed(Affine2D().translate(-middle, -0.36 * size))
 
 
 def _legend(
@@ -194,7 +198,8 @@ def _legend(
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
-        handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
+        swatches = tuple(Patch(color=colours[key]) for key in keys)
+        handles.append(swatches or (Patch(alpha=0),))
         texts.append(text)
     axes.legend(
         handles,

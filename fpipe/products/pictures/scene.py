@@ -235,7 +235,8 @@ def _shades(placement: Placement) -> list[list[int]]:
     shades: list[list[int]] = []
     first = 0
     for path in placement.paths:
-        shades.append([first + path[:stage].count(rank) for stage, rank in enumerate(path)])
+        before = [path[:stage].count(rank) for stage, rank in enumerate(path)]
+        shades.append([first + number for number in before])
         first = max(shades[-1]) + 1
     return shades
 
@@ -244,7 +245,10 @@ def without_dips(curve: Points) -> Points:
     """A curve without dips of no length, where one action frees memory at the moment at which the
     next one takes it.
     """
-    points = [one for one, then in pairwise(curve) if one[0] < then[0] or one[1] > then[1]]
+    points: list[tuple[float, float]] = []
+    for (time, held), (next_time, next_held) in pairwise(curve):
+        if time < next_time or held > next_held:
+            points.append((time, held))
     return [*points, *curve[-1:]]
 
 
@@ -300,7 +304,8 @@ def _against(first: Scene, second: Scene) -> Scene:
         return bar if end is None else bar._replace(shift=bar.end - end)
 
     rows = [list(map(shifted, lane.bars)) for lane in second.lanes]
-    most = max((abs(bar.shift or 0.0) for row in rows for bar in row), default=0.0)
+    shifts = (abs(bar.shift or 0.0) for row in rows for bar in row)
+    most = max(shifts, default=0.0)
     lanes: list[Lane] = []
     for lane, row in zip(second.lanes, rows, strict=True):
         bars = tuple(bar._replace(tint=f"t{tint(bar.shift, most)}") for bar in row)

@@ -53,7 +53,8 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
     place = f'id="{number}"' if inline else 'style="max-width:100%;height:auto"'
     shades = max(scene.shades for scene in scenes)
-    style = "".join(_style(body, shades, look.dark, f"#{number} " if inline else ""))
+    scope = f"#{number} " if inline else ""
+    style = "".join(_style(body, shades, look.dark, scope))
     title = _clean("; ".join(scene.name for scene in scenes))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
@@ -110,7 +111,8 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
         yield text(x, y - 9, label, 10.5, "faint m")
     for rank, lane in enumerate(scene.lanes):
         foot = y + rank * f.pitch + f.lane / 2 + 4
-        yield text(sheet.left - 8, foot, str(rank) if sheet.short else f"rank {rank}", 12, "ink e")
+        label = str(rank) if sheet.short else f"rank {rank}"
+        yield text(sheet.left - 8, foot, label, 12, "ink e")
         if not sheet.short:
             figures = labels.figures_of(lane, scene)
             yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
@@ -124,12 +126,14 @@ def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
     if isinstance(shape, Label):
         foot, kind = y + shape.y + 0.36 * shape.size, f"{shape.colour}t m"
         return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
-    (start, foot), *steps = [(sheet.x(time), y + height) for time, height in shape.points]
-    outline, last = f"M{start:g} {foot:g}", foot
-    for x, height in steps:
-        if height != last:
-            outline += f"H{x:g}V{height:g}"
-            last = height
+    outline, last = "", None
+    for time, height in shape.points:
+        x, foot = sheet.x(time), y + height
+        if last is None:
+            outline = f"M{x:g} {foot:g}"
+        elif foot != last:
+            outline += f"H{x:g}V{foot:g}"
+        last = foot
     return f'<path class="{shape.colour}" d="{outline}"/>'
 
 
@@ -138,17 +142,18 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    for colours, content in labels.legend(scenes, look, all(map(sheet.frame.is_dense, scenes))):
-        wide = 1.1 * text_width(content, 12) + (SWATCH * len(colours) + 7 if colours else 0)
+    dense = all(map(sheet.frame.is_dense, scenes))
+    for colours, content in labels.legend(scenes, look, dense):
+        swatches = SWATCH * len(colours) + 7 if colours else 0
+        wide = swatches + 1.1 * text_width(content, 12)
         if x > first and x + wide > sheet.right - 5:
             x, y = first, y + 22
-        start = x
-        for colour in colours:
-            elements.append(rect(start, y, SWATCH, SWATCH, colour))
-            if colour[0] in OPS:
-                elements.append(text(start + 8, y + 12, colour[0], 11, f"{colour}t m"))
-            start += SWATCH
-        elements.append(text(start + 7 if colours else start, y + 12.5, content, 12))
+        for k, colour in enumerate(colours):
+            left, letter = x + SWATCH * k, colour[0]
+            elements.append(rect(left, y, SWATCH, SWATCH, colour))
+            if letter in OPS:
+                elements.append(text(left + 8, y + 12, letter, 11, f"{colour}t m"))
+        elements.append(text(x + swatches, y + 12.5, content, 12))
         x += wide + 20
     return elements, y + SWATCH
 
