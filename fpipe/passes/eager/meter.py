@@ -24,10 +24,6 @@ class Meter(NamedTuple):
     now: list[int]
     peak: list[int]
 
-    def above(self) -> int:
-        """The most bytes above those in memory now."""
-        return self.peak[0] - self.now[0]
-
 
 def meter() -> Meter:
     """A meter that counts memory from its allocation under the mode until it is freed, also outside
@@ -39,20 +35,20 @@ def meter() -> Meter:
     >>> count.now, count.peak
     ([4], [64])
     """
-    now, peak, known = [0], [0], set[int]()
+    now, peak, counted = [0], [0], set[int]()
 
     def ended(key: int, nbytes: int) -> None:
-        known.discard(key)
+        counted.discard(key)
         now[0] -= nbytes
 
     def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         result = op(*args, **kwargs)
-        given = {storage_id(part) for leaf in tree.leaves((args, kwargs)) for part in _parts(leaf)}
-        for tensor in (part for leaf in tree.leaves(result) for part in _parts(leaf)):
+        given = set(map(storage_id, _plain((args, kwargs))))
+        for tensor in _plain(result):
             key = storage_id(tensor)
             storage = tensor.untyped_storage()
-            if key not in given and key not in known and storage.nbytes():
-                known.add(key)
+            if key not in given and key not in counted and storage.nbytes():
+                counted.add(key)
                 now[0] += storage.nbytes()
                 peak[0] = max(peak[0], now[0])
                 weakref.finalize(storage, ended, key, storage.nbytes())
@@ -61,8 +57,10 @@ def meter() -> Meter:
     return Meter(Around(run), now, peak)
 
 
-def _parts(leaf: object) -> list[torch.Tensor]:
-    return list(tree.parts(leaf)) if tree.is_tensor(leaf) else []
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    """The ordinary tensors in a tree."""
+    for leaf in filter(tree.is_tensor, tree.leaves(value)):
+        yield from tree.parts(leaf)
 
 
 @lru_cache(maxsize=4096)
@@ -79,5 +77,8 @@ def saved_handles(node: Node) -> Iterator[Any]:
 
 def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
     """Bytes of the gradients that arrive at a node."""
-    inputs = [node._input_metadata[port] for port in ports]  # type: ignore[attr-defined]
-    return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
+    total = 0
+    for port in ports:
+        gradient = node._input_metadata[port]  # type: ignore[attr-defined]
+        total += torch.Size(gradient.shape).numel() * gradient.dtype.itemsize
+    return total

@@ -208,14 +208,15 @@ def _observed(
             break
     outputs = replace(outputs_from(stage, result, copies), unused=unused)
     inputs = {id(leaf): i for i, leaf in reversed(list(enumerate(given[1])))}
-    ys = tree.leaves(result.y)
-    passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
-    real = (j for j in outputs.y.avals if create is empty and not is_fake(ys[j]))
+    leaves = tree.leaves(result.y)
+    ys = {j: leaves[j] for j in outputs.y.avals}
+    passed = {j: inputs[id(y)] for j, y in ys.items() if id(y) in inputs}
+    real = [j for j, y in ys.items() if create is empty and not is_fake(y)]
     facts = StageFacts(outputs, passed, frozenset(real), during={"F": count.peak[0]})
-    used = [ys[j] for j in outputs.y.avals if j not in unused]
-    return _with_graph(
-        stage, facts, groups, used if result.aux is None else [*used, result.aux], count
-    )
+    used = [y for j, y in ys.items() if j not in unused]
+    if result.aux is not None:
+        used.append(result.aux)
+    return _with_graph(stage, facts, groups, used, count)
 
 
 def _with_graph(
@@ -318,7 +319,8 @@ def _invented_plain(aval: Aval) -> torch.Tensor:
     tensor = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
     if not aval.differentiable:
         return tensor.fill_(1 if aval.dtype is torch.bool else 0)
+    numbers = torch.Generator(aval.device).manual_seed(0)
     with torch.no_grad():
         real = torch.view_as_real(tensor) if aval.dtype.is_complex else tensor
-        real.uniform_(generator=torch.Generator(aval.device).manual_seed(0))
+        real.uniform_(generator=numbers)
     return tensor

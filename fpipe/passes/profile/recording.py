@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -88,7 +88,7 @@ class Clock(NamedTuple):
 
         def seconds(marks: list[torch.Event]) -> list[float]:
             torch.accelerator.synchronize(device)
-            return [when + zero.elapsed_time(each) / 1e3 for each in marks]
+            return [when + zero.elapsed_time(event) / 1e3 for event in marks]
 
         torch.accelerator.synchronize(device)
         zero, when = mark(), time.perf_counter()
@@ -109,17 +109,22 @@ class Log(NamedTuple):
     def run(self) -> Run:
         """What was recorded."""
         plan = self.bound.plan
-        marks = (self.starts[: len(self.ends)], self.ends)  # an error leaves a start without end
-        times = zip(*map(self.clock.seconds, marks), strict=True)
+        starts = self.clock.seconds(
+            self.starts[: len(self.ends)]
+        )  # an error leaves one without end
+        ends = self.clock.seconds(self.ends)
+        instructions = plan.instructions[self.first :]
+        messages = list(_messages(plan.instructions))[self.first :]
         events = []
-        rows = zip(plan.instructions, _messages(plan.instructions), strict=True)
-        for (ins, (peer, number, nbytes)), (start, end) in zip(
-            islice(rows, self.first, None), times, strict=False
-        ):
-            label = _BESIDE.fullmatch(ins.program.label) if ins.program is not None else None
-            beside = Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
-            events.append(Event(ins.kind, ins.action, start, end, peer, number, nbytes, beside))
+        for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False):
+            events.append(Event(ins.kind, ins.action, start, end, *message, _beside(ins)))
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
+
+
+def _beside(ins: Instruction) -> Action | None:
+    """The other action of an instruction whose program runs two."""
+    label = None if ins.program is None else _BESIDE.fullmatch(ins.program.label)
+    return Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
 
 
 def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:
@@ -156,13 +161,10 @@ def recording() -> Iterator[list[Log]]:
         """The steps with a mark before and after each; a second phase continues the log of the
         first.
         """
-        resumed = (
-            log
-            for log in reversed(logs)
-            if log.bound is bound and log.first + len(log.ends) == first > 0
-        )
-        log = next(resumed, None)
-        if log is None:
+        for log in reversed(logs):
+            if log.bound is bound and log.first + len(log.ends) == first > 0:
+                break
+        else:
             log = Log(bound, first, [], [], Clock.of(bound.group.device(bound.plan.rank)))
             logs.append(log)
         return [_timed(step, log.starts.append, log.ends.append, log.clock.mark) for step in steps]
@@ -205,9 +207,9 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
     """
     reports = group.gather_objects((differences(group), local))
     ahead: list[float] = reports[0][0]
-    by_rank: dict[int, Sequence[Run]] = {
-        rank: runs for _, part in reports for rank, runs in part.items()
-    }
+    by_rank: dict[int, Sequence[Run]] = {}
+    for _, part in reports:
+        by_rank |= part
     if len({len(runs) for runs in by_rank.values()}) != 1 or len(by_rank) != group.size:
         counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
         raise FpipeError(
