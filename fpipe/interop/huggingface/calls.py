@@ -51,7 +51,9 @@ class Call(NamedTuple):
         written = dict[str, dict]()
         for name, entries in self.dicts.items():
             old = before[name]
-            written[name] = {k: v for k, v in entries.items() if k not in old or old[k] is not v}
+            new = {k: v for k, v in entries.items() if k not in old or old[k] is not v}
+            if new:
+                written[name] = new
         return tree.flatten((out, written))
 
     def output(self, structure: tree.Structure, leaves: Sequence[Tree]) -> Tree:

@@ -63,7 +63,7 @@ class Visit(NamedTuple):
     def writes(self) -> bool:
         """Whether the call wrote into dicts that it was passed."""
         _, written = tree.unflatten(self.structure, self.leaves)
-        return any(written.values())
+        return bool(written)
 
 
 class Recording(NamedTuple):
