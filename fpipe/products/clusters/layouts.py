@@ -89,27 +89,27 @@ def search(
     if not layouts:
         raise _none(job, accepts is not None)
     bounds = [Bound(*least(job, layout), layout) for layout in track(layouts)]
-    room = usable(job)
-    possible = sorted((bound for bound in bounds if bound.nbytes <= room), key=_order)
+    possible = sorted((bound for bound in bounds if bound.nbytes <= usable(job)), key=_order)
     best: dict[tuple[int, int, str], Prediction] = {}
-    predicted, worst = 0, inf
+    predicted, longest = 0, inf
     for seconds, _, layout in possible:
-        if seconds > worst:
+        if seconds > longest:
             break
-        found = _tried(job, layout)
-        predicted += found is not None
-        if found is None or not found.fits:
+        prediction = _tried(job, layout)
+        if prediction is None:
             continue
+        predicted += 1
         key = layout.tp, layout.pp, layout.schedule
-        if key not in best or found.step < best[key].step:
-            best[key] = found
-            steps = sorted(each.step for each in best.values())
-            worst = steps[top - 1] if len(steps) >= top else inf
+        shorter = key not in best or prediction.step < best[key].step
+        if prediction.fits and shorter:
+            best[key] = prediction
+            steps = sorted(other.step for other in best.values())
+            longest = steps[top - 1] if len(steps) >= top else inf
     if not best:
         smallest = sorted(bounds, key=lambda bound: bound.nbytes)
         raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])
-    chosen = sorted(best.values(), key=lambda each: each.step)[:top]
-    return Found(tuple(chosen), len(layouts), len(possible), predicted)
+    ranked = sorted(best.values(), key=lambda prediction: prediction.step)
+    return Found(tuple(ranked[:top]), len(layouts), len(possible), predicted)
 
 
 def candidates(job: Job) -> Iterator[Layout]:
@@ -175,15 +175,13 @@ def _none(job: Job, chosen: bool) -> PlanError:
 
 def _too_large(job: Job, layouts: Sequence[Layout]) -> PlanError:
     """The error where no layout fits: which of these comes nearest, and what would make it fit."""
-    roomy = replace(job, gpu=replace(job.gpu, memory=inf))
-    tried = [_tried(roomy, layout) for layout in layouts]
-    found = [each for each in tried if each is not None]
-    if not found:
+    predictions = [prediction for layout in layouts if (prediction := _tried(job, layout))]
+    if not predictions:
         return PlanError(
             f"no schedule has a form for {job.batch} sequences on {job.gpus} GPUs; give more "
             "sequences"
         )
-    near = min(found, key=lambda each: each.fullest.total)
+    near = min(predictions, key=lambda prediction: prediction.fullest.total)
     need = near.fullest.total / USABLE / GIB
     return PlanError(
         f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout} with "

@@ -99,16 +99,13 @@ class _Commands(click.Group):
         name = args[0]
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        near = get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"the commands are {', '.join(COMMANDS)}"
-        )
-        if not near and any(
-            name.lower() == schedule.lower() for schedule in (*schedule_names(), "ZBV")
-        ):
+        names = [schedule.lower() for schedule in ("ZBV", *schedule_names())]
+        if near := get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.5):
+            hint = f"did you mean {' or '.join(near)}?"
+        elif name.lower() in names:
             hint = f"to draw the schedule: fpipe draw {name}"
+        else:
+            hint = f"the commands are {', '.join(COMMANDS)}"
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -155,30 +152,25 @@ def main(args: Sequence[str] | None = None) -> int:
         return status if isinstance(status, int) else 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
-        return report_error(
-            f"{_nearest_option(error).format_message()}  (see {where} --help)", USAGE
-        )
+        message = _nearest_option(error).format_message()
+        return report_error(f"{message}  (see {where} --help)", USAGE)
     except click.ClickException as error:
         return report_error(error.format_message(), USAGE)
     except (click.Abort, KeyboardInterrupt):
         return report_error("interrupted", INTERRUPTED)
     except FpipeError as error:
         return report_error(str(error), INVALID if isinstance(error, ScheduleError) else USAGE)
-    except (
-        BrokenPipeError
-    ):  # the reader, say `head`, closed the pipe: nothing more may be flushed to it
+    except BrokenPipeError:
+        # the reader, say `head`, closed the pipe: nothing more may be flushed to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE
     except OSError as error:
-        return report_error(
-            f"{error.filename or 'input or output'}: {error.strerror or error}", USAGE
-        )
+        what = error.filename or "input or output"
+        return report_error(f"{what}: {error.strerror or error}", USAGE)
     except Exception as error:
         if missing := _missing_package(error):
-            return report_error(
-                f"this command needs {missing}, which is not installed: pip install {missing}",
-                USAGE,
-            )
+            remedy = f"which is not installed: pip install {missing}"
+            return report_error(f"this command needs {missing}, {remedy}", USAGE)
         if os.environ.get("FPIPE_TRACEBACK"):
             raise
         what = f"{type(error).__name__}: {error}"

@@ -45,16 +45,18 @@ def matching(patterns: Sequence[str]) -> list[str]:
     pattern.
     """
     names = schedule_names()
+    if not patterns:
+        return list(names)
     matched = set[str]()
     for pattern in patterns:
         wanted = "zbvzerobubble" if pattern.lower() == "zbv" else pattern.lower()
-        found = [name for name in names if fnmatchcase(name.lower(), wanted)]
-        if not found:
+        hits = [name for name in names if fnmatchcase(name.lower(), wanted)]
+        if not hits:
             raise usage_error(
                 f"no schedule is called {pattern!r}; fpipe names lists them, and ZB* is a pattern"
             )
-        matched.update(found)
-    return [name for name in names if name in matched or not patterns]
+        matched.update(hits)
+    return [name for name in names if name in matched]
 
 
 def option(form: str, about: str, default: object = None, **more: Any) -> Callable[[T], T]:
@@ -246,9 +248,8 @@ def check(schedule: Schedule, training: bool = True) -> Schedule:
 
 def report_error(message: str, status: int) -> int:
     """Print an error, and return ``status``. Control characters are escaped, and long lines cut."""
-    lines = "".join(
-        c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message
-    ).splitlines()
-    text = "\n".join(line if len(line) <= 400 else line[:400] + " ..." for line in lines)
+    shown = [c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message]
+    lines = "".join(shown).splitlines()
+    text = "\n".join(line if len(line) <= 400 else f"{line[:400]} ..." for line in lines)
     click.echo(click.style("error:", fg="red", bold=True) + " " + text, err=True)
     return status

@@ -6,7 +6,6 @@ file.
 from __future__ import annotations
 
 import runpy
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ... import init, measure_costs, pipeline, value_and_grad
-from ... import profile as profiled
+from ... import init, measure_costs, pipeline, profile, value_and_grad
 from ...actions import Costs
 from ...collectives import Group
 from ...errors import StageError
@@ -27,7 +25,7 @@ from ...schedule import Schedule
 def measure(
     schedule: Schedule, model: str | None, width: int, steps: int
 ) -> tuple[Costs, dict[str, float]]:
-    """The costs, and the median seconds of a step: by the clock, of its actions, and simulated."""
+    """The costs, and the seconds of a step: the median of those measured, and simulated."""
     torch.set_num_threads(1)
     group = init()
     build = partial(_blocks, width=width) if model is None else _model(model)
@@ -35,20 +33,14 @@ def measure(
     price = measure_costs(pipe, params, *batch, steps=steps)
     step = value_and_grad(pipe)
     step(params, *batch)
-    walls, profiles = [], []
+    profiled = profile(step, name=schedule.name)
+    totals = []
     for _ in range(steps):
         group.barrier()
-        start = time.perf_counter()
-        step(params, *batch)
-        walls.append(time.perf_counter() - start)
-        profiles.append(profiled(step, name=schedule.name))
-        profiles[-1](params, *batch)
-    seconds = {
-        "clock": median(walls),
-        "measured": median(each.timeline.total for each in profiles),
-        "simulated": profiles[-1].simulate(price).total,
-    }
-    return price, seconds
+        profiled(params, *batch)
+        totals.append(profiled.timeline.total)
+    simulated = profiled.simulate(price).total
+    return price, {"measured": median(totals), "simulated": simulated}
 
 
 def _blocks(group: Group, schedule: Schedule, width: int) -> tuple[Any, ...]:
@@ -59,19 +51,20 @@ def _blocks(group: Group, schedule: Schedule, width: int) -> tuple[Any, ...]:
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    pure = block()
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    module = block()
 
     def stage(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
         for p in params:
-            x = x + functional_call(pure, p, x)
+            x = x + functional_call(module, p, x)
         return x
 
     torch.manual_seed(0)
     params = [[block().state_dict() for _ in range(2)] for _ in range(schedule.stages)]
     x = torch.randn(schedule.microbatches, 64, width)
-    pipe = pipeline(
-        [stage] * schedule.stages, schedule, loss=lambda y, t: (y - t).square().mean(), group=group
-    )
+    pipe = pipeline([stage] * schedule.stages, schedule, loss=loss, group=group)
     return pipe, pipe.place(params), x, x
 
 
