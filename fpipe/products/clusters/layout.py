@@ -5,7 +5,7 @@ predict nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -60,8 +60,8 @@ class Layout:
         recompute: what a backward computes again: nothing, what is cheap, or whole layers.
         layers: of each stage; by default even by cost, with the head counted.
 
-    >>> Layout(tp=8, pp=16, dp=8, schedule="Interleaved1F1B", per_rank=4)
-    Layout(tp=8, pp=16, dp=8, zero=1, Interleaved1F1B, per_rank=4, microbatch=1, recompute=none)
+    >>> Layout(tp=8, pp=16, dp=8, schedule="VHalf", per_rank=2).stages
+    32
     """
 
     tp: int = 1
@@ -72,14 +72,7 @@ class Layout:
     per_rank: int = 1
     microbatch: int = 1
     recompute: Recompute = "none"
-    layers: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        sizes = (
-            f"tp={self.tp}, pp={self.pp}, dp={self.dp}, zero={self.zero}, {self.schedule}, "
-            f"per_rank={self.per_rank}"
-        )
-        return f"Layout({sizes}, microbatch={self.microbatch}, recompute={self.recompute})"
+    layers: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def stages(self) -> int:

@@ -2,8 +2,8 @@
 """The search over layouts: all of them, the shortest possible first, until no other one can be
 among the best.
 
-What is found is the best of what is enumerated: a layout is skipped where its work alone takes
-longer than the layouts that were found, or where its state alone has no room.
+The result is the best of what is enumerated: a layout is skipped where its work alone takes longer
+than the layouts that are among the best, or where its state alone has no room.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Layouts:
     """The best layouts, the best of each combination of tensor ranks, pipeline ranks and schedule,
     and how many there were: all, those whose state has room, and those that were predicted.
     """
@@ -62,7 +62,7 @@ def search(
     accepts: Callable[[Layout], bool] | None = None,
     top: int = 5,
     track: Callable[[Sequence[Layout]], Iterable[Layout]] = iter,
-) -> Found:
+) -> Layouts:
     """The layouts in which a step is shortest, of those that fit.
 
     Args:
@@ -109,7 +109,7 @@ def search(
         smallest = sorted(bounds, key=lambda bound: bound.nbytes)
         raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])
     ranked = sorted(best.values(), key=lambda prediction: prediction.step)
-    return Found(tuple(ranked[:top]), len(layouts), len(possible), predicted)
+    return Layouts(tuple(ranked[:top]), len(layouts), len(possible), predicted)
 
 
 def candidates(job: Job) -> Iterator[Layout]:

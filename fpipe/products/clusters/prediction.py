@@ -129,8 +129,8 @@ def predict(job: Job, layout: Layout) -> Prediction:
     >>> from .model import Model
     >>> job = Job(Model("m", "llama", 4096, 32, 32, 32000, 11008), 8, find_gpu("a100"), batch=64,
     ...     sequence=4096)
-    >>> found = predict(job, Layout(tp=2, pp=2, dp=2, recompute="selective"))
-    >>> found.fits, 0.4 < found.mfu < 0.6
+    >>> prediction = predict(job, Layout(tp=2, pp=2, dp=2, recompute="selective"))
+    >>> prediction.fits, 0.4 < prediction.mfu < 0.6
     (True, True)
     """
     layout.check(job)

@@ -53,7 +53,7 @@ def _print_result(file: str, good: bool, error: str = "", **counts: object) -> N
 
 
 def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
-    """What was found in a file: its counts, or the error and its place."""
+    """The result for a file: its counts, or the error and its place."""
     try:
         schedule = options.read_file(Path(file))
         if ranks is not None and schedule.ranks != ranks:
@@ -80,12 +80,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     \b
     fpipe names "ZB*"
     """
-    known = {name: about_schedule(name).replace("``", "") for name in options.matching(patterns)}
+    lines = {name: about_schedule(name).replace("``", "") for name in options.matching(patterns)}
     if as_json:
-        print_json([{"name": name, "about": about} for name, about in known.items()])
+        print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    width = max(map(len, known))
-    for name, about in known.items():
+    width = max(map(len, lines))
+    for name, about in lines.items():
         click.echo(f"{name:<{width}}  {about}".rstrip())
 
 
@@ -203,20 +203,20 @@ def solve(
     p, m = options.bounded(ranks, microbatches)
     price = options.parse_costs(costs)
     with options.as_usage_error():
-        found = solve_schedule(
+        best = solve_schedule(
             price, p, m, placement, stages=stages, memory=memory, time_limit=seconds
         )
-    found.check()
-    t = found.timeline
-    counts_of = f"{found.ranks} ranks, {found.stages} stages, {found.microbatches} microbatches"
-    click.echo(f"{found.name}: {counts_of}\n{found.placement!r}")
+    best.check()
+    t = best.timeline
+    counts_of = f"{best.ranks} ranks, {best.stages} stages, {best.microbatches} microbatches"
+    click.echo(f"{best.name}: {counts_of}\n{best.placement!r}")
     click.echo(
         f"span {t.span:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
     )
     click.echo(
-        f"no schedule is shorter than {float(found.bound):.6g} ({found.bound.reason}): gap "
-        f"{found.gap:.2%}"
+        f"no schedule is shorter than {float(best.bound):.6g} ({best.bound.reason}): gap "
+        f"{best.gap:.2%}"
     )
     if out is not None:
-        found.to_csv(out)
+        best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out} --per stage --costs {costs or 'F=1'}")

@@ -14,7 +14,7 @@ import click
 from ...actions import progress, write_bytes
 from ..clusters.hardware import GIB, TABLE, find_gpu
 from ..clusters.layout import Job, Layout
-from ..clusters.layouts import Found, search
+from ..clusters.layouts import Layouts, search
 from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
@@ -84,14 +84,14 @@ def plan(
     job = Job(read_model(model), gpus, find_gpu(gpu, memory, flops), tokens // seq, seq)
     accepts = _filter(only) if only else None
     with progress(f"planning for {gpus} GPUs") as track:
-        found = search(job, accepts, top, track)
+        result = search(job, accepts, top, track)
     if out is not None:
-        write_bytes(out, write_plan(found.best[0]).encode())
+        write_bytes(out, write_plan(result.best[0]).encode())
     if as_json:
-        counts = {name: getattr(found, name) for name in ("layouts", "possible", "predicted")}
-        print_json({"best": list(map(tables, found.best)), **counts})
+        counts = {name: getattr(result, name) for name in ("layouts", "possible", "predicted")}
+        print_json({"best": list(map(tables, result.best)), **counts})
         return
-    _show(job, found)
+    _show(job, result)
     if out is not None:
         click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
 
@@ -113,17 +113,17 @@ def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
 
 
 # ---- text ----
-def _show(job: Job, found: Found) -> None:
+def _show(job: Job, result: Layouts) -> None:
     model, gpu = job.model, job.gpu
     click.echo(
         f"{model.name}: {model.parameters / 1e9:.4g} billion parameters, {job.batch} sequences of "
         f"{job.sequence} tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
     )
-    click.echo(table(list(map(_row, found.best))))
-    click.echo("\n" + _why(found.best[0]))
+    click.echo(table(list(map(_row, result.best))))
+    click.echo("\n" + _why(result.best[0]))
     click.echo(
-        f"{found.possible} of {found.layouts} layouts have room for the state and one microbatch; "
-        f"{found.predicted} were simulated; no other can be faster"
+        f"{result.possible} of {result.layouts} layouts have room for the state and one "
+        f"microbatch; {result.predicted} were simulated; no other can be faster"
     )
 
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,14 +136,8 @@ costs_option = option(
 def print_json(value: object) -> None:
     """One value as JSON, with infinities and NaN as null, which JSON does not have."""
 
-    def plain(item: object) -> object:
-        if isinstance(item, dict):
-            return {key: plain(each) for key, each in item.items()}
-        if isinstance(item, (list, tuple)):
-            return list(map(plain, item))
-        return None if isinstance(item, float) and not isfinite(item) else item
-
-    click.echo(json.dumps(plain(value), indent=1))
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    click.echo(json.dumps(finite, indent=1))
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
