@@ -37,9 +37,6 @@ class Bound(float):
         self.reason = reason
         return self
 
-    def __reduce__(self) -> tuple[type[Bound], tuple[float, str]]:
-        return Bound, (float(self), self.reason)
-
     def __repr__(self) -> str:
         return f"Bound({float(self):g}, {self.reason!r})"
 
@@ -147,7 +144,12 @@ def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float
     if len(sizes) == 1 and (size := sizes.pop()) > 0 and room < inf:
         room = room * ALMOST // size * size  # no parts
     total = 0.0
-    for time, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else inf):
+
+    def per_time(item: tuple[float, float]) -> float:
+        time, size = item
+        return size / time if time > 0 else inf
+
+    for time, size in sorted(items, key=per_time):
         count = most if size <= 0 else min(most, room / size)
         total += count * time
         room -= count * max(size, 0.0)

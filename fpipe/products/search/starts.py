@@ -72,24 +72,32 @@ def _warm_ups(problem: Problem) -> Iterator[Rows]:
     place of an activation, and have work at the end, when backwards come less often than they can
     run them.
     """
-    p = problem
-    chunks = p.stages // p.ranks
     for size, share in product(_GROUPS, (1.0, 0.75, 0.5)):
-        group = min(p.microbatches, round(size * p.ranks))
-        counts, most = list[int](), inf
-        for rank, held in enumerate(p.of_rank):
-            saved = max(p.saved[s] for s in held) * max(p.size)
-            last = held[-1]
-            way = sum(p.F[last:]) + sum(p.I[last + 1 :]) + 2 * sum(p.link[last:])
-            away = floor(share * way / p.F[last]) if p.F[last] else p.microbatches
-            room = p.limit[rank] * ALMOST / saved if saved else inf
-            most = min(most - 1, room, max(1, away) + (chunks - 1) * group)
-            counts.append(int(max(1, min(most, chunks * p.microbatches))))
-        for late in (0, max(1, p.ranks // 4)):
+        group = min(problem.microbatches, round(size * problem.ranks))
+        counts = _warm_up_counts(problem, group, share)
+        pause = problem.ranks // 3
+        for late in (0, max(1, problem.ranks // 4)):
             yield [
-                _interleaved(p, rank, group, count, p.ranks // 3 if rank < late else None)
+                _interleaved(problem, rank, group, count, pause if rank < late else None)
                 for rank, count in enumerate(counts)
             ]
+
+
+def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
+    """By rank, the forwards of its warm-up: those that fit in this share of the time until a
+    microbatch is back, and in the memory.
+    """
+    chunks = p.stages // p.ranks
+    counts, most = list[int](), inf
+    for rank, held in enumerate(p.of_rank):
+        saved = max(p.saved[s] for s in held) * max(p.size)
+        room = p.limit[rank] * ALMOST / saved if saved else inf
+        last = held[-1]
+        way = sum(p.F[last:]) + sum(p.I[last + 1 :]) + 2 * sum(p.link[last:])
+        away = floor(share * way / p.F[last]) if p.F[last] else p.microbatches
+        most = min(most - 1, room, max(1, away) + (chunks - 1) * group)
+        counts.append(int(max(1, min(most, chunks * p.microbatches))))
+    return counts
 
 
 def _interleaved(
@@ -124,11 +132,14 @@ def _relieved(problem: Problem, rows: Rows) -> Rows:
 
     That I is on the way of the last microbatch, for which all earlier stages wait.
     """
-    count, stages, relieved = problem.microbatches, problem.stages, list(rows)
+    count = problem.microbatches
+    first_weight = 2 * problem.stages * count
+    relieved = list(rows)
     for rank in range(problem.ranks * 7 // 8):
-        row, stage = list(rows[rank]), problem.of_rank[rank][-1]
-        last = max(at for at, action in enumerate(row) if action // count == stages + stage)
-        weights = [at for at in range(last) if row[at] >= 2 * stages * count]
+        row = list(rows[rank])
+        inward = problem.stages + problem.of_rank[rank][-1]
+        last = max(at for at, action in enumerate(row) if action // count == inward)
+        weights = [at for at in range(last) if row[at] >= first_weight]
         if weights:
             row.insert(last, row.pop(weights[-1]))
         relieved[rank] = row
