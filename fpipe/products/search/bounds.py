@@ -2,7 +2,7 @@
 """Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a
 shorter one.
 
-Two are computed for each rank, and the largest counts; each names its reason:
+Four are computed for each rank, and the largest counts; each names its reason:
 
 * *work*: a rank is busy for its own work. Until its first backward can be there it has only
   forwards to run, and only as many as fit in memory; after its last forward it has only the
@@ -10,6 +10,10 @@ Two are computed for each rank, and the largest counts; each names its reason:
 * *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank,
   that one works and waits, and the last microbatch comes back. Only the Ws that the later rank
   still holds then can come after that.
+* *path*: from a rank's first forward to its last backward a microbatch passes all later stages and
+  comes back. It is the largest of few microbatches.
+* *memory*: what a rank holds lies there from its forward to its backward; that much area must fit
+  under the limit. It is the largest within little memory.
 """
 
 from __future__ import annotations
@@ -86,6 +90,15 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
         yield Bound(ends[rank].work + ends[rank].waits, reason)
         first = stages[0]
         last = least.both[first] - least.inward[first]
+        passes = sum(least.forward[first:]) + sum(least.inward[first:]) + last
+        yield Bound(
+            passes * max(p.load) + 2 * sum(p.link[first:]),
+            f"rank {rank}: the way of a microbatch through all later stages and back",
+        )
+        if 0 < p.limit[rank] < inf:
+            area = sum(_area(p, least, s) for s in stages)
+            reason = f"rank {rank}: how much it holds for how long, within its memory"
+            yield Bound(area / p.limit[rank], reason)
         for other, (there, *_) in enumerate(p.of_rank):
             if first < there:
                 passes = sum(least.forward[first:there]) + sum(least.inward[first:there]) + last
@@ -95,6 +108,14 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
                     f"rank {rank}: the way to rank {other}, the work and the waits there, and the "
                     "way back",
                 )
+
+
+def _area(p: Problem, least: _Least, s: int) -> float:
+    """How much a stage's microbatches hold from F to I, times how long at least."""
+    passes = sum(least.forward[s:]) + sum(least.inward[s:])
+    links = 2 * sum(p.link[s:])
+    held = [size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True)]
+    return p.saved[s] * sum(held)
 
 
 class _Ends(NamedTuple):

@@ -231,6 +231,10 @@ def test_the_bound_of_uneven_v_half_by_hand() -> None:
 def test_a_bound_has_a_reason() -> None:
     s = quick(Costs(), 4, 8, "one", memory=4)
     assert s.bound == 27 and s.gap == 0 and "waits" in s.bound.reason
+    one = quick(Costs(comm=2), 4, 1, "V")
+    assert one.gap == 0 and "through all later stages" in one.bound.reason
+    tight = quick(Costs(comm=2), 8, 16, "one", memory=3)
+    assert tight.gap < 0.5 and "how much it holds" in tight.bound.reason
     free = quick(Costs(), 1, 3)
     assert free.bound == 18 and free.bound.reason == "rank 0: its work"
 
