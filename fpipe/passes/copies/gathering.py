@@ -142,9 +142,9 @@ def _of_phase(
             arriving.add(stage)
             yield Unshard, stage
 
+    before: Sequence[int] = ()
     for position in range(len(reads) + 1):
         upcoming = reads[position:]
-        before = reads[position - 1] if position else ()
         unused = [stage for stage in before if _next_use(stage, upcoming) == len(upcoming)]
         whole.difference_update(unused)
         now = upcoming[0] if upcoming else ()
@@ -155,6 +155,7 @@ def _of_phase(
         whole.update(now)
         steps += gather(ahead, [*now, *ahead])
         yield unused, steps
+        before = now
 
 
 def _next_use(stage: int, upcoming: Sequence[Sequence[int]]) -> int:

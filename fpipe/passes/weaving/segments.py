@@ -229,19 +229,17 @@ def _pieces(
 def _segments(
     program: Program, pieces: Sequence[list[Operation]], places: Mapping[Operation, _Place]
 ) -> Iterator[Segment]:
-    later = [set(program.outputs)]  # what is read after each piece, from the last on
-    for piece in reversed(pieces[1:]):
-        later.append(later[-1] | {*_reads(program, piece)})
+    reads = [_reads(program, piece) for piece in pieces]
     numbers = {c.value: c.number for c in collectives_of(program)}
     drawing = [index for index, piece in enumerate(pieces) if any(map(draws, piece))]
-    for index, (piece, wanted) in enumerate(zip(pieces, reversed(later), strict=True)):
+    for index, (piece, used) in enumerate(zip(pieces, reads, strict=True)):
+        later = {*program.outputs}.union(*reads[index + 1 :])
         computed = {one.name for one in piece}
-        used = _reads(program, piece)
         constants = {name: value for name, value in program.constants.items() if name in used}
         adds = {name: into for name, into in program.adds.items() if name in computed}
         inputs = [name for name in used if name not in computed and name not in constants]
         inputs += [into for targets in adds.values() for into in targets]
-        outputs = [one.name for one in piece if one.name in wanted]
+        outputs = [one.name for one in piece if one.name in later]
         part = Program.of(program.name, piece, inputs, outputs, constants, adds)
         stream = None
         if index in drawing and len(drawing) > 1:
