@@ -134,8 +134,8 @@ class _Rank:
     def layer(self, p: Layer, x: Tensor) -> Tensor:
         """One layer."""
         qkv = self.norm_and_multiply(x, p["norm1"], p["qkv"])
-        attended = self._attention(qkv) @ p["out"]
-        x = x + self._dropout(self._scatter(attended))
+        y = self._attention(qkv) @ p["out"]
+        x = x + self._dropout(self._scatter(y))
         if self.model.experts:
             y = self._gather(_norm(x, p["norm2"]))
             return x + self._scatter(self._experts(p, y))
@@ -199,7 +199,8 @@ class _Rank:
         by_head = qkv.unflatten(-1, (-1, model.head_dim))
         by_head = by_head.transpose(1, 2)
         q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
-        y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y = attention(q, k, v, 0.0, True)[0]
         return y.transpose(1, 2).flatten(2)
 
     def _dropout(self, x: Tensor) -> Tensor:

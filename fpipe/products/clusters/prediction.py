@@ -209,8 +209,9 @@ class _Case:
     @cached_property
     def boundary(self) -> float:
         """Bytes of a message between stages."""
-        tokens = self.job.sequence * self.layout.microbatch
-        return tokens * self.job.model.hidden * PARAMETER / self.layout.tp
+        job, layout = self.job, self.layout
+        tokens = job.sequence * layout.microbatch
+        return tokens * job.model.hidden * PARAMETER / layout.tp
 
     @cached_property
     def works(self) -> list[Work]:
@@ -232,7 +233,8 @@ class _Case:
     @property
     def early(self) -> bool:
         """Whether ranks may hold the most activations only before they have all gradients."""
-        return self.layout.schedule in FORWARDS_FIRST or self.microbatches < 4 * self.layout.pp
+        layout = self.layout
+        return layout.schedule in FORWARDS_FIRST or self.microbatches < 4 * layout.pp
 
 
 # ---- the schedule ----
@@ -291,9 +293,10 @@ def _late(
     """
     memory = costs.memory(schedule.stages)
     late = []
-    for rank, (row, activations) in enumerate(zip(schedule, timeline.peak_bytes, strict=True)):
-        to_come = {stage: gradients[stage] for stage in schedule.placement.stages_of(rank)}
-        end = activations + sum(to_come.values())
+    for rank, row in enumerate(schedule):
+        stages = schedule.placement.stages_of(rank)
+        to_come = {stage: gradients[stage] for stage in stages}
+        end = timeline.peak_bytes[rank] + sum(to_come.values())
         most = held = 0.0
         for stage, op, _ in plain(row):
             held += memory[op][stage]
@@ -348,8 +351,9 @@ def _optimizer(case: _Case) -> float:
     """The seconds in which the optimizer reads and writes its state."""
     layout, gpu = case.layout, case.job.gpu
     elements = max(case.elements) * layout.per_rank / layout.tp
-    parts = layout.dp if layout.zero else 1
-    moved = elements / parts * (2 * OPTIMIZER + GRADIENT + PARAMETER)
+    if layout.zero:
+        elements /= layout.dp
+    moved = elements * (2 * OPTIMIZER + GRADIENT + PARAMETER)
     return moved / (gpu.bandwidth * MEMORY)
 
 
