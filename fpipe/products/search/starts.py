@@ -19,6 +19,8 @@ from .problem import ALMOST, Problem, Rows, rows_of
 #: How many times as long a microbatch of a repeated block takes from pass to pass, forwards and
 #: backwards.
 _STEPS = ((1.5, 3), (1, 0.75), (3, 3), (1, 1.25), (1, 2), (2.5, 3), (3, 1), (2, 2))
+#: Names that are tried first, since time may not suffice for all in large problems.
+_FIRST_NAMES = ("ZBVZeroBubble", "ZBH1", "InterleavedZeroBubble")
 #: Microbatches of a group, in multiples of the ranks.
 _GROUPS = (1.0, 1.125)
 
@@ -120,7 +122,7 @@ def _interleaved(
 
 def _named(problem: Problem) -> Iterator[Rows]:
     """Those of the named schedules that place stages as the problem does."""
-    for name in schedule_names():
+    for name in dict.fromkeys((*_FIRST_NAMES, *schedule_names())):
         with suppress(ScheduleError):  # it needs other counts
             schedule = make_schedule(name, problem.ranks, problem.microbatches, problem.stages)
             if schedule.placement.paths == (problem.path,):
