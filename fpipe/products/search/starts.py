@@ -43,9 +43,9 @@ def _rows(problem: Problem) -> Iterator[Rows]:
     if problem.path == tuple(s % problem.ranks for s in range(problem.stages)):
         yield from _warm_ups(problem)
     for rows in _named(problem):
-        yield rows
         if problem.stages > problem.ranks:
             yield _relieved(problem, rows)
+        yield rows
     for steps in _STEPS:
         yield dispatch(problem, block(problem, *steps))
 
