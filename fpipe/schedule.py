@@ -16,6 +16,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+from .actions import broken_rules
 from .actions.action import Action, Fused, Placement, Row, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, as_costs
@@ -63,38 +64,28 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rows = tuple(tuple(row) for row in self.rows)
-        if not rows:
-            raise ScheduleError(
-                "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
-            )
+        if not rows or not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
+            raise broken_rules.no_action(rows)
         object.__setattr__(self, "rows", rows)
-        if not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
-            cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
-            remedy = "give Action(stage, op, microbatch), or text to Schedule.parse"
-            raise ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
         try:
             if self.placement is None:
                 object.__setattr__(self, "placement", placement_of(rows))
             if not self.slices:
                 first = next((part for row in rows for part in plain(row)), None)
                 object.__setattr__(self, "slices", 1 if first is None else first.slices)
-            if type(self.slices) is not int or self.slices < 1:
-                raise ScheduleError(
-                    f"slices={self.slices!r} must be a count of 1 or more", rule="slices"
-                )
+            self._check_count("slices", 1)
             if self.microbatches == -1:
                 last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)
         except (TypeError, AttributeError):
-            what = (
-                "the stages and microbatches of actions must be integers, and the parts of a "
-                "Fused be actions"
-            )
-            raise ScheduleError(what, rule="action") from None
-        if type(self.microbatches) is not int or self.microbatches < 0:
-            raise ScheduleError(
-                f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range"
-            )
+            raise broken_rules.no_integers() from None
+        self._check_count("microbatches", 0)
+
+    def _check_count(self, name: str, least: int) -> None:
+        count = getattr(self, name)
+        if type(count) is not int or count < least:
+            rule = "slices" if least else "range"
+            raise ScheduleError(f"{name}={count!r} must be a count of {least} or more", rule=rule)
 
     def __repr__(self) -> str:
         name = f"{self.name}, " if self.name else ""
@@ -257,14 +248,7 @@ class Schedule:
         [0F0.0, 0F0.1, 0B0.1, 0B0.0]
         """
         if type(slices) is not int or slices < 1 or self.slices > 1:
-            has = (
-                f"the schedule has {self.slices} slices already"
-                if self.slices > 1
-                else f"slices={slices!r}"
-            )
-            raise ScheduleError(
-                f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
-            )
+            raise broken_rules.no_slicing(self.slices, slices)
         if slices == 1:
             return self
         rows = sliced_rows(self.rows, slices)

@@ -13,11 +13,55 @@ from itertools import permutations
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Fused, Placement, Row
 from .action_kinds import FACTS, KINDS
-from .dependencies import Blocked, Fact, Walk, needs, needs_slice, provides
+from .rule import Blocked, Fact, Walk, needs, needs_slice, provides
 from .text import counted
 from .unit import unit
 
 _SHOWN_RANKS, _SHOWN_ACTIONS = 6, 5  # of a circle; on each side of a place
+
+
+def wrong_size(
+    rows: Sequence[Row], placement: Placement, microbatches: int, slices: int
+) -> ScheduleError:
+    """The error for rows that are not those of all ranks, or too few for all stages."""
+    if len(rows) != placement.ranks:
+        what = f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks"
+        return ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
+    of_slices = f" of {slices} slices" if slices > 1 else ""
+    return ScheduleError(
+        f"{sum(map(len, rows))} actions cannot fill {placement.stages} stages times "
+        f"{microbatches // slices} microbatches{of_slices}; number both from 0 without gaps, and "
+        "give each of them its actions",
+        rule="count",
+    )
+
+
+def no_action(rows: Sequence[Row]) -> ScheduleError:
+    """The error for a schedule without rows, or with something else than actions in one."""
+    if not rows:
+        return ScheduleError(
+            "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
+        )
+    cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
+    remedy = "give Action(stage, op, microbatch), or text to Schedule.parse"
+    return ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
+
+
+def no_integers() -> ScheduleError:
+    """The error for actions whose fields have wrong types."""
+    return ScheduleError(
+        "the stages and microbatches of actions must be integers, and the parts of a Fused be "
+        "actions",
+        rule="action",
+    )
+
+
+def no_slicing(present: int, slices: object) -> ScheduleError:
+    """The error for a schedule that cannot be cut into so many slices."""
+    has = f"the schedule has {present} slices already" if present > 1 else f"slices={slices!r}"
+    return ScheduleError(
+        f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
+    )
 
 
 def wrong_cell(

@@ -31,46 +31,10 @@ from typing import NamedTuple, cast
 from ..errors import ScheduleError
 from . import broken_rules
 from .action import Action, Fused, Placement, Row
-from .action_kinds import KINDS, OPS, REQUIRED
-from .dependencies import Walk, walk
+from .dependencies import walk
+from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
+from .rule import Walk
 from .unit import Slice
-
-#: op -> its bit in the set of ops that a stage and microbatch has had
-_BIT = {op: 1 << index for index, op in enumerate(OPS)}
-#: The bit of a stage and microbatch where an op came before what it needs of its stage.
-_EARLY = 1 << len(OPS)
-_ALL_OPS = bytes(had % _EARLY for had in range(256))  # without that bit
-
-
-def _providing(facts: Sequence[str]) -> int:
-    """The ops that provide one of these facts, as bits."""
-    return sum(bit for op, bit in _BIT.items() if set(facts) & set(KINDS[op].provides))
-
-
-def _complete(had: int) -> bool:
-    """Whether these ops provide every fact once."""
-    provided = [fact for op, bit in _BIT.items() if had & bit for fact in KINDS[op].provides]
-    return sorted(fact for fact in provided if fact in REQUIRED) == sorted(REQUIRED)
-
-
-def _after(op: str) -> list[int]:
-    """By what a stage and microbatch has had: what it has after ``op``; a number that is no byte
-    where another op provided the same.
-    """
-    kind, bit = KINDS[op], _BIT[op]
-    clash = _providing(kind.provides)
-    return [
-        256
-        if had & clash
-        else had | bit | (_EARLY if not all(had & _providing(f) for f in kind.before) else 0)
-        for had in range(2 * _EARLY)
-    ]
-
-
-_AFTER = {op: _after(op) for op in OPS}
-#: What a complete stage and microbatch has, with its backward and without.
-_TRAINED = tuple(filter(_complete, range(_EARLY)))
-_FORWARD = (_BIT["F"],)
 
 
 class Inspection(NamedTuple):
@@ -106,10 +70,10 @@ def check_rows(
                  ^^^
     """
     seen, walked = inspected or inspect_rows(rows, placement, microbatches, slices)
-    complete = _TRAINED if training else _FORWARD
+    complete = TRAINED if training else FORWARD
     if sum(map(seen.count, complete)) != placement.stages * microbatches:
         index = next(index for index, had in enumerate(seen) if had not in complete)
-        had = frozenset(op for op, bit in _BIT.items() if seen[index] & bit)
+        had = frozenset(op for op, bit in BIT.items() if seen[index] & bit)
         raise broken_rules.missing(
             rows, placement, *divmod(index, microbatches), had, training=training, slices=slices
         )
@@ -129,19 +93,8 @@ def inspect_rows(
     >>> list(inspect_rows(rows, Placement.loop(1), 2).seen)
     [3, 1]
     """
-    if len(rows) != placement.ranks:
-        what = f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks"
-        raise ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
-    actions = sum(map(len, rows))
-    if placement.stages * microbatches > 100_000 + 100 * actions:
-        # tables of all facts would be mostly empty
-        of_slices = f" of {slices} slices" if slices > 1 else ""
-        raise ScheduleError(
-            f"{actions} actions cannot fill {placement.stages} stages times "
-            f"{microbatches // slices} microbatches{of_slices}; number both from 0 without gaps, "
-            "and give each of them its actions",
-            rule="count",
-        )
+    if len(rows) != placement.ranks or placement.stages * microbatches > most_units(rows):
+        raise broken_rules.wrong_size(rows, placement, microbatches, slices)
     try:
         cut = slices > 1 or any(
             Slice in set(map(type, map(itemgetter(2), _parts(row)))) for row in rows
@@ -154,6 +107,13 @@ def inspect_rows(
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a wrong cell
         raise broken_rules.wrong_cell(rows, placement, microbatches, slices) from None
     return Inspection(seen, walk(rows, placement.stages, microbatches, ordered=ordered))
+
+
+def most_units(rows: Sequence[Row]) -> int:
+    """Stages times microbatches of which these rows can be: tables of all facts would be mostly
+    empty for more.
+    """
+    return 100_000 + 100 * sum(map(len, rows))
 
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
@@ -172,8 +132,8 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tupl
             if where[microbatch][stage] != rank:
                 raise ValueError
             at = stage * microbatches + microbatch
-            seen[at] = _AFTER[op][seen[at]]  # ValueError: no byte
-    return seen.translate(_ALL_OPS), not fused and max(seen, default=0) < _EARLY
+            seen[at] = AFTER[op][seen[at]]  # ValueError: no byte
+    return seen.translate(ALL_OPS), not fused and max(seen, default=0) < EARLY
 
 
 def _parts(row: Row) -> Sequence[Action]:

@@ -19,7 +19,8 @@ from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import inspect_rows
 from .costs import Beside, Costs, Predict, number
-from .dependencies import Facts, Walk
+from .dependencies import Facts
+from .rule import Walk
 from .timeline import Carried, Timeline
 
 #: How an op runs on a stage; a plain tuple, since unpacking that is three times as fast:

@@ -312,7 +312,7 @@ class Timeline:
     @cached_property
     def _sources(self) -> dict[int, tuple[int, int]]:
         causes = set().union(*self.causes)
-        facts = Facts(self.placement.stages, self.microbatches).provided(self.rows)
+        facts = provided(Facts(self.placement.stages, self.microbatches), self.rows)
         return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
 
     def waited_for(self, rank: int, position: int) -> Wait | None:
@@ -462,7 +462,7 @@ def _causes(
     """What measured actions seem to have waited for: of the facts that they need the last to
     arrive, if the rank was free before.
     """
-    arrivals = {fact: ends[rank][position] for fact, rank, position in facts.provided(rows)}
+    arrivals = {fact: ends[rank][position] for fact, rank, position in provided(facts, rows)}
     table, microbatches = facts.table, facts.microbatches
     result = [array("q", [-1]) * len(row) for row in rows]
     for rank, row in enumerate(rows):
@@ -478,3 +478,13 @@ def _causes(
                 result[rank][position] = last
             free = ends[rank][position]
     return tuple(result)
+
+
+def provided(facts: Facts, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
+    """(index, rank, position) of every fact that the rows provide."""
+    table, microbatches = facts.table, facts.microbatches
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            for stage, op, microbatch in action.parts:
+                for offset in table[op][1]:
+                    yield stage * microbatches + microbatch + offset, rank, position

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..errors import GroupError
 from ..tree import Spec
 
 #: What ranks compare, as text by name; ``None`` is not compared.
@@ -277,3 +278,18 @@ class Group(Protocol):
         guarantee.
         """
         ...
+
+
+def as_group(option: str, value: object) -> Group:
+    """``value``, or GroupError where it is no group."""
+    if isinstance(value, Group):
+        return value
+    raise no_group(option, value)
+
+
+def no_group(option: str, value: object) -> GroupError:
+    """The error for an option that is no group, as where a process group was passed as it is."""
+    return GroupError(
+        f"{option}={value!r} is no group of ranks; pass fpipe.init(), fpipe.local(ranks), or "
+        "fpipe.adopt(process_group)"
+    )

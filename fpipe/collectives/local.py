@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..devices import pick
 from ..errors import DeadlockError, GroupError
-from .checks import check_channel
 from .group import OPS, Done, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
 from .wire import as_planned, part_of
 
@@ -227,3 +226,10 @@ class LocalGroup(Group):
 
     def failed(self, error: BaseException) -> None:
         """There are no other processes."""
+
+
+def check_channel(src: int, dst: int, size: int) -> None:
+    """Raise GroupError if a rank of a channel is not one of a group's."""
+    for rank in (src, dst):
+        if not 0 <= rank < size:
+            raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")

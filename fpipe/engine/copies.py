@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..collectives.checks import as_group
-from ..collectives.group import Group
+from ..collectives.group import Group, as_group
 from ..errors import StageError
 from ..stage import patterns
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.value_and_grad``: checks its arguments and creates a call, which ``calls`` runs. Knows no
+"""``fpipe.value_and_grad``: checks its arguments; ``Pipeline.stepper`` does the rest. Knows no
 plan.
 """
 
@@ -10,10 +10,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..actions.product import feature
 from ..errors import StageError
-from ..tree import Tree
-from . import calls
 from .arguments import Each
 from .pipeline import Pipeline
 from .signatures import (
@@ -125,44 +122,7 @@ def value_and_grad(
     (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
     wanted = _wanted(pipe, argnums)
-    config, cache = pipe.config, pipe.cache
-
-    def call(
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        seed: int | None = None,
-        loss_scale: Any = None,
-        _value: bool = True,
-        **side: Tree,
-    ) -> Any:
-        def prepare(params, x, targets, side, scale):
-            return pipe.call(
-                "grad",
-                params,
-                x,
-                targets,
-                side,
-                seed=seed,
-                wanted=wanted,
-                has_aux=has_aux,
-                each=each,
-                loss_scale=scale,
-            )
-
-        call = prepare(params, x, targets, side, loss_scale)
-        if calls.surrounded():
-            value, grads = feature("derived.nested").value_and_grad(call, x)
-        elif config.capture and not calls.observed():
-            arguments = params, x, targets, side, loss_scale
-            value, grads = feature("capture.steps").captured(
-                call, cache, prepare, arguments, _value
-            )
-        else:
-            value, grads = calls.value_and_grad(call, cache, _value)
-        return value, grads[0] if isinstance(argnums, int) else grads
-
-    return call
+    return pipe.stepper(wanted, isinstance(argnums, int), has_aux, each)
 
 
 def check_pipeline(name: str, pipe: object) -> None:

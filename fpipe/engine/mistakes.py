@@ -17,7 +17,7 @@ import torch
 from ..actions.text import counted
 from ..collectives.group import Group
 from ..errors import BatchError, DeadlockError, GroupError, StageError
-from ..programs.cache import Spent
+from ..programs.spent import Spent
 from ..schedule import Schedule
 from ..tree import Tree
 
@@ -162,11 +162,11 @@ def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[tor
     )
 
 
-def warn_of_shapes(spent: Sequence[Spent], dear: float) -> None:
+def warn_of_shapes(spent: Sequence[Sequence[Spent]], dear: float) -> None:
     """Warn of the price of many shapes, if the plans after the first took more than ``dear``
     seconds.
     """
-    total = sum(spent[1:], Spent())
+    total = sum((part for parts in spent[1:] for part in parts), Spent())
     if total.seconds > dear:
         warnings.warn(
             f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, Unpack, overload
+from functools import partial
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from ..actions.product import feature, product
-from ..collectives.checks import as_group
-from ..collectives.group import Group
+from ..collectives.group import Group, no_group
 from ..collectives.setup import init
 from ..errors import StageError
 from ..generators import Source
@@ -30,16 +30,13 @@ from .config import Config, Loss, Outputs
 from .copies import Copies, copies
 from .microbatches import Reduction
 from .options import Options, Overlap, options_of
-from .pipeline_base import PipelineBase
+from .pipeline_base import PipelineBase, R, Y
 from .plan_cache import Cache
 from .request import Mode
-from .signatures import A, E, EachLoss, Stages
-
-Y = TypeVar("Y", covariant=True)
-R = TypeVar("R", covariant=True)
+from .signatures import Stages
 
 
-class Pipeline(PipelineBase, Generic[Y, R]):
+class Pipeline(PipelineBase[Y, R]):
     """A function of ``(params, x, *targets)``, returned by ``fpipe.pipeline``, which is the only
     way to create one.
 
@@ -93,114 +90,41 @@ class Pipeline(PipelineBase, Generic[Y, R]):
             self._choose(auto, call, params, x, targets, side)
         return call
 
-    @overload
-    def __call__(
-        self,
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        state: Sequence[Tree],
-        seed: int | None = None,
-        **side: Tree,
-    ) -> tuple[Any, list[Tree]]: ...
-    @overload
-    def __call__(
-        self: Pipeline[Y, None],
-        params: Sequence[Tree],
-        x: Tree,
-        *,
-        seed: int | None = None,
-        each: None = None,
-        **side: Tree,
-    ) -> Y: ...
-    @overload
-    def __call__(
-        self: Pipeline[Y, None],
-        params: Sequence[Tree],
-        x: Tree,
-        *,
-        seed: int | None = None,
-        each: Callable[[int, Y], E],
-        **side: Tree,
-    ) -> list[E] | None: ...
-    @overload
-    def __call__(
-        self: Pipeline[Y, R],
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        seed: int | None = None,
-        has_aux: bool = False,
-        each: EachLoss[Y, R, E],
-        **side: Tree,
-    ) -> tuple[torch.Tensor, list[E] | None]: ...
-    @overload
-    def __call__(
-        self: Pipeline[Y, tuple[torch.Tensor, A]],
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        seed: int | None = None,
-        has_aux: Literal[True],
-        **side: Tree,
-    ) -> tuple[torch.Tensor, list[A]]: ...
-    @overload
-    def __call__(
-        self: Pipeline[Y, torch.Tensor],
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        seed: int | None = None,
-        **side: Tree,
-    ) -> torch.Tensor: ...
-    def __call__(
-        self,
-        params: Sequence[Tree],
-        x: Tree,
-        *targets: Tree,
-        seed: int | None = None,
-        has_aux: bool = False,
-        each: Each | None = None,
-        **side: Tree,
-    ) -> Tree:
-        """Forward only: the loss, or without one the outputs. No graph, nothing saved.
-
-        Args:
-            params: one pytree for each stage, None for stages of other processes; see ``place``.
-            x: the input of the first stage for the whole batch: a pytree of tensors with a batch
-                axis first, or ``fpipe.Microbatches``.
-            targets: further batch arguments, which the loss takes after the output.
-            seed: replaces the seed of the pipeline in this call.
-            has_aux: the loss returns ``(scalar, aux)``, and the call ``(loss, [aux, ...])``.
-            each: ``each(number, output)`` is called with a microbatch's output as soon as it is
-                computed, on the rank of the last stage. Its results are returned in place of the
-                outputs, as a list in microbatch order (None on other ranks, unless
-                ``outputs="everywhere"``), and the outputs are freed. With a loss it is called as
-                that of ``value_and_grad``, and ``(loss, results)`` is returned.
-            side: keyword-only arguments that stages or the loss name, split as the batch;
-                ``state=[...]`` for stages with state.
-
-        Returns:
-            The loss, on every rank; without one the outputs, on the rank of the last stage, and on
-            others what ``outputs=`` of the pipeline says. With state, a tuple that ends with the
-            new state.
-
-        Raises:
-            BatchError: if the batch cannot be split, or an argument does not fit the pipeline.
-            StageError: if a parameter does not fit its stage.
-            MismatchError: if ranks make different calls.
-            PeerError: if another rank failed.
-
-        >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
-        ...     y: y.sum().item())
-        [6.0, 30.0]
+    def stepper(
+        self, wanted: tuple[int, ...], alone: bool, has_aux: bool, each: Each | None
+    ) -> Callable[..., Any]:
+        """The function that ``fpipe.value_and_grad`` returns. ``alone``: its gradients are not in a
+        tuple.
         """
-        call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
-        if calls.surrounded():
-            return feature("derived.nested").forward(call)
-        return calls.forward(call, self.cache)
+
+        def prepare(params, x, targets, side, scale, seed):
+            options = {"wanted": wanted, "has_aux": has_aux, "each": each}
+            return self.call(
+                "grad", params, x, targets, side, seed=seed, loss_scale=scale, **options
+            )
+
+        def step(
+            params: Sequence[Tree],
+            x: Tree,
+            *targets: Tree,
+            seed: int | None = None,
+            loss_scale: Any = None,
+            _value: bool = True,
+            **side: Tree,
+        ) -> Any:
+            arguments = params, x, targets, side, loss_scale
+            call = prepare(*arguments, seed)
+            if calls.surrounded():
+                value, grads = feature("derived.nested").value_and_grad(call, x)
+            elif self.config.capture and not calls.observed():
+                again = partial(prepare, seed=seed)
+                steps = feature("capture.steps")
+                value, grads = steps.captured(call, self.cache, again, arguments, _value)
+            else:
+                value, grads = calls.value_and_grad(call, self.cache, _value)
+            return value, grads[0] if alone else grads
+
+        return step
 
 
 @overload
@@ -340,7 +264,10 @@ def pipeline(
     if not isinstance(stages, (list, tuple)) or not stages:
         module = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
         raise StageError(f"stages must be a list of functions fn(params, x), one at least{module}")
-    group = init() if group is None else as_group("group", group)
+    if group is None:
+        group = init()
+    if not isinstance(group, Group):
+        raise no_group("group", group)
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
     if schedule == "auto" or isinstance(schedule, Choice):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline offers beside calls: variants of it, questions about it, and its parameters.
+"""What a pipeline offers beside gradients: forwards alone, variants of it, questions about it, and
+its parameters.
 
-Knows configurations and plans; calls and derivatives are in ``pipeline`` and ``gradients``.
+Knows configurations and plans; derivatives are in ``pipeline`` and ``gradients``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import torch
 
@@ -20,17 +21,21 @@ from ..programs.wrappers import in_mode
 from ..schedule import Placement, Schedule
 from ..tree import Tree
 from . import calls
-from .arguments import Call
+from .arguments import Call, Each
 from .choice import Chosen
 from .config import Config
 from .copies import Copies
 from .plan_cache import Cache
 from .plan_report import Plans
-from .signatures import P
+from .request import Mode
+from .signatures import A, E, EachLoss, P
+
+Y = TypeVar("Y", covariant=True)
+R = TypeVar("R", covariant=True)
 
 
-class PipelineBase:
-    """The methods of ``Pipeline`` that run nothing of its schedule."""
+class PipelineBase(Generic[Y, R]):
+    """The methods of ``Pipeline`` that run no backward."""
 
     config: Config
     cache: Cache
@@ -44,6 +49,127 @@ class PipelineBase:
 
     def __init__(self, config: Config, cache: Cache | None = None):
         raise NotImplementedError
+
+    def call(
+        self,
+        mode: Mode,
+        params: Sequence[Tree],
+        x: Tree,
+        targets: Sequence[Tree],
+        side: dict[str, Tree],
+        **options: Any,
+    ) -> Call:
+        """The checked arguments of a call that follows."""
+        raise NotImplementedError
+
+    @overload
+    def __call__(
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        state: Sequence[Tree],
+        seed: int | None = None,
+        **side: Tree,
+    ) -> tuple[Any, list[Tree]]: ...
+    @overload
+    def __call__(
+        self: PipelineBase[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: None = None,
+        **side: Tree,
+    ) -> Y: ...
+    @overload
+    def __call__(
+        self: PipelineBase[Y, None],
+        params: Sequence[Tree],
+        x: Tree,
+        *,
+        seed: int | None = None,
+        each: Callable[[int, Y], E],
+        **side: Tree,
+    ) -> list[E] | None: ...
+    @overload
+    def __call__(
+        self: PipelineBase[Y, R],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: EachLoss[Y, R, E],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[E] | None]: ...
+    @overload
+    def __call__(
+        self: PipelineBase[Y, tuple[torch.Tensor, A]],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: Literal[True],
+        **side: Tree,
+    ) -> tuple[torch.Tensor, list[A]]: ...
+    @overload
+    def __call__(
+        self: PipelineBase[Y, torch.Tensor],
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        **side: Tree,
+    ) -> torch.Tensor: ...
+    def __call__(
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        *targets: Tree,
+        seed: int | None = None,
+        has_aux: bool = False,
+        each: Each | None = None,
+        **side: Tree,
+    ) -> Tree:
+        """Forward only: the loss, or without one the outputs. No graph, nothing saved.
+
+        Args:
+            params: one pytree for each stage, None for stages of other processes; see ``place``.
+            x: the input of the first stage for the whole batch: a pytree of tensors with a batch
+                axis first, or ``fpipe.Microbatches``.
+            targets: further batch arguments, which the loss takes after the output.
+            seed: replaces the seed of the pipeline in this call.
+            has_aux: the loss returns ``(scalar, aux)``, and the call ``(loss, [aux, ...])``.
+            each: ``each(number, output)`` is called with a microbatch's output as soon as it is
+                computed, on the rank of the last stage. Its results are returned in place of the
+                outputs, as a list in microbatch order (None on other ranks, unless
+                ``outputs="everywhere"``), and the outputs are freed. With a loss it is called as
+                that of ``value_and_grad``, and ``(loss, results)`` is returned.
+            side: keyword-only arguments that stages or the loss name, split as the batch;
+                ``state=[...]`` for stages with state.
+
+        Returns:
+            The loss, on every rank; without one the outputs, on the rank of the last stage, and on
+            others what ``outputs=`` of the pipeline says. With state, a tuple that ends with the
+            new state.
+
+        Raises:
+            BatchError: if the batch cannot be split, or an argument does not fit the pipeline.
+            StageError: if a parameter does not fit its stage.
+            MismatchError: if ranks make different calls.
+            PeerError: if another rank failed.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
+        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
+        ...     y: y.sum().item())
+        [6.0, 30.0]
+        """
+        call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
+        if calls.surrounded():
+            return feature("derived.nested").forward(call)
+        return calls.forward(call, self.cache)
 
     def __repr__(self) -> str:
         return repr(self.config)

@@ -7,13 +7,14 @@ Knows calls and plans; not what is done with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..collectives.group import Facts
 from ..errors import BatchError
-from ..programs.cache import Spent, measured
+from ..programs.cache import measured
+from ..programs.spent import Spent
 from . import mistakes
 from .arguments import Call
 from .config import Config
@@ -40,7 +41,7 @@ class CachedPlans:
     facts: Facts  # of the signature
     number: int  # of the call for which they were prepared, among those of the group
     misplaced: str | None  # set where a value is on a device that cannot be used
-    spent: Spent = field(default_factory=Spent)  # to prepare them
+    spent: tuple[Spent, ...] = ()  # to prepare them
 
     def announce(self, call: Call, pullback: int = -1) -> int:
         """Announce a call that runs these plans, or the pullback of an earlier call; returns its
@@ -115,7 +116,7 @@ class Cache:
         """Prepare the plans of a call, and warn of the time where many calls needed plans."""
         with measured() as parts:
             cached = self._prepared(call)
-        cached = self.plans[key] = replace(cached, spent=sum(parts, Spent()))
+        cached = self.plans[key] = replace(cached, spent=tuple(parts))
         if len(self.plans) == HINT:
             mistakes.warn_of_shapes([each.spent for each in self.plans.values()], DEAR)
         if len(self.plans) > KEPT:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import StageError
 from ..lowering.instruction import Registers
-from ..programs.internals import retaining, versions
+from ..programs.tensor_state import retaining, versions
 from ..tree import Tree
 from . import calls
 from .arguments import Call

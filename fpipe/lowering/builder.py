@@ -3,10 +3,10 @@
 
 A ``Builder`` emits the actions of a row as instructions over keys: what their programs read is
 received, the programs run, values are sent as soon as they are computed, gradients are added. Then
-``slots`` assigns numbers and frees each value after its last use. Plain and fused actions take one
-path: an action is a list of pieces, programs or segments of them, in the order in which they run.
-Features (``plan.Feature``) change what is emitted. Knows keys; no tensors, backends or names of
-schedules.
+``assign`` numbers the slots: a value is freed after its last use, and its slot is used again. Plain
+and fused actions take one path: an action is a list of pieces, programs or segments of them, in the
+order in which they run. Features (``plan.Feature``) change what is emitted. Knows keys; no tensors,
+backends or names of schedules.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from .instructions import Add, Run
 from .job import LoweringInput, ProgramSet
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value
 from .messages import Messages
-from .plan import Plan
-from .slots import assign
+from .plan import Plan, Use
 from .value_graph import grad, param
 from .wired import WiredMessages
 
@@ -366,3 +365,61 @@ def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
 def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
     """What gradients of an aval are added up in."""
     return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, wide))
+
+
+# ---- slots ----
+def assign(
+    job: LoweringInput, rank: int, keyed: Sequence[Instruction], split: int, wanted: Sequence[Key]
+) -> Plan:
+    """Assign slots to the instructions of a rank; ``wanted`` are the keys of its results."""
+    feeds = _feeds(keyed, wanted)
+    uses = tuple(reversed(list(_uses(keyed, wanted, feeds))))
+    slots, spare, size = dict(feeds), list[int](), len(feeds)
+    instructions = []
+    for ins, (ends, needed) in zip(keyed, uses, strict=True):
+        reads = tuple([slots[key] for key in ins.reads])
+        for key, later in zip(ins.writes, needed, strict=True):
+            if later and key not in slots:
+                if not spare:
+                    spare, size = [size], size + 1
+                slots[key] = spare.pop()
+        writes = tuple([slots.get(key, -1) for key in ins.writes])
+        frees = tuple([slots.pop(ins.reads[place]) for place in ends])
+        spare += frees
+        instructions.append(Instruction(ins.op, ins.action, reads, writes, frees))
+    results = {key: slots[key] for key in wanted if key in slots}
+    row = job.schedule[rank]
+    return Plan(
+        rank, tuple(instructions), size, feeds, results, split, row, tuple(keyed), uses, job.wired
+    )
+
+
+def _uses(
+    keyed: Sequence[Instruction], wanted: Sequence[Key], feeds: dict[Key, int]
+) -> Iterator[Use]:
+    """The use of each instruction, from the last one to the first."""
+    used = {*wanted, *feeds}
+    for step in reversed(keyed):
+        needed = tuple([key in used for key in step.writes])
+        if step.op.updates:
+            used.update(step.writes)
+        elif step.op.renews:
+            used.difference_update(step.writes)
+        ends = []
+        for place, key in enumerate(step.reads):
+            if key not in used:
+                used.add(key)
+                ends.append(place)
+        yield tuple(ends), needed
+
+
+def _feeds(keyed: Sequence[Instruction], wanted: Sequence[Key]) -> dict[Key, int]:
+    """Keys that are read before anything writes them: the caller passes these."""
+    written: set[Key] = set()
+    feeds: dict[Key, int] = {}
+    for reads, writes in (*((ins.reads, ins.writes) for ins in keyed), (wanted, ())):
+        for key in reads:
+            if key not in written and key not in feeds:
+                feeds[key] = len(feeds)
+        written.update(writes)
+    return feeds

@@ -18,7 +18,7 @@ from ..lowering.builder import Builder, outputs_of
 from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ..lowering.keys import Key
 from ..lowering.plan import Feature
-from ..programs.internals import versions
+from ..programs.tensor_state import versions
 
 
 @dataclass(frozen=True)

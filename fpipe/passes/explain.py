@@ -23,11 +23,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
-from ..errors import ActionError, FpipeError, TraceError
+from ..errors import ActionError, FpipeError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
 from ..programs.signature import Signature
-from ..tree import AbstractTree, Aval, Static
+from ..tree import AbstractTree, Aval, Static, describe
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
@@ -283,3 +283,43 @@ def located(text: str, params: AbstractTree, index: int | None) -> str:
     )
     hints += [f"its input is what stage {index - 1} returns"] if index else []
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
+
+
+# ---- what a stage or a loss returned ----
+def unsendable_error(label: str, leaf: object) -> StageError:
+    """The error for a leaf of a stage's output that cannot go to another stage."""
+    what = type(leaf).__name__
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        what = f"{leaf.layout} tensor"
+    return StageError(
+        f"stage {label} returns a {what}, which cannot be sent to the next stage; return tensors "
+        "(of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
+        '(optree, namespace="fpipe")'
+    )
+
+
+def aux_error(label: str, aux: object) -> StageError:
+    """The error for an auxiliary loss that is not one floating number."""
+    return StageError(
+        f"stage {label} has aux_loss=True, so it must return (y, scalar) with a floating tensor "
+        f"without axes; its second value is {describe([aux])}"
+    )
+
+
+def parts_error(label: str, names: Sequence[str], out: object) -> StageError:
+    """The error for a stage that returned something else than these parts."""
+    count = f" of {len(out)}" if isinstance(out, tuple) else ""
+    return StageError(
+        f"stage {label} must return ({', '.join(names)}), but it returned a "
+        f"{type(out).__name__}{count}"
+    )
+
+
+def scalar_error(label: str, first: Aval | None) -> StageError:
+    """The error for a loss whose first tensor is not one floating number."""
+    if first is None or first.shape != ():
+        return StageError(
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
+            f"anything); it returned {'no tensor' if first is None else first}"
+        )
+    return StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from ..errors import TraceError
-from ..programs.internals import operator_of, resolved, returns_views, updates_statistics
+from ..programs.internals import operator_of, returns_views, updates_statistics
 from ..programs.split import argument, shared, value_of
+from ..programs.tensor_state import resolved
 from .explain import write_error
 
 _COPY = torch.ops.aten.copy_.default

@@ -24,7 +24,8 @@ from ..engine.prepare import lowering_inputs, traced_in_turn
 from ..lowering.builder import lower
 from ..lowering.instructions import Recv, Send
 from ..lowering.plan import Plan
-from ..programs.cache import Spent, measured, timed
+from ..programs.cache import measured, timed
+from ..programs.spent import Spent
 from ..tree import Tree
 from .copies.sharding import Shares
 

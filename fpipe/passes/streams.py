@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ..devices import exclusive
+from ..programs.internals import exclusive
 
 T = TypeVar("T")
 

@@ -13,20 +13,18 @@ import time
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
-from operator import add
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from ..actions.product import feature
-from ..devices import exclusive
 from ..errors import StageError
 from ..stage import Stage
-from .internals import ambient
+from .internals import ambient, exclusive
 from .program import Programs
 from .signature import Signature
+from .spent import Part, Spent
 from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
@@ -164,38 +162,6 @@ def _traces_of(fn: Callable[..., object]) -> Traces:
 
 
 # ---- how long preparations take ----
-Part: TypeAlias = Literal["tracing", "lowering", "handshakes"]
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of each part of a preparation, and how many traces were taken.
-
-    >>> print(Spent(tracing=1.25, traces=3) + Spent(lowering=0.5))
-    tracing 1.25 s (3 traces), lowering 0.50 s, handshakes 0.00 s
-    """
-
-    tracing: float = 0.0
-    lowering: float = 0.0
-    handshakes: float = 0.0
-    traces: int = 0
-
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(*map(add, astuple(self), astuple(other)))
-
-    def __str__(self) -> str:
-        traces = f"{self.traces} trace{'' if self.traces == 1 else 's'}"
-        return (
-            f"tracing {self.tracing:.2f} s ({traces}), lowering {self.lowering:.2f} s, "
-            f"handshakes {self.handshakes:.2f} s"
-        )
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.tracing + self.lowering + self.handshakes
-
-
 _PARTS: ContextVar[list[Spent] | None] = ContextVar("PARTS", default=None)
 
 

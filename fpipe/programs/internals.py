@@ -11,8 +11,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
+from threading import RLock
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
+from ..errors import GroupError
 from ..tree import AbstractTree, Aval
 
 Op: TypeAlias = torch._ops.OpOverload
@@ -36,7 +37,6 @@ Run: TypeAlias = Callable[[Op, Args, Kwargs], object]
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 #: ``torch.tensor(...)``: its schema says view, but nobody else has the memory.
 _FRESH = torch.ops.aten.lift_fresh.default
-_IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 #: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the
 #: files of all modules that are loaded, which takes 50 ms.
 RULES: dict[object, Callable[..., object]] = {}
@@ -115,45 +115,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def versions(leaves: Iterable[object]) -> list[int]:
-    """How often each tensor was written to; 0 for leaves that do not count it.
-
-    >>> x = torch.ones(2)
-    >>> _ = x.add_(1)
-    >>> versions([x, None])
-    [1, 0]
-    """
-    return [
-        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
-        for leaf in leaves
-    ]
-
-
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with numbers instead of lazy flags: conjugate, negative, or all zeros without
-    memory.
-
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> lazy = torch.autograd.grad(torch.sgn(x), x)[0]
-    >>> lazy.add_(1)
-    Traceback (most recent call last):
-    RuntimeError: ZeroTensors are immutable. Please use the materialized zero tensor ...
-    >>> resolved(lazy).add_(1)
-    tensor([1.])
-    """
-    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
-
-
 # ---- torch.func ----
-def wrapped(*tensors: torch.Tensor) -> bool:
-    """Whether a torch.func transform works on any of these. Takes no time where none is active.
-
-    >>> wrapped(torch.ones(1)), torch.vmap(lambda x: x * wrapped(x))(torch.ones(1)).item()
-    (False, 1.0)
-    """
-    return transforming() and any(map(_IS_WRAPPED, tensors))
-
-
 def transforming() -> bool:
     """Whether a torch.func transform or a level of forward-mode autograd is active.
 
@@ -161,21 +123,6 @@ def transforming() -> bool:
     (False, 1.0)
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-# ---- graphs of autograd ----
-#: Whether backwards keep the graphs that they go through, for another one of the same forward.
-RETAINED = ContextVar("RETAINED", default=False)
-
-
-@contextmanager
-def retaining(on: bool) -> Iterator[None]:
-    """Set ``RETAINED`` inside."""
-    token = RETAINED.set(on)
-    try:
-        yield
-    finally:
-        RETAINED.reset(token)
 
 
 # ---- autocast ----
@@ -463,3 +410,30 @@ def tensors_in(values: Iterable[object]) -> list[torch.Tensor]:
     """The tensors among values and in the lists among them."""
     listed = (value if isinstance(value, (list, tuple)) else [value] for value in values)
     return [each for items in listed for each in items if isinstance(each, torch.Tensor)]
+
+
+# ---- threads ----
+#: Held by the thread that draws, or that traces a function.
+_LOCK = RLock()
+#: The seconds that a thread waits for it. Programs of two threads that also communicate could wait
+#: for each other.
+PATIENCE = 600.0
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """The random streams of the process, for this thread alone; other threads wait.
+
+    >>> with exclusive(), exclusive():
+    ...     pass
+    """
+    if not _LOCK.acquire(timeout=PATIENCE):
+        raise GroupError(
+            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
+            "seconds, and only one thread of a process can; run pipelines that draw inside "
+            "collectives in processes of their own"
+        )
+    try:
+        yield
+    finally:
+        _LOCK.release()

@@ -32,41 +32,18 @@ Scope: TypeAlias = dict[str, object]
 
 #: Overloads whose Python binding does the same with less parsing. Only those whose positional
 #: arguments agree.
-_SAME_NAME = (
-    "mm.default",
-    "bmm.default",
-    "addmm.default",
-    "tanh.default",
-    "sigmoid.default",
-    "relu.default",
-    "neg.default",
-    "exp.default",
-    "rsqrt.default",
-    "permute.default",
-    "unsqueeze.default",
-    "t.default",
-    "native_layer_norm.default",
-    "embedding.default",
-    "mean.default",
-    "sum.default",
-    "sum.dim_IntList",
-    "add.Tensor",
-    "sub.Tensor",
-    "mul.Tensor",
-    "mul.Scalar",
-    "div.Tensor",
-    "div.Scalar",
-    "pow.Tensor_Scalar",
-    "transpose.int",
-)
-_BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAME_NAME} | {
+_SAME_NAME = """
+    mm.default bmm.default addmm.default tanh.default sigmoid.default relu.default neg.default
+    exp.default rsqrt.default permute.default unsqueeze.default t.default
+    native_layer_norm.default embedding.default mean.default sum.default sum.dim_IntList
+    add.Tensor sub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar pow.Tensor_Scalar
+    transpose.int
+"""
+_BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAME_NAME.split()} | {
     # a real kernel may return other strides than its fake one
     "aten.view.default": "Tensor.reshape",
     "aten.expand.default": "Tensor.expand",
 }
-
-
-# ---- operations ----
 
 
 # ---- one program ----

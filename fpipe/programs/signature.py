@@ -155,33 +155,20 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
 
 def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
     for leaf in ys:
+        fits = isinstance(leaf, LITERALS)
         if isinstance(leaf, torch.Tensor):
-            sparse = leaf.layout is not torch.strided
-            if not sparse and Aval.like(leaf).kind is None:
-                continue
-            what = f"{leaf.layout} tensor" if sparse else type(leaf).__name__
-        elif isinstance(leaf, LITERALS):
-            continue
-        else:
-            what = type(leaf).__name__
-        raise StageError(
-            f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
-            "return tensors (of a DTensor: its to_local()) and plain numbers, or register its "
-            'class as a pytree (optree, namespace="fpipe")'
-        )
+            fits = leaf.layout is torch.strided and Aval.like(leaf).kind is None
+        if not fits:
+            raise feature("explain").unsendable_error(stage.label, leaf)
 
 
 def check_aux(stage: Stage, aux: object) -> None:
     """Raise StageError where the auxiliary loss of a stage that has one is not one floating
     number.
     """
-    if stage.aux_loss and (
-        not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()
-    ):
-        raise StageError(
-            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating "
-            f"tensor without axes; its second value is {tree.describe([aux])}"
-        )
+    scalar = isinstance(aux, torch.Tensor) and not aux.dim() and aux.is_floating_point()
+    if stage.aux_loss and not scalar:
+        raise feature("explain").aux_error(stage.label, aux)
 
 
 # ---- the call ----
@@ -245,10 +232,7 @@ def result_of(stage: Stage, out: object) -> Result:
     if len(names) == 1:
         return Result(out)
     if not isinstance(out, tuple) or len(out) != len(names):
-        raise StageError(
-            f"stage {stage.label} must return ({', '.join(names)}), but it returned a "
-            f"{type(out).__name__}" + (f" of {len(out)}" if isinstance(out, tuple) else "")
-        )
+        raise feature("explain").parts_error(stage.label, names, out)
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)
 
 
@@ -315,12 +299,5 @@ def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
     """
     if isinstance(first, torch.Tensor):
         first = Aval.like(first)
-    if first is None or first.shape != ():
-        raise StageError(
-            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
-            f"anything); it returned {'no tensor' if first is None else first}"
-        )
-    if not first.dtype.is_floating_point:
-        raise StageError(
-            f"the loss {label} must be floating, not {first.dtype}; take .float() of it"
-        )
+    if first is None or first.shape != () or not first.dtype.is_floating_point:
+        raise feature("explain").scalar_error(label, first)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..collectives.agreement import Difference, refusal, refusing
 from ..collectives.capabilities import Capabilities, reduction
-from ..collectives.checks import check_channel
 from ..collectives.codec import decode, encode
 from ..collectives.group import Done, Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work
+from ..collectives.local import check_channel
 from ..collectives.reduce import add_up
 from ..collectives.trail import at
 from ..collectives.wire import as_planned, part_of, wire_format

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives.checks import as_group
-from ..collectives.group import Group
+from ..collectives.group import Group, as_group
 from .leaves import map_kinds
 from .transform import Transform, on_leaves
 

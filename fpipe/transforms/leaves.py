@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..programs.internals import wrapped
+from ..programs.tensor_state import wrapped
 from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map, unmatched
 from . import foreach as F
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fpipe import Action, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.check import check_rows, inspect_rows
-from fpipe.actions.dependencies import Fact, Facts, walk
+from fpipe.actions.dependencies import Facts, walk
+from fpipe.actions.rule import Fact
 from fpipe.errors import ScheduleError
 from schedule_table import TABLE, cases
 

@@ -13,8 +13,8 @@ import pytest
 import fpipe
 from fpipe import Action, Costs, FpipeError, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.action_kinds import KINDS, Op
-from fpipe.actions.dependencies import needs, provides
 from fpipe.actions.routes import placement_of
+from fpipe.actions.rule import needs, provides
 from fpipe.errors import ScheduleError
 from schedule_table import cases
 

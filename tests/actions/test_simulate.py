@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from effort import lines
 from fpipe import Action, Costs, Placement, Schedule, Timeline, make_schedule
-from fpipe.actions.dependencies import needs
+from fpipe.actions.rule import needs
 from fpipe.errors import ScheduleError
 from schedule_table import cases
 

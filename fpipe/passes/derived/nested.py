@@ -22,8 +22,8 @@ from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
 from ...engine.scalars import weighted
 from ...errors import ActionError, FpipeError, StageError
-from ...programs.internals import versions
 from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
+from ...programs.tensor_state import versions
 from ...stage import as_stage
 from ...tree import Tree
 from ..drawing import numbered, seed_of

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from ...programs.internals import RETAINED
+from ...programs.tensor_state import RETAINED
 from .meter import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]

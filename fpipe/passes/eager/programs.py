@@ -29,9 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import tree
 from ...errors import StageError
-from ...programs.internals import Ambient, ambient, resolved, versions, without_autocast
+from ...programs.internals import Ambient, ambient, without_autocast
 from ...programs.program import Held, Program, Programs
 from ...programs.signature import LossCall, Result, Signature, entering, outputs_from
+from ...programs.tensor_state import resolved, versions
 from ...programs.wrappers import Remat
 from ...stage import Stage
 from ...tree import AbstractLeaf, AbstractTree, Aval, arriving

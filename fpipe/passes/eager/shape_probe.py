@@ -36,7 +36,6 @@ from ...programs.internals import (
     quiet,
     storage_id,
     tensors_in,
-    versions,
     written,
 )
 from ...programs.signature import (
@@ -48,6 +47,7 @@ from ...programs.signature import (
     outputs_from,
     writes_into_leaf,
 )
+from ...programs.tensor_state import versions
 from ...programs.wrappers import RECORDING, Remat
 from ...stage import Stage
 from ...tree import Aval, contiguous, parts

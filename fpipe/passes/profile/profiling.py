@@ -23,7 +23,8 @@ from ...actions.timeline import Timeline
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
-from ...programs.cache import Spent, measured
+from ...programs.cache import measured
+from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
 from .costing import costs, shares, timeline

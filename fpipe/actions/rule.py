@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each action needs and provides, as facts; and a walk through a schedule as a value."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .action import Action
+from .action_kinds import KINDS, FactKind
+from .unit import unit
+
+
+class Fact(NamedTuple):
+    """What one action provides and others need: an output (F), an input's gradient (I) or the
+    parameters' (W).
+    """
+
+    kind: FactKind
+    stage: int
+    microbatch: int
+
+
+def provides(action: Action) -> tuple[Fact, ...]:
+    """The facts that ``action`` provides.
+
+    >>> provides(Action(2, "B", 5))
+    (Fact(kind='I', stage=2, microbatch=5), Fact(kind='W', stage=2, microbatch=5))
+    """
+    stage, op, microbatch = action
+    return tuple(Fact(kind, stage, microbatch) for kind in KINDS[op].provides)
+
+
+def needs(action: Action, stages: int) -> tuple[Fact, ...]:
+    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages; without
+    other slices.
+
+    >>> needs(Action(2, "I", 5), stages=4)
+    (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
+    >>> needs(Action(0, "F", 5), stages=4)
+    ()
+    """
+    stage, op, microbatch = action
+    return tuple(
+        Fact(kind, stage + by, microbatch)
+        for kind, by in KINDS[op].needs
+        if 0 <= stage + by < stages
+    )
+
+
+def needs_slice(action: Action) -> Fact | None:
+    """The fact of another slice that ``action`` needs. All slices of a microbatch are on one rank,
+    so this concerns the order within a row alone.
+
+    >>> from fpipe import Slice
+    >>> needs_slice(Action(2, "F", Slice(3, 1, of=2)))
+    Fact(kind='F', stage=2, microbatch=3.0)
+    >>> needs_slice(Action(2, "F", Slice(3, 0, of=2)))
+    """
+    stage, op, at = action
+    rule = KINDS[op].slice
+    if rule is None or not 0 <= action.slice + rule[1] < action.slices:
+        return None
+    return Fact(rule[0], stage, unit(at + rule[1], action.slices))
+
+
+class Blocked(NamedTuple):
+    """A rank that cannot continue: the position that it reached, and the fact that its action there
+    lacks.
+    """
+
+    rank: int
+    position: int
+    lacks: Fact
+
+
+class Walk(NamedTuple):
+    """``numbers`` holds three integers per run, and ``blocked`` the ranks that did not reach their
+    end.
+    """
+
+    numbers: array[int]
+    blocked: tuple[Blocked, ...]
+
+    @property
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): positions that a rank runs without waiting."""
+        numbers = iter(self.numbers)
+        return zip(numbers, numbers, numbers, strict=True)
+
+    @property
+    def order(self) -> Iterator[tuple[int, int]]:
+        """(rank, position) of every action that can run, each after all that it needs."""
+        return (
+            (rank, position) for rank, start, stop in self.runs for position in range(start, stop)
+        )
