@@ -10,7 +10,7 @@ by the same code. Nothing here knows schedules or backends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,11 +47,10 @@ class Executable:
         return tuple(numbered[:first]), tuple(numbered[first:])
 
 
-#: A profiler: from a bound plan, steps of it and the first one's number to steps that record when
-#: they ran.
-WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = (
-    ContextVar("WATCH", default=None)
-)
+#: A profiler: from a bound plan and a phase of it, or None for both, to steps that record when they
+#: ran, with their numbers.
+Watch: TypeAlias = Callable[[Executable, int | None], Iterable[tuple[int, StepFn]]]
+WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
 
 #: Whether ``fpipe.debug`` is on.
 DEBUGGING: ContextVar[bool] = ContextVar("DEBUGGING", default=False)
@@ -69,16 +68,11 @@ def execute(
     """Run the steps, all or those of one phase; yields each receive that it waits for."""
     number, slots = 0, r.slots
     watch = WATCH.get()
-    if watch is None:
-        steps: Iterable[tuple[int, StepFn]] = (
-            chain(*bound.phases) if phase is None else bound.phases[phase]
-        )
-    else:
-        start, stop = (
-            bound.plan.split if phase == 1 else 0,
-            bound.plan.split if phase == 0 else None,
-        )
-        steps = enumerate(watch(bound, bound.steps[start:stop], start), start)
+    steps: Iterable[tuple[int, StepFn]] = (
+        chain(*bound.phases) if phase is None else bound.phases[phase]
+    )
+    if watch is not None:
+        steps = watch(bound, phase)
     try:
         for number, step in steps:  # noqa: B007  (an error names the instruction)
             pending = step(r)

@@ -15,9 +15,8 @@ from os import PathLike
 from typing import NamedTuple
 
 from ..actions.dependencies import uncollected
-from ..errors import ScheduleError
 from ..schedule import Schedule
-from .registered import REGISTERED, make_registered, returned, unknown_name
+from .registered import REGISTERED, make_registered, no_source, returned, unknown_name
 from .sources import Source, read_schedule
 from .wrong_counts import too_large, wrong_count, wrong_stages
 
@@ -171,11 +170,7 @@ def schedule_from(
     if isinstance(source, str):
         return make_schedule(source, ranks, microbatches, stages, slices=slices)
     if not callable(source):
-        raise ScheduleError(
-            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
-            "microbatches)",
-            rule="name",
-        )
+        raise no_source(source)
     return returned(source(ranks, microbatches), "the schedule function")
 
 

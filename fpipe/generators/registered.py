@@ -61,6 +61,14 @@ def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
     return refuse_name(f"no schedule is called {name!r}; {remedy}")
 
 
+def no_source(source: object) -> ScheduleError:
+    """The error for a value that describes no schedule."""
+    return refuse_name(
+        f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
+        "microbatches)"
+    )
+
+
 def _takes_stages(fn: Callable[..., Schedule]) -> bool:
     try:
         parameters = inspect.signature(fn).parameters

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ..actions.product import feature
 from ..tree import Aval
+from .held import Held, HeldBytes
 from .internals import Op, direct, draws, is_collective, without_autocast
 from .operations import Input, Operation, Ref, Role
 from .signature import Outputs
@@ -224,16 +225,8 @@ def _enter(name: str, value: object, scope: Scope) -> str:
 
 
 # ---- the programs of a stage ----
-class Held(NamedTuple):
-    """The memory behind a named value: the first value on its storage, and the storage's size."""
-
-    root: str
-    nbytes: int
-    given: bool = False  # the storage of an input
-
-
 @dataclass(frozen=True, eq=False)
-class Programs:
+class Programs(HeldBytes):
     """The programs of a stage, as ``fpipe.trace`` returns them: functions whose ``.code`` is their
     source.
 
@@ -311,24 +304,6 @@ class Programs:
             if name is not None:
                 roles[name] = Input("cotangent", leaf)
         return roles | {"daux": Input("aux cotangent", 0)}
-
-    # ---- bytes ----
-    def held(self, names: Sequence[str]) -> int:
-        """Bytes behind some names, each storage once; parameters, side inputs and state are the
-        caller's.
-        """
-        behind = {self.memory[n].root: self.memory[n] for n in names if n in self.memory}
-        return sum(h.nbytes for h in behind.values() if not (h.given and h.root[0] in "pkt"))
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes held from F to I or B, the stage's own input included where it is needed."""
-        return self.held(self.saved)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes held from I to W."""
-        return self.held(self.kept)
 
     # ---- gradients added as soon as they are computed ----
     def added_by(self, letter: str) -> dict[int, str]:

@@ -28,8 +28,8 @@ from torch import fx
 
 from ..actions.product import feature
 from ..tree import arriving
+from .held import Held
 from .internals import draws, storage_id
-from .program import Held
 
 
 @dataclass(frozen=True)

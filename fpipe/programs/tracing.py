@@ -24,6 +24,7 @@ from ..actions.product import feature
 from ..errors import FpipeError
 from ..stage import Stage
 from ..tree import Aval
+from .held import Held
 from .internals import (
     PLAIN,
     Sizes,
@@ -38,7 +39,7 @@ from .internals import (
     without_autocast,
 )
 from .operations import Operation, Ref, Value
-from .program import Held, Program, Programs
+from .program import Program, Programs
 from .signature import Outputs, Signature, call, entering, outputs_of
 from .split import Joint, Piece, Pieces, constants, memory, normalize, split, value_of
 from .wrappers import BLOCKS, Block

@@ -553,7 +553,7 @@ def test_bytes_held_are_parts_and_whole_stages(
 
         return step
 
-    before = WATCH.set(lambda bound, steps, first: tuple(map(watched, steps)))
+    before = WATCH.set(lambda bound, phase: enumerate(map(watched, bound.steps)))
     try:
         fpipe.grad(pipe)(params, x, x)
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
@@ -157,17 +157,20 @@ def recording() -> Iterator[list[Log]]:
     """
     logs: list[Log] = []
 
-    def watch(bound: Executable, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
+    def watch(bound: Executable, phase: int | None) -> Iterable[tuple[int, StepFn]]:
         """The steps with a mark before and after each; a second phase continues the log of the
         first.
         """
+        first = bound.plan.split if phase == 1 else 0
+        steps = bound.steps[first : bound.plan.split if phase == 0 else None]
         for log in reversed(logs):
             if log.bound is bound and log.first + len(log.ends) == first > 0:
                 break
         else:
             log = Log(bound, first, [], [], Clock.of(bound.group.device(bound.plan.rank)))
             logs.append(log)
-        return [_timed(step, log.starts.append, log.ends.append, log.clock.mark) for step in steps]
+        marks = log.starts.append, log.ends.append, log.clock.mark
+        return enumerate([_timed(step, *marks) for step in steps], first)
 
     before = WATCH.set(watch)
     try:
