@@ -50,7 +50,9 @@ class ScheduleError(FpipeError, ValueError):
         rule: str | None = None,
     ):
         super().__init__(message)
-        self.rank, self.position, self.rule = rank, position, rule
+        self.rank = rank
+        self.position = position
+        self.rule = rule
 
 
 class StageError(FpipeError, ValueError):

@@ -279,7 +279,8 @@ class Schedule:
             rank 0 | 0B0 0F0
                      ^^^
         """
-        inspected, slices = self._inspection, self.slices
+        inspected = self._inspection
+        slices = self.slices
         check_rows(
             self.rows,
             self.placement,
@@ -305,7 +306,8 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        costs, walked = as_costs(costs), self._inspection.walk
+        costs = as_costs(costs)
+        walked = self._inspection.walk
         return simulate_rows(
             self.rows,
             self.placement,

@@ -198,13 +198,11 @@ def _names_axes(dynamic: object) -> bool:
     """Whether a value is what ``dynamic=`` takes."""
     if dynamic is None or isinstance(dynamic, bool):
         return True
-    if isinstance(dynamic, Mapping):
-        return all(isinstance(leaf, str) and _are_axes(axes) for leaf, axes in dynamic.items())
-    return _are_axes(dynamic)
-
-
-def _are_axes(axes: object) -> bool:
-    return isinstance(axes, Sequence) and all(type(axis) is int for axis in axes)
+    by_leaf = dynamic if isinstance(dynamic, Mapping) else {"": dynamic}
+    return all(
+        isinstance(leaf, str) and isinstance(axes, Sequence) and all(type(a) is int for a in axes)
+        for leaf, axes in by_leaf.items()
+    )
 
 
 def patterns(option: str, names: object) -> tuple[str, ...]:

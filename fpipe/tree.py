@@ -90,7 +90,8 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[s
 
 def _below(pattern: str, path: str) -> bool:
     """Whether a pattern matches a path, or may match a longer one."""
-    literal, longer = re.split(r"[*?\[]", pattern)[0], f"{path}." if path else ""
+    literal = re.split(r"[*?\[]", pattern)[0]
+    longer = f"{path}." if path else ""
     return (
         matches(path, [pattern])
         or literal.startswith(longer)
@@ -430,7 +431,8 @@ def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     repeats = [step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)]
     stored = [1 if repeat else size for size, repeat in zip(shape, repeats, strict=True)]
     plain = contiguous(stored)
-    expected, dense = 1, True
+    expected = 1
+    dense = True
     for step, size in sorted(
         (step, size) for step, size in zip(stride, stored, strict=True) if size > 1
     ):
@@ -446,7 +448,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
     """
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)

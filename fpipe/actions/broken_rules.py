@@ -258,7 +258,8 @@ def _circle(
         path.append(rank)
         rank = sources[blocked[rank].lacks][0]
     circle = path[path.index(rank) :]
-    shown, more = circle[:_SHOWN_RANKS], len(circle) - _SHOWN_RANKS
+    shown = circle[:_SHOWN_RANKS]
+    more = len(circle) - _SHOWN_RANKS
     lines = [
         f"ranks {', '.join(map(str, shown))}{', ...' * (more > 0)} wait for each other in a "
         "circle; on one of them, move what is waited for before what waits"
@@ -288,7 +289,8 @@ def _error(
     """The error at a place, or at the end of a row, with the actions around it and ``more``
     places.
     """
-    where, place = f"rank {rank}", (rank, len(rows[rank]))
+    where = f"rank {rank}"
+    place = (rank, len(rows[rank]))
     if position is not None:
         where = f"{where}, position {position} ({_clip(rows[rank][position])})"
         place = (rank, position)
@@ -307,8 +309,10 @@ def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[
         if (rank, place) in marked:  # in the line of another place
             continue
         row = rows[rank]
-        first, stop = max(0, place - _SHOWN_ACTIONS), min(len(row), place + _SHOWN_ACTIONS + 1)
-        line, marks = f"    rank {rank:{width}} | " + "... " * (first > 0), ""
+        first = max(0, place - _SHOWN_ACTIONS)
+        stop = min(len(row), place + _SHOWN_ACTIONS + 1)
+        line = f"    rank {rank:{width}} | " + "... " * (first > 0)
+        marks = ""
         for position in range(first, max(stop, place + 1)):
             cell = _clip(row[position]) if position < len(row) else " "
             if (rank, position) in places:

@@ -124,7 +124,8 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tupl
     owners = {path: dict(enumerate(path)) for path in set(paths)}
     # KeyError for any other number
     where = {microbatch: owners[path] for microbatch, path in enumerate(paths)}
-    seen, fused = bytearray(placement.stages * microbatches), False
+    seen = bytearray(placement.stages * microbatches)
+    fused = False
     for rank, row in enumerate(rows):
         parts = _parts(row)
         fused |= parts is not row

@@ -74,7 +74,8 @@ class Facts:
         """1 for every fact that is present before any action runs: those beyond the ends of the
         model.
         """
-        edge, inside = b"\1" * self.microbatches, bytes(self.stages * self.microbatches)
+        edge = b"\1" * self.microbatches
+        inside = bytes(self.stages * self.microbatches)
         return bytearray((edge + inside + edge) * len(_FACTS))
 
 
@@ -90,7 +91,8 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    present, run = facts.at_first() + b"\1", _run_ordered if ordered else _run
+    present = facts.at_first() + b"\1"
+    run = _run_ordered if ordered else _run
     ranks = [run(cast(Any, row), facts, present) for row in rows]
     reached, lacking = [0] * len(rows), [facts.size] * len(rows)  # that one is always present
     runs, turn, moved = list[int](), range(len(rows)), True  # an array grows slower
@@ -117,7 +119,8 @@ def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]
     """Run a row: where it has to wait, yield the position and the fact that it lacks; at last its
     length and a number that is present.
     """
-    table, microbatches = facts.table, facts.microbatches
+    table = facts.table
+    microbatches = facts.microbatches
     for position, action in enumerate(row):
         parts = [(stage * microbatches + at, *table[op]) for stage, op, at in action.parts]
         for at, needed, _ in parts:

@@ -31,7 +31,8 @@ def _after(op: str) -> list[int]:
     """By what a stage and microbatch has had: what it has after ``op``; a number that is no byte
     where another op provided the same.
     """
-    kind, bit = KINDS[op], BIT[op]
+    kind = KINDS[op]
+    bit = BIT[op]
     clash = _providing(kind.provides)
     return [
         256

@@ -91,7 +91,8 @@ def _run(
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
     carried: list[list[Carried]] = [[] for _ in rows]
-    arrivals, clocks = array("d", bytes(8 * facts.size)), [0.0] * len(rows)
+    arrivals = array("d", bytes(8 * facts.size))
+    clocks = [0.0] * len(rows)
     microbatches = facts.microbatches
     for rank, first, stop in walked.runs:
         clock, (begin, end, cause) = clocks[rank], append[rank]
@@ -103,20 +104,27 @@ def _run(
                 fact = stage * microbatches + microbatch
                 arrival = arrivals[need + fact] + travel
                 if arrival > clock:
-                    clock, waited = arrival, need + fact
+                    clock = arrival
+                    waited = need + fact
                 clock += receive
                 begin(clock)
                 clock += length
                 arrivals[fact + provided] = clock
             else:
-                receive, length, send, given = 0.0, 0.0, 0.0, []
+                receive = 0.0
+                length = 0.0
+                send = 0.0
+                given = []
                 for stage, op, microbatch in action.parts:
                     need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
                     fact = stage * microbatches + microbatch
                     given.append(fact + provided)
                     if arrivals[need + fact] + travel > clock:
-                        clock, waited = arrivals[need + fact] + travel, need + fact
-                    receive, length, send = receive + receives, length + runs, send + sends
+                        clock = arrivals[need + fact] + travel
+                        waited = need + fact
+                    receive = receive + receives
+                    length = length + runs
+                    send = send + sends
                 clock += receive
                 begin(clock)
                 if overlap is not None:
@@ -168,7 +176,9 @@ def _steps(
     facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float
 ) -> dict[str, tuple[_Step, ...]]:
     """op -> how it runs on each stage, for microbatches with this path, load and size."""
-    stages, table, times = facts.stages, facts.table, costs.times(facts.stages)
+    stages = facts.stages
+    table = facts.table
+    times = costs.times(facts.stages)
     sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
     travels = [a + b for a, b in zip(costs.links(stages, size), sending, strict=True)]
     #: fact -> the offset of the other stage that needs it
@@ -183,7 +193,8 @@ def _steps(
 
     def step(op: str, stage: int) -> _Step:
         kind, (needed, provided) = KINDS[op], table[op]
-        source, user = kind.needs[-1][1], users.get(kind.provides[0], 0)
+        source = kind.needs[-1][1]
+        user = users.get(kind.provides[0], 0)
         return (
             needed[-1],
             crossing(travels, stage, source),

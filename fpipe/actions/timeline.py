@@ -156,7 +156,8 @@ class Timeline:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        name, unit = (self.name and f"{self.name}, ", self.unit and f" {self.unit}")
+        name = self.name and f"{self.name}, "
+        unit = self.unit and f" {self.unit}"
         total = f"total {self.total:g}{unit}, bubble {self.bubble:.1%}"
         return f"Timeline({name}{self.ranks} ranks, {len(self)} actions, {total})"
 
@@ -268,7 +269,8 @@ class Timeline:
         >>> t.curve(1)
         ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
         """
-        held, points = 0.0, []
+        held = 0.0
+        points = []
         spans = zip(self.starts[rank], self.ends[rank], strict=True)
         memory = self.memory or self._activations
         changes = _fused_changes(self.rows[rank], memory, self.sizes)
@@ -344,7 +346,8 @@ class Timeline:
         position = len(self.rows[rank]) - 1
         path: list[Span] = []
         while position >= 0:
-            start, end = self.starts[rank][position], self.ends[rank][position]
+            start = self.starts[rank][position]
+            end = self.ends[rank][position]
             path.append(Span(rank, position, self.rows[rank][position], start, end))
             wait = self.waited_for(rank, position) or (rank, position - 1)
             rank, position = wait[:2]
@@ -463,7 +466,8 @@ def _causes(
     arrive, if the rank was free before.
     """
     arrivals = {fact: ends[rank][position] for fact, rank, position in provided(facts, rows)}
-    table, microbatches = facts.table, facts.microbatches
+    table = facts.table
+    microbatches = facts.microbatches
     result = [array("q", [-1]) * len(row) for row in rows]
     for rank, row in enumerate(rows):
         free = -inf
@@ -482,7 +486,8 @@ def _causes(
 
 def provided(facts: Facts, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
     """(index, rank, position) of every fact that the rows provide."""
-    table, microbatches = facts.table, facts.microbatches
+    table = facts.table
+    microbatches = facts.microbatches
     for rank, row in enumerate(rows):
         for position, action in enumerate(row):
             for stage, op, microbatch in action.parts:

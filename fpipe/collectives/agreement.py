@@ -108,10 +108,13 @@ class Agreement:
         self.exchange: Callable[[int, int], Reduced | Board] | None = None
         self._compared: Reduced | Board | None = None
         self.head = [0]
-        self._store, self._monitor = store, monitor
-        self._number, self._base = -1, nth * _STEP
+        self._store = store
+        self._monitor = monitor
+        self._number = -1
+        self._base = nth * _STEP
         self._facts: Callable[[], Facts] = dict
-        self._agreed, self._round = True, -1
+        self._agreed = True
+        self._round = -1
         #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
         self.refusal: BaseException | None = None
 
@@ -183,7 +186,8 @@ class Agreement:
 
     def leave(self) -> None:
         """Leave a call that a rank refused; then the next one can begin, once all ranks met."""
-        self._agreed, self.refusal = True, None
+        self._agreed = True
+        self.refusal = None
         self._round = (self._number + 1) << 32  # ranks left it in different rounds
 
     def next_round(self) -> int:
@@ -214,8 +218,10 @@ class Agreement:
 
     def _facts_of_all(self) -> dict[int, Facts]:
         """The facts of every rank that publishes them in time."""
-        me, end = self._monitor.rank, time.monotonic() + _PATIENCE
-        mine, by_rank = dict(self._facts()), dict[int, Facts]()
+        me = self._monitor.rank
+        end = time.monotonic() + _PATIENCE
+        mine = dict(self._facts())
+        by_rank = dict[int, Facts]()
         try:
             self._store.set(self._key(me), encode(mine))
             for rank in range(self._monitor.size):

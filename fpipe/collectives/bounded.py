@@ -68,7 +68,9 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, seconds: float, pause: float = 0.0):
-        self.raw, self.seconds, self.pause = store, seconds, pause
+        self.raw = store
+        self.seconds = seconds
+        self.pause = pause
         self._connection: Store | None = None
         self._lost_at = float("-inf")
 
@@ -122,9 +124,11 @@ class BoundedStore:
         try:
             store, result = within(seconds, lambda: self._call(function))
         except CallTimeoutError:  # its thread ends with the call, and so does the connection
-            self._lost_at, self._connection = time.monotonic(), None
+            self._lost_at = time.monotonic()
+            self._connection = None
             raise _no_answer(seconds) from None
-        self._lost_at, self._connection = float("-inf"), store
+        self._lost_at = float("-inf")
+        self._connection = store
         return result
 
     def _call(self, function: Callable[[Store], T]) -> tuple[Store, T]:

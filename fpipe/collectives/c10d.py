@@ -63,11 +63,15 @@ class C10dGroup(Group):
     ):
         of_table, self.cpu = _capabilities(pg, device)
         self.can = can or of_table
-        self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
-        self.here, self.timeout = (self.rank,), timeout
+        self.pg = pg
+        self.size = pg.size()
+        self.rank = pg.rank()
+        self.here = (self.rank,)
+        self.timeout = timeout
         self._device = device
         method = sending(self.can, self.cpu)
-        self.strict, self._staged = not method.early, method.staged
+        self.strict = not method.early
+        self._staged = method.staged
         carrier = self.cpu if method.staged and self.cpu is not None else self.can
         self._tagged = carrier.habit("tags")
         # A backend that works on streams is waited for by the stream: a time-out would block this
@@ -129,10 +133,12 @@ class C10dGroup(Group):
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """Through shared memory, or with buffers that are kept until the send is done."""
         self._check_rank(src, "send")
-        form, memory = wire_format(specs), self._near(dst)
+        form = wire_format(specs)
+        memory = self._near(dst)
         if memory is not None:
             return memory.sender(form, dst)
-        pg, queue = self._group_of(src, dst), self._sent[dst]
+        pg = self._group_of(src, dst)
+        queue = self._sent[dst]
 
         def send(tensors: Tensors) -> Work:
             self._monitor.check()
@@ -156,7 +162,8 @@ class C10dGroup(Group):
     def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
         """Through shared memory, messages need no buffer in advance."""
         self._check_rank(dst, "receive")
-        form, memory = wire_format(specs), self._near(src)
+        form = wire_format(specs)
+        memory = self._near(src)
         if memory is not None:
             return Receiver(partial(memory.recv, form, src), memory.fetcher(form, src))
         pg = self._group_of(src, dst)
@@ -261,7 +268,8 @@ class C10dGroup(Group):
         """
         self._agreement.leave()
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
-        held, sent = self._held, [work for works in self._sent for work in works]
+        held = self._held
+        sent = [work for works in self._sent for work in works]
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive
         for queue in (*self._sent, *self._late):
             queue.clear()
@@ -289,10 +297,13 @@ class C10dGroup(Group):
             return self._memory.share(form, mine, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
         if mine is None:
-            buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
+            buffers = form.empty(device)
+            peer = src
+            doing = "for the shared tensors of"
         else:
             buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
-            peer, doing = None, "to share with"
+            peer = None
+            doing = "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 flat = _bytes(buffer)
@@ -399,7 +410,8 @@ def _capabilities(
 
 def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second process group of the same ranks and backends."""
-    ranks, config = dist.get_process_group_ranks(pg), dist.get_backend_config(pg)
+    ranks = dist.get_process_group_ranks(pg)
+    config = dist.get_backend_config(pg)
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
     return twin

@@ -161,7 +161,8 @@ def reduction(
     """
     _check_defined(op, dtype)
     divide = op == "mean"
-    ask, carry = "sum" if divide else op, dtype
+    ask = "sum" if divide else op
+    carry = dtype
     if dtype == torch.bool:  # a sum of 256 ones in uint8 would be 0
         op = ask = "min" if op == "min" else "max"
         carry = torch.uint8

@@ -27,7 +27,8 @@ from ..errors import GroupError
 from ..tree import NAMESPACE, flatten, unflatten
 
 #: Bytes of a value, and levels of nesting, at most.
-MOST_BYTES, MOST_LEVELS = 1 << 30, 100
+MOST_BYTES = 1 << 30
+MOST_LEVELS = 100
 #: A tag, and what follows from it.
 Node: TypeAlias = list[Any]
 #: Called for each value or node and its path; NotImplemented: it is treated as any other.

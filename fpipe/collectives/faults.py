@@ -49,8 +49,11 @@ class FaultMonitor:
         journal: Journal | None = None,
         pg: str = "",
     ):
-        self.rank, self.names, self.timeout = rank, names, timeout
-        self.size, self.me = len(names), names[rank]
+        self.rank = rank
+        self.names = names
+        self.timeout = timeout
+        self.size = len(names)
+        self.me = names[rank]
         self.others = tuple(name for name in names if name != self.me)
         self.journal = Journal(store, self.me) if journal is None else journal
         self.broken: GroupError | None = None
@@ -84,7 +87,9 @@ class FaultMonitor:
         With ``peers``, which are global ranks, these are waited for in code of the user: its errors
         pass unchanged.
         """
-        foreign, start, journal = bool(peers), time.monotonic(), self.journal
+        foreign = bool(peers)
+        start = time.monotonic()
+        journal = self.journal
         journal.peers = peers = tuple(peers) or self._peers(peer)
         journal.watch(start + self.timeout + GRACE, partial(self._expired, peers, doing, start))
         try:

@@ -83,7 +83,8 @@ class Journal:
         #: The first conclusion of any rank, which its process may not survive: the rank to examine,
         #: and why.
         self.concluded: Conclusion | None = None
-        self._rank, self._where = rank, f"process {os.getpid()} on {socket.gethostname()}"
+        self._rank = rank
+        self._where = f"process {os.getpid()} on {socket.gethostname()}"
         self._entry = Entry(time.time(), "", where=self._where)
         self._written = self._looked = 0.0  # when the entry was written, and others' were read
         self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
@@ -131,7 +132,10 @@ class Journal:
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
         with self._lock:
-            last, text, peers, now = self._entry, self.text, self.peers, time.time()
+            last = self._entry
+            text = self.text
+            peers = self.peers
+            now = time.time()
             if (text, peers) != (last.note, last.peers):
                 last = Entry(now, text, peers, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:

@@ -101,7 +101,8 @@ class LocalGroup(Group):
         self.size = len(devices)
         self.here = tuple(range(self.size))
         self.timeout = float("inf")
-        self.at_once, self.strict = True, False
+        self.at_once = True
+        self.strict = False
         self._devices = devices
         self._one_device = len(set(devices)) == 1
         #: By channel, the messages that were not received, and receives that were requested.

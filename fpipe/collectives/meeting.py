@@ -35,7 +35,8 @@ def meet(seconds: float) -> tuple[Store, int, int]:
     Process groups of one job have the same names after ``destroy_process_group``. With one prefix,
     a backend would read the addresses of the ones before.
     """
-    rank, size = int(_variable("RANK")), int(_variable("WORLD_SIZE"))
+    rank = int(_variable("RANK"))
+    size = int(_variable("WORLD_SIZE"))
     address = tuple(
         map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
     )
@@ -63,7 +64,9 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
     torch may try for twice its time-out, and for ever if the process of the host is stopped.
     """
     name, number = host()
-    address, port, hosts = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank == number
+    address = _variable("MASTER_ADDR")
+    port = int(_variable("MASTER_PORT"))
+    hosts = rank == number
 
     def connect() -> Store:
         wait = timedelta(seconds=seconds)

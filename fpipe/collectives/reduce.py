@@ -39,7 +39,8 @@ def start_reduce(
     Where it cannot, everything is reduced and the other parts are dropped: more bytes sent, the
     same bits.
     """
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     part_of(memory, 0, size if scatter else 1)
     if not memory.numel():
         return None, lambda: memory

@@ -49,7 +49,8 @@ class Rendezvous(NamedTuple):
 
     def gather(self, obj: object) -> list[Any]:
         """The object of every rank, by rank."""
-        monitor, store = self.monitor, self.store
+        monitor = self.monitor
+        store = self.store
         monitor.check()
         number = self.next_round()
         if monitor.size == 1:
@@ -83,7 +84,9 @@ class Rendezvous(NamedTuple):
         A first trace may take longer than any message: while the rank traces and its process
         computes, the wait goes on for up to ``_TRACING_LIMIT`` times as long.
         """
-        monitor, seconds, before = self.monitor, self.monitor.timeout, None
+        monitor = self.monitor
+        seconds = self.monitor.timeout
+        before = None
         start = now = time.monotonic()
         look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank
         while not self.store.appears(
@@ -98,13 +101,15 @@ class Rendezvous(NamedTuple):
                 limit = _TRACING_LIMIT * seconds if _traces(before, entry) else seconds
                 if now - start >= limit:
                     return False
-                before, look = entry, now + _ALIVE if _traces(None, entry) else start + seconds
+                before = entry
+                look = now + _ALIVE if _traces(None, entry) else start + seconds
                 monitor.journal.prolong(look - now)
         return True
 
     def _leave(self, number: int) -> None:
         """Rank 0 leaves last: its process may host the store, and may exit right after."""
-        store, monitor = self.store, self.monitor
+        store = self.store
+        monitor = self.monitor
         with suppress(RuntimeError):  # all objects were read: the next message reports a lost rank
             if monitor.rank > 0:
                 # without an answer: a store that is lost delays no rank

@@ -50,13 +50,15 @@ def _walk(
 ) -> tuple[Trail, set[int]]:
     """The most likely cause, and the ranks that were visited."""
     queue = deque((rank, lost and len(peers) == 1, "") for rank in peers)
-    seen, best = set[int](), Trail()
+    seen = set[int]()
+    best = Trail()
     while queue:
         rank, gone, way = queue.popleft()
         if rank in seen or rank == me:
             continue
         seen.add(rank)
-        failure, last = _report(journal, rank, gone), journal.last(rank)
+        failure = _report(journal, rank, gone)
+        last = journal.last(rank)
         kind, text = _state(rank, failure, last, gone, rank in silent, not journal.lost)
         entry = failure or last
         # of ranks that wait in a circle, the last one
@@ -67,7 +69,8 @@ def _walk(
         if kind <= _GONE:
             break
         if kind == _WAITS and entry is not None:
-            verb, alone = "lost" if entry.lost else "waits for", len(entry.peers) == 1
+            verb = "lost" if entry.lost else "waits for"
+            alone = len(entry.peers) == 1
             for other in entry.peers:
                 step = f"{way}rank {rank}{at(entry.note)} {verb} rank {other}; "
                 queue.append((other, entry.lost and alone, step))

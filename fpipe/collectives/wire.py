@@ -204,7 +204,8 @@ def wire_format(specs: Specs) -> WireFormat:
     >>> wire_format((row,)) is wire_format((row,))
     True
     """
-    buffers, stored = layout(specs), tuple(spec.stored for spec in specs)
+    buffers = layout(specs)
+    stored = tuple(spec.stored for spec in specs)
     sizes = [
         specs[indices[0]].bytes
         if len(indices) == 1

@@ -175,7 +175,8 @@ class Call:
         config = self.config
         if config.loss is None or any(part.absent for part in self._weighted):
             return None
-        reduction, scale = config.reduction, self.loss_scale
+        reduction = config.reduction
+        scale = self.loss_scale
         if isinstance(reduction, str):
             return Weights(1.0 / self.number if reduction == "mean" else 1.0, (), scale)
         weights_of = feature("weighting").weights_of
@@ -252,7 +253,8 @@ class Call:
 
     def request(self, shares: Any) -> Request:
         """The same in full, for preparing the plans."""
-        config, training = self.config, self.mode != "forward"
+        config = self.config
+        training = self.mode != "forward"
         params: list[AbstractTree | None] = [None] * config.stages
         states: list[AbstractTree | None] = [None] * config.stages
         layouts: dict[int, Any] = {}

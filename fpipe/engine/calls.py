@@ -91,7 +91,8 @@ class Reported:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            group, copies = self.config.group, self.config.copies
+            group = self.config.group
+            copies = self.config.copies
             for each in (group,) if copies is None else (group, copies.group):
                 each.failed(error)
             group.reset()

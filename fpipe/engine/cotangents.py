@@ -81,7 +81,8 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
     ranks = config.placement.ranks_of(config.stages - 1)
     if len(ranks) < 2 or config.local:
         return rows
-    here, out = ranks[0] in config.group.here, list[Row]()
+    here = ranks[0] in config.group.here
+    out = list[Row]()
     for row, y in zip(rows, units, strict=True):
         avals = {index: aval for index, aval in y.avals.items() if aval.grad}
         given = tuple(leaf for leaf in row if leaf is not None) if here else None
@@ -97,7 +98,8 @@ def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
     """
 
     def joined(column: Sequence[AbstractLeaf]) -> AbstractLeaf:
-        first, avals = column[0], [leaf for leaf in column if isinstance(leaf, Aval)]
+        first = column[0]
+        avals = [leaf for leaf in column if isinstance(leaf, Aval)]
         if not isinstance(first, Aval):
             return first
         axis = min(1, len(first.shape))

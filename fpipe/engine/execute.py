@@ -66,7 +66,8 @@ def execute(
     bound: Executable, r: Registers, phase: int | None = None
 ) -> Generator[Work, None, None]:
     """Run the steps, all or those of one phase; yields each receive that it waits for."""
-    number, slots = 0, r.slots
+    number = 0
+    slots = r.slots
     watch = WATCH.get()
     steps: Iterable[tuple[int, StepFn]] = (
         chain(*bound.phases) if phase is None else bound.phases[phase]

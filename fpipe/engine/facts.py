@@ -34,7 +34,9 @@ _UNSHARED = ("the strides of x", "plans")
 
 def facts(config: Config, request: Request) -> dict[str, str | None]:
     """What depends on the pipeline and on the signature of the call."""
-    schedule, stages, loss = request.schedule, config.functions, config.loss
+    schedule = request.schedule
+    stages = config.functions
+    loss = config.loss
     python = ".".join(map(str, sys.version_info[:2]))
     xs = [x for x, _, _ in request.kinds]
     targets = [target for _, targets, _ in request.kinds for target in targets]
@@ -102,7 +104,8 @@ def named(function: Callable[..., Any]) -> str:
         return " ".join([function.name, named(function.fn), *options]).lstrip()
     if isinstance(function, partial):
         return f"partial of {named(function.func)}"
-    named_by, code = function, _code(function)
+    named_by = function
+    code = _code(function)
     if code is None:
         named_by = type(function)
         method = "forward" if isinstance(function, torch.nn.Module) else "__call__"

@@ -42,14 +42,18 @@ class FirstCall:
     """A call without plans; ``facts`` are what this rank has to say of it."""
 
     def __init__(self, call: Call, request: Request, shares: Any):
-        self.call, self.request, self.shares = call, request, shares
+        self.call = call
+        self.request = request
+        self.shares = shares
         self.facts = facts(call.config, request)
 
     def compared(self, latest: Sequence[Prepared]) -> Agreed:
         """Announce the call and compare it with the other ranks. Where all expect the same
         interfaces after the ``latest`` calls, these need no exchange.
         """
-        call, request, known = self.call, self.request, self.facts
+        call = self.call
+        request = self.request
+        known = self.facts
         config = call.config
         described = of_call(known, call.seed, call.scale, "none yet")
         number = config.group.enter(NEW, lambda: described)
@@ -64,7 +68,8 @@ class FirstCall:
         absent = [each for each, _ in answers]
         if any(absent):
             request = self._completed(absent)
-            known, guess = facts(config, request), ready(config, request, latest)
+            known = facts(config, request)
+            guess = ready(config, request, latest)
             answers = agree(config.group, shared(known), more=((), guess and guess.word))
         if len({word for _, word in answers}) > 1:
             guess = None
@@ -77,7 +82,8 @@ class FirstCall:
         """The request of a call some of whose arguments only other processes have: these describe
         them.
         """
-        arguments, call = feature("elsewhere.arguments"), self.call
+        arguments = feature("elsewhere.arguments")
+        call = self.call
         names = [name for lacking in absent for name in lacking]
         offers = together(
             call.config.group, lambda: arguments.offered(call, names), _as_data, _from_data
@@ -113,7 +119,8 @@ def enter(call: Call, known: Facts, tag: int, number: int, pullback: int) -> int
     """Announce a call that runs plans with this tag, which were prepared for an earlier call, or
     the pullback of a call; returns its number.
     """
-    seed, scale = call.seed, call.scale
+    seed = call.seed
+    scale = call.scale
 
     def described() -> Facts:
         facts = of_call(known, seed, scale, f"those prepared for call {number}")

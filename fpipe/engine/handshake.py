@@ -102,7 +102,8 @@ def together(
         result = work()
         report = ("done", encode(as_data(result)))
     except Exception as error:  # reported to the others first, then raised here unchanged
-        failure, report = error, ("failed", f"{type(error).__name__}: {error}")
+        failure = error
+        report = ("failed", f"{type(error).__name__}: {error}")
     with timed("handshakes"):
         reports = group.gather_objects(report)
     if failure is not None:

@@ -28,7 +28,8 @@ def as_data(interface: Interface) -> Data:
     >>> from_data(as_data(interface)) == interface
     True
     """
-    plain, state = tuple([getattr(interface, name) for name in _PLAIN]), interface.state
+    plain = tuple([getattr(interface, name) for name in _PLAIN])
+    state = interface.state
     return tree_data(interface.y), plain, None if state is None else tree_data(state)
 
 

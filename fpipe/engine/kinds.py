@@ -60,7 +60,8 @@ class TracedKind:
 
     def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
         """What lowering needs on one rank."""
-        device, stages = config.group.device(rank), request.schedule.placement.stages_of(rank)
+        device = config.group.device(rank)
+        stages = request.schedule.placement.stages_of(rank)
         return ProgramSet(
             self.value_graph(), {s: self.programs[s, device] for s in stages}, self.loss
         )
@@ -77,7 +78,8 @@ class TracedKind:
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
-        batch, y = self.kind[0].tensors, self.output()
+        batch = self.kind[0].tensors
+        y = self.output()
         if self.loss is not None:
             loss = Interface.of(self.loss)
             passed_on = {
@@ -140,13 +142,12 @@ def with_stage(
 
     ``before`` is the slice before this one.
     """
-    ranks, params = ranks_here(config, request, stage), request.params[stage]
+    ranks = ranks_here(config, request, stage)
+    params = request.params[stage]
     if params is None:
         raise no_params(stage, ranks[0])
-    x, function = (
-        traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0],
-        config.functions[stage],
-    )
+    x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
+    function = config.functions[stage]
     carry = before.carry(stage) if function.carry and before is not None else None
     x = x if carry is None else feature("slices").with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
@@ -157,9 +158,11 @@ def with_stage(
             (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
         }
 
-    y, inner = None, 0 if carry is None else len(carry.leaves)
+    y = None
+    inner = 0 if carry is None else len(carry.leaves)
     if function.carry:
-        first, last = not traced.slice, traced.slice == traced.slices - 1
+        first = not traced.slice
+        last = traced.slice == traced.slices - 1
         programs, y = feature("slices").traced_slice(function, first, last, inner, on_devices)
     else:
         programs = on_devices(function)

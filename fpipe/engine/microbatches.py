@@ -98,7 +98,8 @@ class Weighted:
     """A reduction that weights each microbatch's loss; see ``fpipe.weighted``."""
 
     def __init__(self, fn: Callable[..., Any]):
-        self.fn, self.sides = fn, keyword_only(fn)
+        self.fn = fn
+        self.sides = keyword_only(fn)
 
     def __repr__(self) -> str:
         return "fpipe.weighted(...)"

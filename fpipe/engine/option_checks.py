@@ -54,7 +54,9 @@ _FIELDS = {"slices": "sliced"}
 
 def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """Options by name: whether the value of each fits, and what it takes."""
-    sliced, wide, reduction = config.sliced, config.accumulate, config.reduction
+    sliced = config.sliced
+    wide = config.accumulate
+    reduction = config.reduction
     return (
         (
             "schedule",

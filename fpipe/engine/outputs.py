@@ -52,7 +52,8 @@ class Outputs(Results):
 
     def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
         """Results, copied where a write into one would change an argument or another result."""
-        returned, out = self._returned if returned is None else returned, []
+        returned = self._returned if returned is None else returned
+        out = []
         for value in values:
             at = tree.address(value) if tree.is_tensor(value) else 0
             shared = at in self._callers or at in returned
@@ -66,7 +67,8 @@ class Outputs(Results):
         return list(map(self._aux, range(self.number)))
 
     def _aux(self, mb: int) -> Tree:
-        loss, rank = self.prepared.loss[self.request.kind_of[mb]], self.path(mb)[-1]
+        loss = self.prepared.loss[self.request.kind_of[mb]]
+        rank = self.path(mb)[-1]
         assert loss is not None
         source = self.layout.graph(
             mb
@@ -100,7 +102,8 @@ class Outputs(Results):
         return stage in self.config.here, replicated
 
     def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
-        y, rank = self.prepared.output(mb), self.path(mb)[-1]
+        y = self.prepared.output(mb)
+        rank = self.path(mb)[-1]
         values: Sequence[torch.Tensor] | None = self._get(
             rank, ((source, mb) for source in self.layout.graph(mb).outputs())
         )
@@ -122,7 +125,8 @@ class Outputs(Results):
         out = []
         for mb in range(self.number):
             rank = self.path(mb)[0]
-            x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
+            x = self.request.kinds[self.request.kind_of[mb]][0]
+            graph = self.layout.graph(mb)
             leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
             for index in x.wanted:
                 source = graph.cotangent(-1, index)
@@ -185,13 +189,15 @@ def of(results: Results) -> Outputs:
 
 def outputs(results: Results) -> Tree:
     """The outputs in the form of the batch."""
-    parts, x = of(results).outputs(), results.call.x
+    parts = of(results).outputs()
+    x = results.call.x
     return None if parts is None else joined(parts, x.slices, x.uniform)
 
 
 def input_grads(results: Results) -> Tree:
     """The gradient of x in the form of the batch."""
-    parts, x = of(results).input_grads(), results.call.x
+    parts = of(results).input_grads()
+    x = results.call.x
     if parts is not None and x.slices > 1:
         parts = feature("slicing").gradients(parts, x)
     return None if parts is None else joined(parts, 1, x.uniform)

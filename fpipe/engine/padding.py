@@ -54,7 +54,9 @@ class Unpad:
                     "were padded; pass unpad(output, index) for a single one"
                 )
             return [self(output, i) for i, output in enumerate(outputs)]
-        length, padded, axis = self.lengths[index], self.padded[index], self.axis
+        length = self.lengths[index]
+        padded = self.padded[index]
+        axis = self.axis
 
         def strip(leaf):
             has_axis = isinstance(leaf, torch.Tensor) and leaf.dim() > axis
@@ -110,7 +112,8 @@ def pad(
         raise BatchError(
             f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)"
         )
-    parts, values = list(Microbatches(microbatches)), values or {}
+    parts = list(Microbatches(microbatches))
+    values = values or {}
     # in this order: the first pattern that fits a name counts
     fills: dict[str, Fill] = {**values, **FILLS, **values}
     for name, fill in fills.items():

@@ -75,7 +75,9 @@ class Parts:
     def __init__(
         self, batch: Tree, parts: int, name: str, shared_scalars: bool = False, slices: int = 1
     ):
-        self.name, self.uniform, self.slices = name, not isinstance(batch, Microbatches), slices
+        self.name = name
+        self.uniform = not isinstance(batch, Microbatches)
+        self.slices = slices
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
@@ -168,7 +170,8 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
     tensor(1.5000)
     """
-    where, dtype = values[0].device, values[0].dtype
+    where = values[0].device
+    dtype = values[0].dtype
     narrow = _NARROW.get(dtype)
     if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
         total = _in_python([value.item() for value in values], weight, narrow)

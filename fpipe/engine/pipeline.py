@@ -61,9 +61,14 @@ class Pipeline(PipelineBase[Y, R]):
         if cache is None:
             copies = config.copies
             cache = Cache(None if copies is None else feature("copies.sharding").Shares(copies))
-        self.config, self.cache = config, cache
-        self.group, self.copies, self.tied = config.group, config.copies, config.tied
-        self.placement, self.stages, self.here = config.placement, config.stages, config.here
+        self.config = config
+        self.cache = cache
+        self.group = config.group
+        self.copies = config.copies
+        self.tied = config.tied
+        self.placement = config.placement
+        self.stages = config.stages
+        self.here = config.here
         self.output_rank = self.placement.rank_of(
             self.stages - 1
         )  # of the last stage, or its first replica

@@ -27,7 +27,8 @@ from .results import ResultLayout
 KEPT = 128
 #: The number of plans after which a pipeline warns, once, if the later ones took more than these
 #: seconds.
-HINT, DEAR = 16, 10.0
+HINT = 16
+DEAR = 10.0
 #: How many earlier calls are looked at for plans that can be used again, and for sizes to expect.
 SEEN = 6
 
@@ -73,7 +74,8 @@ class Cache:
 
     def __init__(self, shares: Any = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
-        self.shares, self.agreed = shares, agreed
+        self.shares = shares
+        self.agreed = agreed
         self.graphs: dict[Any, Any] = {}  # of captured steps, by signature
         self.modes: dict[
             bool, tuple[Config, Cache]
@@ -127,7 +129,8 @@ class Cache:
         """Prepare the plans of a call, after a comparison with the other ranks where there are any
         in other processes.
         """
-        config, latest = call.config, [each.prepared for each in list(self.plans.values())[-SEEN:]]
+        config = call.config
+        latest = [each.prepared for each in list(self.plans.values())[-SEEN:]]
         if config.copies is not None and not self.agreed:
             self.agreed = True
             compare_copies(config)

@@ -78,7 +78,9 @@ def prepare(
     ``traced``: what all ranks traced for the same expected interfaces. ``before``: the plans of the
     latest calls, which are reused for other sizes.
     """
-    group, copies, schedule = config.group, config.copies, request.schedule
+    group = config.group
+    copies = config.copies
+    schedule = request.schedule
     if traced is None:
         with noted("tracing") if sys.stderr.isatty() else nullcontext(silent) as note:
             traced = traced_in_turn(config, request, note)
@@ -115,7 +117,8 @@ def lowering_inputs(
     apart: bool,
 ) -> dict[int, LoweringInput]:
     """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
-    group, schedule = config.group, request.schedule
+    group = config.group
+    schedule = request.schedule
     if config.frozen or config.copies is not None:
         check_patterns(config, [interface.leaves for interface in traced[0].interfaces])
     inputs = {
@@ -220,7 +223,8 @@ def traced_in_turn(
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of
     all stages.
     """
-    stages, chain = request.schedule.stages, request.chain
+    stages = request.schedule.stages
+    chain = request.chain
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
         for number, kind in enumerate(request.kinds)

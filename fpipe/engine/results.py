@@ -49,7 +49,9 @@ class ResultLayout:
     @cached_property
     def scalars(self) -> list[Scalars]:
         """The scalars of each rank that computes some; all but slots are known to every process."""
-        inputs, executables, out = self.prepared.inputs, self.prepared.executables, []
+        inputs = self.prepared.inputs
+        executables = self.prepared.executables
+        out = []
         for rank in self._some.scalar_ranks():
             found = inputs.get(rank, self._some).scalars(rank)
             slots = (
@@ -100,9 +102,11 @@ class ResultLayout:
         """
         out = []
         for stage in self.config.here:
-            params, rank = self.prepared.request.params[stage], self.config.rank_here(stage)
+            params = self.prepared.request.params[stage]
+            rank = self.config.rank_here(stage)
             assert params is not None
-            results, places = self.prepared.executables[rank].plan.results, []
+            results = self.prepared.executables[rank].plan.results
+            places = []
             for index in range(len(params.leaves)):
                 reduced = reduced_grad(stage, index)
                 slot = (
@@ -152,20 +156,18 @@ class Results:
         weights: Weights | None,
         cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
     ):
-        self.layout, self.regs, self.call, self.weights, self.cotangents = (
-            layout,
-            regs,
-            call,
-            weights,
-            cotangents,
-        )
-        self.config, self.prepared, self.request = (
-            layout.config,
-            layout.prepared,
-            layout.prepared.request,
-        )
-        self.group, self.path = self.config.group, self.request.schedule.placement.path
-        self.stages, self.number = self.config.stages, call.number
+        self.layout = layout
+        self.regs = regs
+        self.call = call
+        self.weights = weights
+        self.cotangents = cotangents
+        self.config = layout.config
+        self.prepared = layout.prepared
+        self.request = layout.prepared.request
+        self.group = self.config.group
+        self.path = self.request.schedule.placement.path
+        self.stages = self.config.stages
+        self.number = call.number
         self.joins = call.number > 1 and (
             call.x.uniform or call.x.slices > 1
         )  # results are joined to a batch, and so copied
@@ -179,7 +181,8 @@ class Results:
         """Results of a rank, on its process."""
         if rank not in self.group.here:
             return None
-        slots, results = self.regs[rank].slots, self.prepared.executables[rank].plan.results
+        slots = self.regs[rank].slots
+        results = self.prepared.executables[rank].plan.results
         return [slots[results[key]] for key in keys]
 
     # ---- the loss ----
@@ -189,7 +192,8 @@ class Results:
 
         With copies of the pipeline, that of all copies.
         """
-        loss, copies = self.pipeline_loss(), self.config.copies
+        loss = self.pipeline_loss()
+        copies = self.config.copies
         return loss if copies is None else copies.average(loss)
 
     def pipeline_loss(self) -> torch.Tensor:
@@ -197,7 +201,8 @@ class Results:
         sent = [r.loss for r in self.regs.values() if r.loss is not None]  # during the plan
         if sent:
             return sent[0]
-        layout, weights = self.layout, self.weights
+        layout = self.layout
+        weights = self.weights
         if layout.losses is not None and weights is not None and weights.number is not None:
             rank, places = layout.losses
             slots = self.regs[rank].slots
@@ -222,7 +227,8 @@ class Results:
         """
         out: list[Tree] = [None] * self.stages
         for stage, rank, spec, places in self.layout.gradients:
-            slots, leaves = self.regs[rank].slots, []
+            slots = self.regs[rank].slots
+            leaves = []
             for index, (slot, local) in enumerate(places):
                 if slot is None:
                     leaves.append(None)

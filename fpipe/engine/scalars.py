@@ -70,7 +70,9 @@ def row_of(dtypes: tuple[torch.dtype, ...]) -> tuple[Spec]:
 
 def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The scalars of a row, on the CPU."""
-    content, at, scalars = bytearray(row.tolist()), 0, []
+    content = bytearray(row.tolist())
+    at = 0
+    scalars = []
     for dtype in dtypes:
         scalars.append(torch.frombuffer(content, dtype=dtype, count=1, offset=at).reshape(()))
         at += dtype.itemsize

@@ -34,7 +34,8 @@ def _recut(config: Config, request: Request, known: Sequence[TracedKind]) -> lis
     while True:
         before = list(traced)
         for number in reversed(range(len(traced))):
-            kind, first = traced[number], not traced[number].slice
+            kind = traced[number]
+            first = not traced[number].slice
             after = None if kind.slice == kind.slices - 1 else traced[number + 1]
             while (found := lacking(kind, after)) and ranks_here(config, request, found[0]):
                 kind = traced[number] = with_stage(
@@ -53,11 +54,9 @@ def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[
     """
     graph = kind.value_graph()
     for stage in reversed(range(len(kind.interfaces))):
-        unused, carries, programs = (
-            graph.unused(stage),
-            _unused_carries(kind, stage, after),
-            kind.local(stage),
-        )
+        unused = graph.unused(stage)
+        carries = _unused_carries(kind, stage, after)
+        programs = kind.local(stage)
         known = frozenset[int]() if programs is None else programs.outputs.unused
         if any(kind.interfaces[stage].dys[j] for j in unused) or not carries <= known:
             return stage, unused | carries
@@ -65,10 +64,12 @@ def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[
 
 
 def _unused_carries(kind: TracedKind, stage: int, after: TracedKind | None) -> frozenset[int]:
-    mine, theirs = kind.local(stage), None if after is None else after.local(stage)
+    mine = kind.local(stage)
+    theirs = None if after is None else after.local(stage)
     if after is None or mine is None or theirs is None:
         return frozenset()
-    count, inputs = len(kind.interfaces[stage].ys), len(after.interfaces[stage].dxs)
+    count = len(kind.interfaces[stage].ys)
+    inputs = len(after.interfaces[stage].dxs)
     return frozenset(
         j for j in mine.outputs.y.wanted if j >= count and theirs.dxs[inputs + j - count] is None
     )

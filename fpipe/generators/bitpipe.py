@@ -44,7 +44,8 @@ def make_bitpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     held = Placement.v(ranks, stages // ranks)
 
     def row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
-        nearer, other = _legs(held.stages_of(near), first), _legs(held.stages_of(far), second)
+        nearer = _legs(held.stages_of(near), first)
+        other = _legs(held.stages_of(far), second)
         return _row(ranks // 2 - near, nearer, other)
 
     return two_directions("BitPipe", ranks, microbatches, stages, row)

@@ -60,8 +60,10 @@ def two_directions(
     def rows(going_down: int, going_up: int) -> Sequence[Row]:
         half = ranks // 2
         units = max(1, going_up // half)
-        drawn_down, drawn = max(going_down, half), max(going_down, half) + max(going_up, half)
-        down, up = evenly(range(drawn_down), units), evenly(range(drawn_down, drawn), units)
+        drawn_down = max(going_down, half)
+        drawn = max(going_down, half) + max(going_up, half)
+        down = evenly(range(drawn_down), units)
+        up = evenly(range(drawn_down, drawn), units)
         upper = [row(near, ranks - 1 - near, down, up) for near in range(half)]
         lower = [row(near, ranks - 1 - near, up, down) for near in range(half)]
         kept = (*range(going_down), *range(drawn_down, drawn_down + going_up))

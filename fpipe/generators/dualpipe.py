@@ -64,7 +64,8 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
 
     def rows(going_down: int, going_up: int) -> Sequence[Row]:
         drawn = max(ranks, going_down)
-        down, up = range(drawn), range(drawn, 2 * drawn)
+        down = range(drawn)
+        up = range(drawn, 2 * drawn)
         patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
         upper = [
             _row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)
@@ -81,7 +82,8 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 def _pattern(p: int, r: int, m: int) -> str:
     """The eight phases of rank ``r`` of ``p``, for ``m`` microbatches."""
-    gap, near = p - r - 1, r + 1
+    gap = p - r - 1
+    near = r + 1
     main = "XY" * (m - 2 * p + near)
     if gap == 0:
         main = (

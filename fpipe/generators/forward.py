@@ -90,6 +90,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
     >>> print(forwards_first(Schedule.parse("[0F0, 0B0, 0F1, 0B1]")))
     [0F0, 0F1, 0B0, 0B1]
     """
-    forwards, backwards = schedule.only("F"), schedule.only("BIW")
+    forwards = schedule.only("F")
+    backwards = schedule.only("BIW")
     rows = tuple((*f, *b) for f, b in zip(forwards, backwards, strict=True))
     return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)

@@ -51,7 +51,8 @@ def in_pairs(
         )
     going_up = microbatches // 2
     rows = tuple(make(microbatches - going_up, going_up))
-    up, per_rank = range(microbatches - going_up, microbatches), (stages or ranks) // ranks
+    up = range(microbatches - going_up, microbatches)
+    per_rank = (stages or ranks) // ranks
     placement = Placement.bidirectional(ranks, microbatches, up, per_rank)
     return Schedule(rows, placement, microbatches, name)
 
@@ -81,7 +82,8 @@ def one_a_rank(
 
 
 def _spread(row: Iterable[AnyAction], per_rank: int) -> Row:
-    up, down = range(per_rank), range(per_rank - 1, -1, -1)
+    up = range(per_rank)
+    down = range(per_rank - 1, -1, -1)
     return tuple(
         Action(part.stage * per_rank + step, part.op, part.microbatch)
         for action in row

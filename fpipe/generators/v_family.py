@@ -118,7 +118,8 @@ def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
     at_once: list[float] = [0] * microbatches
     ranks = []
     for rank, places in enumerate(block.places):
-        one, two = rank, stages - 1 - rank
+        one = rank
+        two = stages - 1 - rank
         first = _Pass(places[0], one, "F", forward[one - 1] if rank else at_once, forward[one])
         second = _Pass(places[1], two, "F", forward[two - 1], forward[two])
         second_back = _Pass(
@@ -135,7 +136,8 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
     """
     first, _, second_back, first_back = passes
     early = (first_back, second_back, first) if block.slack else (first_back, second_back)
-    left, waiting = list(passes), deque[Action]()
+    left = list(passes)
+    waiting = deque[Action]()
     held = live = 0  # activations, until W and until I
     turn = first
     for slot in count():
@@ -161,7 +163,8 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
         chosen.microbatch = microbatch + 1
         chosen.place += _PERIOD
         if chosen.op == "F":
-            held, live = held + 1, live + 1
+            held = held + 1
+            live = live + 1
         else:
             live -= 1
             waiting.append(Action(chosen.stage, "W", microbatch))

@@ -75,7 +75,8 @@ class Builder:
     """The instructions of one rank, and what is known of its values so far."""
 
     def __init__(self, job: LoweringInput, rank: int):
-        self.job, self.rank = job, rank
+        self.job = job
+        self.rank = rank
         self.here: set[Key] = set()
         self.state: dict[int, list[Key]] = {}
         self.added: set[Key] = set()
@@ -92,7 +93,9 @@ class Builder:
     # ---- the row ----
     def emit_row(self) -> int:
         """Emit all actions; returns the number of instructions before the first backward."""
-        row, place, split = self.job.schedule[self.rank], 0, 0
+        row = self.job.schedule[self.rank]
+        place = 0
+        split = 0
         backward = -2
         if self.job.phased:
             backward = next((i for i, action in enumerate(plain(row)) if action.op != "F"), -1)
@@ -129,7 +132,8 @@ class Builder:
         """The keys whose values are results of the plan."""
         keys: list[Key] = [*self.added, *(key for keys in self.state.values() for key in keys)]
         for mb in range(self.job.schedule.units):
-            path, kind = self.job.schedule.placement.path(mb), self.job.kind(mb)
+            path = self.job.schedule.placement.path(mb)
+            kind = self.job.kind(mb)
             if path[-1] == self.rank:
                 keys += outputs_of(kind, mb) if kind.loss is None else self.of_loss(kind.loss, mb)
             if path[0] == self.rank and self.job.wants_dx:
@@ -172,7 +176,8 @@ class Builder:
         """
         stage, op, mb = part
         kind = self.job.kind(mb)
-        own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
+        own = kind.programs[stage]
+        loss = kind.loss if stage == self.job.stages - 1 else None
         if loss is not None and op in "BI":
             yield loss, stage + 1, loss.b
         plain = own.f if op == "F" else own.i
@@ -321,7 +326,8 @@ class Builder:
         """The program that adds into gradients itself, once all of them exist; until then the one
         that returns them.
         """
-        memo, plain = (id(own), letter, stage), own.b if letter == "B" else own.w
+        memo = (id(own), letter, stage)
+        plain = own.b if letter == "B" else own.w
         if memo not in self._adding:
             computed = own.added_by(letter)
             if not all(grad(stage, leaf) in self.added for leaf in computed):
@@ -331,8 +337,12 @@ class Builder:
 
     def _add(self, action: Action, own: Programs, op: str) -> None:
         """Add the gradients that the action's program returned."""
-        stage, mb = action.stage, action.microbatch
-        into, values, how, sums = [], [], [], []
+        stage = action.stage
+        mb = action.microbatch
+        into = []
+        values = []
+        how = []
+        sums = []
         done = self._adding.get((id(own), op, stage), {})
         for index, name in enumerate(own.dps):
             if name is None or index in done:
@@ -374,14 +384,17 @@ def assign(
     """Assign slots to the instructions of a rank; ``wanted`` are the keys of its results."""
     feeds = _feeds(keyed, wanted)
     uses = tuple(reversed(list(_uses(keyed, wanted, feeds))))
-    slots, spare, size = dict(feeds), list[int](), len(feeds)
+    slots = dict(feeds)
+    spare = list[int]()
+    size = len(feeds)
     instructions = []
     for ins, (ends, needed) in zip(keyed, uses, strict=True):
         reads = tuple([slots[key] for key in ins.reads])
         for key, later in zip(ins.writes, needed, strict=True):
             if later and key not in slots:
                 if not spare:
-                    spare, size = [size], size + 1
+                    spare = [size]
+                    size = size + 1
                 slots[key] = spare.pop()
         writes = tuple([slots.get(key, -1) for key in ins.writes])
         frees = tuple([slots.pop(ins.reads[place]) for place in ends])

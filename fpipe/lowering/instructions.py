@@ -150,7 +150,8 @@ class Wait(Recv):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        writes, note = ins.writes, machine.group.notes(machine.rank)
+        writes = ins.writes
+        note = machine.group.notes(machine.rank)
         what = f"{ins.action}'s message" if ins.action is not None else "gradients"
         text = f"waiting for {what} from rank {self.peer}"
         post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs)
@@ -186,7 +187,8 @@ class Add(Op):
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         pairs = tuple(zip(ins.writes, ins.reads, self.how, strict=True))
-        frees, wide = ins.frees, machine.wide
+        frees = ins.frees
+        wide = machine.wide
         into = tuple(slot for slot, _, how in pairs if how == "add")
         values = tuple(value for _, value, how in pairs if how == "add")
         first = tuple(pair for pair in pairs if pair[2] != "add")
@@ -245,7 +247,8 @@ def _binder(
     body: str, names: tuple[str, ...], reads: int, frees: int, wanted: tuple[bool, ...]
 ) -> Callable[..., StepFn]:
     """A function of the values of names and of slots (read, freed, written); it returns a step."""
-    read, free = [f"read{n}" for n in range(reads)], [f"free{n}" for n in range(frees)]
+    read = [f"read{n}" for n in range(reads)]
+    free = [f"free{n}" for n in range(frees)]
     write = [f"write{n}" if want else "" for n, want in enumerate(wanted)]
     text = body.strip().format(
         reads="".join(f"s[{name}]," for name in read),

@@ -95,9 +95,11 @@ class LoweringInput:
         return sorted({home for mb in range(self.schedule.units) for home, _ in self._scalars(mb)})
 
     def _scalars(self, mb: int) -> Iterator[tuple[int, Scalar]]:
-        kind, path = self.kind(mb), self.schedule.placement.path(mb)
+        kind = self.kind(mb)
+        path = self.schedule.placement.path(mb)
         if kind.loss is not None:
-            name, aval = kind.loss.ys[0], kind.loss.outputs.y.tensors[0]
+            name = kind.loss.ys[0]
+            aval = kind.loss.outputs.y.tensors[0]
             assert name is not None and aval is not None
             yield (
                 path[-1],

@@ -135,7 +135,8 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
     """
     if programs.eager:
         return programs.during.get(program.name[:1], 0)
-    memory, readers = programs.memory, users(program.traced)
+    memory = programs.memory
+    readers = users(program.traced)
     roots = {name: held.root for name, held in memory.items()}
     last: dict[str, int] = {}
     for index, one in enumerate(program.traced):
@@ -151,7 +152,8 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
         ends[last.get(root, -1)] += storages[root]
 
     to_begin = {one.name for one in program.traced}
-    now, peak = -ends[-1], 0
+    now = -ends[-1]
+    peak = 0
     for index, one in enumerate(program.traced):
         items, unused = _unused(one, readers.get(one.name, ()))
         for name in (one.name, *items):

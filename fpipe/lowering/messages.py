@@ -49,7 +49,10 @@ class Messages:
     """
 
     def __init__(self, job: LoweringInput, rank: int, out: list[Instruction], here: set[Key]):
-        self.job, self.rank, self.out, self.here = job, rank, out, here
+        self.job = job
+        self.rank = rank
+        self.out = out
+        self.here = here
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
         self._routes: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
@@ -74,7 +77,8 @@ class Messages:
 
     def _incoming(self) -> Iterator[Channel]:
         """The messages that other ranks send here, from their rows."""
-        job, sources = self.job, set()
+        job = self.job
+        sources = set()
         kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.units)}
         for (_, path), mb in kinds.items():
             for stage in range(job.stages + 1):
@@ -177,7 +181,8 @@ def places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
     place = 0
     woven = job.interleaved
     for action in job.schedule[rank]:
-        first, last = place, place + len(action.parts) - 1
+        first = place
+        last = place + len(action.parts) - 1
         for part in action.parts:
             yield part, first if woven else place, last if woven else place
             place += 1

@@ -129,7 +129,8 @@ class Plan:
 
 def _curve(keyed: Sequence[Instruction], uses: Sequence[Use], wired: bool) -> tuple[int, ...]:
     """The most bytes held during each instruction."""
-    account, held = MemoryAccount(wired), []
+    account = MemoryAccount(wired)
+    held = []
     for ins, (ends, needed) in zip(keyed, uses, strict=True):
         during = ins.op.hold(ins, ends, account)
         for key, later in zip(ins.writes, needed, strict=True):

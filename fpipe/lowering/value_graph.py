@@ -79,7 +79,8 @@ class Interface:
         no part of it.
         """
         y = programs.outputs.y if y is None else y
-        xs, count = len(programs.dxs) - inner, len(y.leaves)
+        xs = len(programs.dxs) - inner
+        count = len(y.leaves)
         read = {
             name
             for program in (programs.f, programs.b, programs.i, programs.w)
@@ -144,7 +145,8 @@ class ValueGraph:
             if not isinstance(source, int):
                 assert source is not None, "a leaf that is no tensor has no source"
                 return Value(stage, source[0])
-            stage, leaf = stage - 1, source
+            stage = stage - 1
+            leaf = source
         return BatchLeaf(leaf)
 
     def cotangent(self, stage: int, leaf: int) -> Source | None:
@@ -158,7 +160,8 @@ class ValueGraph:
             source = above[leaf] if leaf < len(above) else None
             if not isinstance(source, int):
                 return None if source is None else self._gradient(stage + 1, leaf, source[0])
-            stage, leaf = stage + 1, source
+            stage = stage + 1
+            leaf = source
         return Seed(stage)
 
     def _gradient(self, stage: int, leaf: int, name: str) -> Source:

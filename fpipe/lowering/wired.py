@@ -138,7 +138,9 @@ class Settle(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        settle, peer, count = machine.group.settle, self.peer, self.count
+        settle = machine.group.settle
+        peer = self.peer
+        count = self.count
 
         def step(r: Registers) -> None:
             settle(peer, count)

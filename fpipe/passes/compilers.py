@@ -35,7 +35,8 @@ def _compiled(program: Program, backend: str) -> Program:
     env = {name: graph.placeholder(name) for name in program.inputs}
     env |= {name: graph.get_attr(name) for name in program.constants}
     for operation in program.operations:
-        args, kwargs = fill(operation.args, env), fill(operation.kwargs, env)
+        args = fill(operation.args, env)
+        kwargs = fill(operation.kwargs, env)
         env[operation.name] = graph.call_function(operation.target, args, kwargs)
     graph.output(tuple(env[name] for name in program.outputs))
     # Some compilers cache by code object, so every program has one of its own.

@@ -77,8 +77,11 @@ def check(
     error.
     """
     assert isinstance(ins.op, Run) and ins.action is not None
-    program, action, owner = ins.op.program, ins.action, ins.op.owner
-    roles, values = owner.roles, dict(zip(program.inputs, box, strict=True))
+    program = ins.op.program
+    action = ins.action
+    owner = ins.op.owner
+    roles = owner.roles
+    values = dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
     results = dict(zip(program.outputs, out, strict=True))
     for name, value in (*results.items(), *((name, values[name]) for name in added)):
@@ -189,7 +192,8 @@ def checked(run: RunFn, check: Check, ins: Instruction) -> RunFn:
     random = ins.program is not None and ins.program.random
 
     def checked(box: list[Any]) -> Sequence[Any]:
-        args, state = list(box), torch.get_rng_state() if random else None
+        args = list(box)
+        state = torch.get_rng_state() if random else None
         out = run(box)
         check(ins, args, out, state)
         return out

@@ -47,7 +47,8 @@ class _OnRank(Feature):
 
     def results(self, keys: Iterable[Key]) -> Iterator[Key]:
         """Of a loss the first value stays a result: the total needs it."""
-        builder, passed = self.builder, set[Key]()
+        builder = self.builder
+        passed = set[Key]()
         schedule = builder.job.schedule
         for mb in range(schedule.units):
             kind = builder.job.kind(mb)
@@ -68,8 +69,11 @@ class PassOn(Op):
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         assert ins.action is not None
-        reads, frees, note = ins.reads, ins.frees, machine.group.notes(machine.rank)
-        mb, text = ins.action.microbatch, f"each= after {ins.action}"
+        reads = ins.reads
+        frees = ins.frees
+        note = machine.group.notes(machine.rank)
+        mb = ins.action.microbatch
+        text = f"each= after {ins.action}"
 
         def step(r: Registers) -> None:
             tensors = [r.slots[i] for i in reads]
@@ -106,9 +110,11 @@ def caller(
 
 def _arguments(prepared: Prepared, mb: int, values: Sequence[Any]) -> tuple[Any, ...]:
     """The output of a microbatch and, with a loss, what that returned."""
-    output, loss = prepared.output(mb), prepared.loss[prepared.request.kind_of[mb]]
+    output = prepared.output(mb)
+    loss = prepared.loss[prepared.request.kind_of[mb]]
     count = len(output.avals)
-    y, rest = output.fill(values[:count]), values[count:]
+    y = output.fill(values[:count])
+    rest = values[count:]
     if loss is None:
         return (y,)
     if loss.extra is not None:

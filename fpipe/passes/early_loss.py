@@ -27,7 +27,9 @@ class _OnRank(Feature):
 
     def finish(self) -> None:
         """The next values that other ranks compute with are sent first: they wait for those."""
-        job, out, rank = self.builder.job, self.builder.out, self.builder.rank
+        job = self.builder.job
+        out = self.builder.out
+        rank = self.builder.rank
         if job.scalar_ranks() != [rank]:
             return
         keys = tuple(scalar.key for scalar in job.scalars(rank))

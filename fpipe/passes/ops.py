@@ -91,7 +91,8 @@ def all_to_all(
                 "say send= and receive="
             )
         send = receive = (x.shape[0] // size,) * size
-    sent, received = tuple(send), tuple(receive)
+    sent = tuple(send)
+    received = tuple(receive)
     if len(sent) != size or len(received) != size or sum(sent) != x.shape[0]:
         raise GroupError(
             f"all_to_all with send={sent} and receive={received} does not fit {x.shape[0]} rows "

@@ -257,10 +257,13 @@ def carried(builder: Builder, role: Role, stage: int, mb: int, leaf: int) -> Key
     """
     other = mb + (-1 if role == "x" else 1)
     kind = builder.job.kind(other)
-    programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
-    names, count = programs.dxs, len(interface.dxs)
+    programs = kind.programs[stage]
+    interface = kind.graph.interfaces[stage]
+    names = programs.dxs
+    count = len(interface.dxs)
     if role == "x":
-        names, count = programs.ys, len(interface.ys)
+        names = programs.ys
+        count = len(interface.ys)
     name = names[count + leaf]
     assert name is not None, "no program reads a carry that is no tensor, nor its gradient"
     return builder.key(programs, stage, other, name)

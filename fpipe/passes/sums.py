@@ -40,7 +40,8 @@ class Sums(Feature):
 
 class _OnRank(Feature):
     def __init__(self, sums: Sums, builder: Builder):
-        self.sums, self.builder = sums, builder
+        self.sums = sums
+        self.builder = builder
 
     def finish(self) -> None:
         ranks_of = self.builder.job.schedule.placement.ranks_of
@@ -54,8 +55,11 @@ class _OnRank(Feature):
             self._emit(number, group)
 
     def _emit(self, number: int, group: Sequence[Leaf]) -> None:
-        builder, specs, rank = self.builder, self.sums.specs, self.builder.rank
-        out, ranks_of = builder.out, builder.job.schedule.placement.ranks_of
+        builder = self.builder
+        specs = self.sums.specs
+        rank = self.builder.rank
+        out = builder.out
+        ranks_of = builder.job.schedule.placement.ranks_of
         places = [(leaf, home) for leaf in group for home in ranks_of(leaf[0])]
         local = [leaf for leaf, home in places if home == rank]
         if not local:

@@ -244,7 +244,8 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
         nodes = dict(zip(leaves, take(len(leaves)), strict=True))
         return tuple(map(nodes.get, range(count)))
 
-    params, x = signature.params, signature.x
+    params = signature.params
+    x = signature.x
     state = () if outputs.state is None else outputs.state.avals
     return Joint(
         nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),

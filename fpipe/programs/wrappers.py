@@ -125,7 +125,8 @@ class HasModes(Protocol):
 
 def in_mode(stage: Stage, training: bool) -> Stage:
     """A stage in training or in evaluation; as it is where its function has no modes."""
-    fn, inner = stage.fn, stage.fn.fn if isinstance(stage.fn, Remat) else stage.fn
+    fn = stage.fn
+    inner = stage.fn.fn if isinstance(stage.fn, Remat) else stage.fn
     if isinstance(inner, HasModes):
         moded = inner.in_mode(training)
         fn = Remat(moded) if inner is not fn else moded

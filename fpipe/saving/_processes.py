@@ -74,12 +74,15 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
     """The result of an action of every process; CheckpointError on all of them where it failed on
     one.
     """
-    result, fault, message = None, None, ""
+    result = None
+    fault = None
+    message = ""
     try:
         result = act()
     except Exception as error:
         plain = isinstance(error, (FpipeError, OSError))
-        fault, message = error, str(error) if plain else f"{type(error).__name__}: {error}"
+        fault = error
+        message = str(error) if plain else f"{type(error).__name__}: {error}"
     messages = [text for text in _gathered(groups_of(pipe), message) if text]
     if isinstance(fault, CheckpointError):
         raise fault
@@ -120,7 +123,8 @@ def folders_of(path: str | os.PathLike[str], pipe: Pipe) -> list[Path]:
 
     Each has other tensors of the same names.
     """
-    sharing, folder = _sharing(pipe), Path(path)
+    sharing = _sharing(pipe)
+    folder = Path(path)
     if sharing is None:
         return [folder]
     return [folder / f"tp-{rank}-of-{sharing.size}" for rank in range(sharing.size)]

@@ -52,9 +52,11 @@ class Place(NamedTuple):
     @property
     def entry(self) -> Entry:
         """The tensor in a file: called by its leaf, with the elements where it is not whole."""
-        name, shape = self.key, self.shape
+        name = self.key
+        shape = self.shape
         if self.last - self.first < prod(shape):
-            name, shape = f"{name}[{self.first}:{self.last}]", (self.last - self.first,)
+            name = f"{name}[{self.first}:{self.last}]"
+            shape = (self.last - self.first,)
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
@@ -197,7 +199,8 @@ def _part(
     """A tensor of one stage."""
     pipe = names.pipe
     shape = tuple(tensor.shape)
-    first, last = 0, tensor.numel()
+    first = 0
+    last = tensor.numel()
     is_cut = leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],)
     if is_cut and leaf.span is not None:
         shape = leaf.shape
@@ -211,7 +214,8 @@ def _part(
         )
     rank = pipe.config.rank_here(here.stage)
     ranks = pipe.placement.ranks_of(here.stage)
-    write, repeated = rank == ranks[0], False
+    write = rank == ranks[0]
+    repeated = False
     if not here.state:  # replicas update states of their own, and the first one counts
         replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
         repeated = (here.stage, leaf.path) in names.ties or replicas

@@ -102,7 +102,8 @@ def write(
     rows: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
-        dtype, shape = NAMES.get(entry.dtype, "F64"), list(entry.shape)
+        dtype = NAMES.get(entry.dtype, "F64")
+        shape = list(entry.shape)
         if entry.dtype is torch.complex128:
             shape.append(2)
         rows[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + entry.bytes]}
@@ -110,7 +111,8 @@ def write(
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes
     head = _LENGTH.pack(len(text)) + text
-    tensors, begin = [], len(head)
+    tensors = []
+    begin = len(head)
     with open(path, "xb") as file:
         file.write(head)
         for entry in entries:
@@ -198,7 +200,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _entry(row: Any, start: int) -> Header:
-    dtype, shape = DTYPES[row["dtype"]], row["shape"]
+    dtype = DTYPES[row["dtype"]]
+    shape = row["shape"]
     begin, end = row["data_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape!r} at {begin!r} to {end!r}")
@@ -221,11 +224,13 @@ def hashed(
     file: BufferedReader, begin: int, end: int, low: int = 0, high: int = 0
 ) -> tuple[bytearray, str]:
     """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, and the hash of all."""
-    digest, kept = hashlib.sha256(), bytearray(high - low)
+    digest = hashlib.sha256()
+    kept = bytearray(high - low)
     for at in range(0, end - begin, _BLOCK):
         block = exactly(file, begin + at, min(_BLOCK, end - begin - at))
         digest.update(block)
-        first, last = max(low, at), min(high, at + len(block))
+        first = max(low, at)
+        last = min(high, at + len(block))
         if first < last:
             kept[first - low : last - low] = block[first - at : last - at]
     return kept, digest.hexdigest()
@@ -294,7 +299,8 @@ def grouped(entries: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
     for entry in entries:
         if row and held + size(entry) > most:
             yield row
-            row, held = [], 0
+            row = []
+            held = 0
         row.append(entry)
         held += size(entry)
     if row:

@@ -34,7 +34,9 @@ NAME = "manifest.json"
 FORMAT = 1
 #: Bytes of a manifest at most.
 MOST = 1 << 30
-_START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
+_START = b'{"sha256": "'
+_BETWEEN = b'",\n"manifest": '
+_END = b"}\n"
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 

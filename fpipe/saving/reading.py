@@ -147,7 +147,8 @@ class Reader:
         """The parameters of the stages here as tensors without data, with their names."""
         if not self.manifest.slots:
             return {}
-        names, pipe = self.names, self.names.pipe
+        names = self.names
+        pipe = self.names.pipe
         with _readable(f"{self.folder}: the structure of its parameters"):
             trees = names.expected(self.like)
             for stage in pipe.here:
@@ -175,7 +176,8 @@ class Reader:
         """Parameters that keep their value because the checkpoint has no such leaf; CheckpointError
         where they must not, or have none.
         """
-        kept, lost = dict[str, Tensor](), list[str]()
+        kept = dict[str, Tensor]()
+        lost = list[str]()
         for stage, here in self.templates.items():
             for _, key, like, shape, *_ in here.leaves:
                 if not tree.is_tensor(like):
@@ -198,7 +200,8 @@ class Reader:
     # ---- values ----
     def leaf(self, key: str) -> Leaf | None:
         """A leaf, or this copy's of one that each copy has for itself."""
-        leaves, pipe = self.manifest.leaves, self.names.pipe
+        leaves = self.manifest.leaves
+        pipe = self.names.pipe
         if key in leaves or pipe.copies is None:
             return leaves.get(key)
         return leaves.get(own_key(key, pipe))
@@ -222,7 +225,8 @@ class Reader:
 
     def _part(self, slot: str, here: StageTree, wanted: StageLeaf) -> Tree:
         """What a list by stage has for one parameter."""
-        key, pipe = wanted.key, self.names.pipe
+        key = wanted.key
+        pipe = self.names.pipe
         if slot == "params" and key in self.kept:
             return self.kept[key]
         node = self.manifest.slots[slot].get(key)
@@ -269,9 +273,11 @@ def read_leaf(folder: Path, key: str, leaf: Leaf, span: tuple[int, int] | None =
     are checked.
     """
     first, last = (0, prod(leaf.shape)) if span is None else span
-    raw, itemsize = bytearray(), leaf.torch_dtype.itemsize
+    raw = bytearray()
+    itemsize = leaf.torch_dtype.itemsize
     for piece in leaf.pieces:
-        low, high = max(first, piece.first), min(last, piece.last)
+        low = max(first, piece.first)
+        high = min(last, piece.last)
         if low < high:
             at = (low - piece.first) * itemsize, (high - piece.first) * itemsize
             part = piece.read(folder, key, *at)

@@ -79,7 +79,8 @@ def receive(
     trees = {stage: tree for stage, tree in enumerate(expected) if tree is not None}
     templates = {stage: names.tree(stage, tree, whole=True) for stage, tree in trees.items()}
     wanted = _wanted(names, templates)
-    seen, taken = set[str](), dict[str, Tensor]()
+    seen = set[str]()
+    taken = dict[str, Tensor]()
     fault: Exception | None = None
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
         seen.add(name)

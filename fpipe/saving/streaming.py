@@ -28,7 +28,8 @@ from .leaf_names import Names, StageTree, spans
 #: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may
 #: hold one more, and the allocator of a host may keep three times as much, because tensors of other
 #: sizes do not fit where these were.
-_PIECE, _WHOLE = 1 / 8, 3 / 16
+_PIECE = 1 / 8
+_WHOLE = 3 / 16
 #: Pieces between two waits for all ranks; memory that processes share may keep three times as many
 #: of each other rank.
 _AHEAD = 8

@@ -209,7 +209,8 @@ class _Job:
         shown = self.shown and self.number == 0
         mine = [place for place in places if place.write]
         groups = list(grouped(mine, lambda place: place.entry.bytes, MOST_FILE))
-        files, pieces = dict[str, File](), dict[str, list[Piece]]()
+        files = dict[str, File]()
+        pieces = dict[str, list[Piece]]()
         try:
             with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
                 for number, group in enumerate(track(groups)):

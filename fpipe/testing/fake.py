@@ -82,7 +82,9 @@ class Network:
     """The channels, collective calls and faults that the fake ranks of one world share."""
 
     def __init__(self, world: World, order: str, faults: Sequence[Fault]):
-        self.world, self.faults, self.occurred = world, tuple(faults), set[Fault]()
+        self.world = world
+        self.faults = tuple(faults)
+        self.occurred = set[Fault]()
         self.lockstep = order == "lockstep"
         #: By epoch, source and destination; an epoch ends with a call that a rank refused.
         self.channels: defaultdict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
@@ -118,10 +120,14 @@ class FakeGroup(Group):
     """The group of one fake rank; see :func:`fpipe.testing.run`."""
 
     def __init__(self, network: Network, rank: int):
-        self._network, self._world = network, network.world
-        self.size, self.rank, self.here = len(network.world.ranks), rank, (rank,)
+        self._network = network
+        self._world = network.world
+        self.size = len(network.world.ranks)
+        self.rank = rank
+        self.here = (rank,)
         self.timeout = network.world.timeout
-        self.at_once, self.strict = False, network.lockstep
+        self.at_once = False
+        self.strict = network.lockstep
         self._numbers = count()
         self._announced: _Announced = {}
         self._call, self._refused = -1, False  # the last one, and whether a rank refused it
@@ -136,7 +142,8 @@ class FakeGroup(Group):
 
     def _enter(self, name: str) -> None:
         """Start of every call: applies Kill and Refuse, and lets another rank run first."""
-        state, network = self._world.ranks[self.rank], self._network
+        state = self._world.ranks[self.rank]
+        network = self._network
         number, state.calls = state.calls, state.calls + 1
         if network.occurring(Kill, self.rank, number):
             raise Killed(f"rank {self.rank} was killed before call {number}")
@@ -189,7 +196,9 @@ class FakeGroup(Group):
     def _leave(self) -> None:
         """Leave the last call, with its messages, if a rank refused it."""
         if self._refused:
-            self._announced, self._refused, self._numbers = {}, False, count()
+            self._announced = {}
+            self._refused = False
+            self._numbers = count()
             self._epoch = self._call
 
     def confirm(self) -> None:
@@ -228,7 +237,9 @@ class FakeGroup(Group):
     def _send(self, src: int, dst: int, specs: Specs, tensors: Tensors) -> Work:
         if src != self.rank:
             raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
-        channel, world, network = self._channel(src, dst), self._world, self._network
+        channel = self._channel(src, dst)
+        world = self._world
+        network = self._network
         self._enter("send")
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
         number = len(channel.arrivals)
@@ -265,7 +276,8 @@ class FakeGroup(Group):
             raise GroupError(
                 f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
             )
-        channel, world = self._channel(src, dst), self._world
+        channel = self._channel(src, dst)
+        world = self._world
         self._enter("recv")
         number = channel.requested
         channel.requested += 1
@@ -339,7 +351,8 @@ class FakeGroup(Group):
 
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Copies of the tensors of rank ``src``."""
-        form, name = wire_format(specs), f"share from rank {src}"
+        form = wire_format(specs)
+        name = f"share from rank {src}"
         if src != self.rank:
             return form.unpack(self._start(name, None)()[src], _CPU)
         if tensors is None:

@@ -84,7 +84,9 @@ class World:
         self.stuck: str | None = None
         self._failures = count()
         self._over = threading.Event()
-        self._turns, self._running, self._given_up = 0, -1, False
+        self._turns = 0
+        self._running = -1
+        self._given_up = False
 
     # ---- turns ----
     def play(self, parts: list[Callable[[], object]]) -> None:
@@ -158,7 +160,8 @@ class World:
             ]
             if able:
                 state = self.random.choice(able)
-                self._turns, self._running = self._turns + 1, state.rank
+                self._turns = self._turns + 1
+                self._running = state.rank
                 state.turn.release()
                 return
             self._jump(alive)

@@ -145,14 +145,17 @@ def dynamic_loss_scale(
     over = as_over(over)
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        scale, zero = state.scale, torch.zeros_like(state.good)
+        scale = state.scale
+        zero = torch.zeros_like(state.good)
         if not all_finite(grads, over):
             return None, LossScaleState(scale * backoff, zero, state.skipped + 1)
-        at, good = places(grads), state.good + 1
+        at = places(grads)
+        good = state.good + 1
         with torch.no_grad():
             unscaled = at.tree(scaled(at.leaves, 1.0 / scale.item()))
         if good.item() >= interval:
-            good, grown = zero, scale * growth
+            good = zero
+            grown = scale * growth
             scale = grown if math.isfinite(grown.item()) else scale
         return unscaled, LossScaleState(scale, good, state.skipped)
 

@@ -261,7 +261,8 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
     A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
     process.
     """
-    every, spec = names(tree), optree.tree_structure(tree, namespace=NAMESPACE)
+    every = names(tree)
+    spec = optree.tree_structure(tree, namespace=NAMESPACE)
     column: Column = []
     for name in every:
         fitting = [label for pattern, label in labels.items() if matches(name, [pattern])]

@@ -66,14 +66,16 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
             is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
             return leaf.detach().float() if is_half else None
 
-        copies, at = tree_map(copy_of, params), places(params)
+        copies = tree_map(copy_of, params)
+        at = places(params)
         columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
         return MasterState(
             copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
         )
 
     def body(at, state, params, how):
-        before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
+        before = weights_of(at, params, "master")
+        copies = at.column(state.master, "the state")
         halves = [copy is not None for copy in copies]
         like = [p if copy is None else copy for p, copy in zip(before, copies, strict=True)]
         gs = [g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
@@ -101,7 +103,8 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
 
 def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tuple[Column, Column]:
     """Updates after which each parameter is its new copy, rounded; and the new copies."""
-    us, new = list(updates), list(copies)
+    us = list(updates)
+    new = list(copies)
     chosen = [i for i, copy in enumerate(copies) if copy is not None and us[i] is not None]
     sums = added([copies[i] for i in chosen], [us[i] for i in chosen], donate)
     for i, copy in zip(chosen, sums, strict=True):

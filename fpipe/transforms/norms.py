@@ -65,7 +65,8 @@ class _StageNorm(NamedTuple):
         every = names(tree) if self.repeated or differing else [""] * len(leaves)
         pairs = zip(leaves, every, strict=True)
         chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.repeated]
-        alike, others = list[Tensor](), list[Tensor]()
+        alike = list[Tensor]()
+        others = list[Tensor]()
         norms = map_kinds(self._of_leaves, [leaf for leaf, _ in chosen])
         for (_, name), norm in zip(chosen, norms, strict=True):
             differs = differing != () and matches(name, differing)
@@ -112,7 +113,8 @@ def _by_rows(flat: Tensor, p: float) -> Tensor:
         if whole < flat.numel():
             tail = torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)
             rows = torch.cat([rows, tail.reshape(1)])
-        flat, dtype = rows, None
+        flat = rows
+        dtype = None
     return torch.linalg.vector_norm(flat, p, dtype=dtype)
 
 
@@ -159,7 +161,9 @@ def global_norm(
     group, differing = copies_of(over)
     gathers = exact and differing == EVERY_LEAF
     if shards is not None:
-        group, differing, gathers = shards, EVERY_LEAF, False
+        group = shards
+        differing = EVERY_LEAF
+        gathers = False
     norm = _StageNorm(p, exact, repeated, board_device(tree, over))
     norms: dict[int, Tensor] = {}
     for stage, part in stages_here(tree, over).items():

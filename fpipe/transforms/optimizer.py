@@ -95,7 +95,8 @@ def optimizer(
     def body(at, state, params, how):
         if not hasattr(state, "step"):
             raise TransformError(f"{name} got the state {state!r}; pass that of tx.init(params)")
-        number, rate = state.step + 1, rate_at(lr, state.step)
+        number = state.step + 1
+        rate = rate_at(lr, state.step)
         trees = state[1 : 1 + moments]
         before = [at.of(tree, "the state") for tree in trees]
         donate_params = how is not None and how.donate
@@ -135,7 +136,8 @@ def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:
     elements.
     """
     last: dict[Hashable, int] = {}  # of a kind: its last block
-    elements, keys = list[int](), list[Hashable]()
+    elements = list[int]()
+    keys = list[Hashable]()
     for leaf, on in zip(leaves, decays, strict=True):
         kind = leaf.device, leaf.dtype, on
         block = last.get(kind)

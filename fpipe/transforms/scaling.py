@@ -113,7 +113,8 @@ def add_noise(
     shard = f"/{copies.here[0]}" if copies is not None and differing == EVERY_LEAF else ""
 
     def step(at, state, params):
-        t, stages = int(state.step.item()) + 1, at.stages()
+        t = int(state.step.item()) + 1
+        stages = at.stages()
         std = (eta / t**gamma) ** 0.5
 
         def kernel(gs, stages):
@@ -130,7 +131,8 @@ def add_noise(
 def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     """Standard normal noise for leaves of one device and dtype; the seed is a hash of the text."""
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    device, sizes = leaves[0].device, [leaf.numel() for leaf in leaves]
+    device = leaves[0].device
+    sizes = [leaf.numel() for leaf in leaves]
     generator = torch.Generator(device).manual_seed(seed)
     flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=device)
     return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]

@@ -20,7 +20,10 @@ import threading
 from typing import Any
 
 MEMORY_FILE = "fpipe"
-_SYS_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 2**31 - 1
+_SYS_FUTEX = 202
+_WAIT = 0
+_WAKE = 1
+_ALL = 2**31 - 1
 
 AVAILABLE = (
     sys.platform == "linux"

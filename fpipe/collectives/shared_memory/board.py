@@ -31,7 +31,8 @@ class Board(NamedTuple):
 
     def equal(self) -> bool | None:
         """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
-        place, others = self.number & 1, self.others.values()
+        place = self.number & 1
+        others = self.others.values()
         if all(view[place] == self.digest for view in others):
             return True
         # a digest is written before its count, so it is read after it

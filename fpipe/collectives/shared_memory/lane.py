@@ -26,7 +26,8 @@ from . import _native
 PAGE = 4096
 NOTES = 4096  #: messages that may be under way
 AREA = 256 << 20  #: bytes that may be under way; only pages that were used take memory
-_NOTES_AT, _AREA_AT = PAGE, PAGE + NOTES * 16
+_NOTES_AT = PAGE
+_AREA_AT = PAGE + NOTES * 16
 #: Bytes of address space of one lane.
 LANE = _AREA_AT + AREA
 LARGE = AREA // 4  #: larger messages are sent in several pieces
@@ -73,7 +74,8 @@ class _End:
     def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
         self.head = [0] if head is None else head  # added to the size in each note
         view = memoryview(memory)
-        self.sent, self.taken = view[0:4].cast("I"), view[64:68].cast("I")
+        self.sent = view[0:4].cast("I")
+        self.taken = view[64:68].cast("I")
         self.asleep = view[128:132].cast("I")  # whether the reader sleeps, or is about to
         # two numbers of each message: where it starts, and its bytes + head
         self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")
@@ -98,7 +100,9 @@ class LaneWriter(_End):
     def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
         super().__init__(memory, head)
         self._freed = 0
-        self._memory, self._used, self._quiet = memory, 0, 0
+        self._memory = memory
+        self._used = 0
+        self._quiet = 0
         self._live: deque[tuple[int, int]] = deque()
         self.queued: deque[tuple[Sequence[Tensor], Piece]] = deque()  # pieces that did not fit yet
 
@@ -124,7 +128,8 @@ class LaneWriter(_End):
         if start < 0:
             return False
         _native.copy(self.area + start, buffers[buffer].data_ptr() + skip, nbytes)
-        count, notes = self.count, self.notes
+        count = self.count
+        notes = self.notes
         note = 2 * (count % NOTES)
         notes[note], notes[note + 1] = start, size + self.head[0]
         self._live.append((start, start + size))
@@ -147,7 +152,8 @@ class LaneWriter(_End):
             return 0
         if len(live) == NOTES:
             return -1
-        first, last = live[0][0], live[-1][1]
+        first = live[0][0]
+        last = live[-1][1]
         if last <= first:  # the newest lie before the oldest: the range between them is free
             return last if last + size <= first else -1
         if last + size <= AREA:
@@ -164,7 +170,8 @@ class LaneWriter(_End):
         high = max(live.popleft()[1] for _ in range(taken))
         self._freed += taken
         if high > KEEP:
-            self._used, self._quiet = max(self._used, high), 0
+            self._used = max(self._used, high)
+            self._quiet = 0
 
     def _shrink(self) -> None:
         """Return the pages that large messages used, once only small ones follow. The lane is
@@ -203,7 +210,8 @@ class LaneReader(_End):
         size or header differ.
         """
         buffer, skip, nbytes, size = piece
-        count, notes = self.count, self.notes
+        count = self.count
+        notes = self.notes
         note = 2 * (count % NOTES)
         if self.sent[0] == count & _MASK or notes[note + 1] != size + self.head[0]:
             return False

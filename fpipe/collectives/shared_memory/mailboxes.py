@@ -43,7 +43,8 @@ _DIGESTS = slice(128, 128 + 8 * NUMBERS)  #: of the same page: the calls that th
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
-_CPU, _CLOCK = torch.device("cpu"), time.perf_counter
+_CPU = torch.device("cpu")
+_CLOCK = time.perf_counter
 
 
 class Address(NamedTuple):
@@ -65,7 +66,8 @@ class _Outbox:
         _native.check_memory_file(file, size)
         self.page = mmap.mmap(file, PAGE)
         view = memoryview(self.page)
-        self.ended, self.digests = view[_ENDED].cast("I"), view[_DIGESTS].cast("Q")
+        self.ended = view[_ENDED].cast("I")
+        self.digests = view[_DIGESTS].cast("Q")
 
     def lane(self, dst: int, kind: int) -> mmap.mmap:
         """The memory of a lane to a rank."""
@@ -104,7 +106,8 @@ class SharedMemory:
     def __init__(
         self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]
     ):
-        self._monitor, self._agreement = monitor, agreement
+        self._monitor = monitor
+        self._agreement = agreement
         self._outbox, self._peers, head = outbox, peers, agreement.head
         self._writers = {
             (dst, kind): LaneWriter(outbox.lane(dst, kind), head)
@@ -131,8 +134,12 @@ class SharedMemory:
         """A function that copies a message into the outbox; if it does not fit it is written
         later.
         """
-        monitor, writer, message = self._monitor, self._writers[dst, PLANS], pieces(form.sizes)
-        pack, put, src = form.pack, writer.put, monitor.rank
+        monitor = self._monitor
+        writer = self._writers[dst, PLANS]
+        message = pieces(form.sizes)
+        pack = form.pack
+        put = writer.put
+        src = monitor.rank
         single = message[0] if len(message) == 1 else None
 
         def send(tensors: Tensors) -> None:
@@ -199,8 +206,13 @@ class SharedMemory:
         """A function that returns the next message if it arrives within the time of polling, and no
         earlier one was requested and not read.
         """
-        inbox, monitor, poll, clock = self._inboxes[src, PLANS], self._monitor, self._poll, _CLOCK
-        requested, arrived, message = inbox.requested, inbox.reader.has, pieces(form.sizes)
+        inbox = self._inboxes[src, PLANS]
+        monitor = self._monitor
+        poll = self._poll
+        clock = _CLOCK
+        requested = inbox.requested
+        arrived = inbox.reader.has
+        message = pieces(form.sizes)
 
         def fetch() -> Tensors | None:
             if requested or monitor.broken is not None:
@@ -262,7 +274,8 @@ class _Inbox(NamedTuple):
 
     def receive(self, form: WireFormat, message: Sequence[Piece]) -> Tensors:
         """The next message, in pieces that may have to be waited for."""
-        buffers, reader = form.empty(_CPU), self.reader
+        buffers = form.empty(_CPU)
+        reader = self.reader
         for piece in message:
             if reader.read(buffers, piece):
                 continue
@@ -280,7 +293,10 @@ def connect(
     It is used between ranks of which each could open the other's outbox; None if this rank cannot
     share. Also returns whether every two ranks of the group can: the same on all ranks.
     """
-    rank, size, outbox, address = monitor.rank, monitor.size, None, None
+    rank = monitor.rank
+    size = monitor.size
+    outbox = None
+    address = None
     # Lanes in both directions; the rest of a limited address space is for tensors.
     nbytes = _outbox_size(size)
     if near and _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:

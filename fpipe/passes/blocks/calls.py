@@ -168,7 +168,8 @@ def _definition(
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
     count = sum(t.is_leaf for t in tensors)
-    fn, captured = block.fn, _captured(block.fn)
+    fn = block.fn
+    captured = _captured(block.fn)
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, surroundings)
@@ -184,7 +185,8 @@ def _definition(
         return fn(*args, **kwargs)
 
     stage = Stage(on_tensors, name=within.label)
-    side, state = AbstractTree.of({}), AbstractTree.of(None)
+    side = AbstractTree.of({})
+    state = AbstractTree.of(None)
     signature = Signature(_tree(avals[:count]), _tree(avals[count:]), side, state)
     outputs = _outputs_of(stage, signature, within.sizes)
     definitions[key] = outputs and Definition(stage, signature, outputs, fn, captured, cached)
@@ -284,7 +286,8 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     now = _captured(definition.written)
     if any(value is not before for value, before in zip(now, definition.captured, strict=True)):
         raise InexactError("the function of a block has closed over another value since its call")
-    signature, y = definition.signature, definition.outputs.y
+    signature = definition.signature
+    y = definition.outputs.y
     ends_avals = []
     for aval, cotangent in zip(y.avals.values(), cotangents, strict=True):
         ends_avals.append((cotangent or aval)._replace(grad=cotangent is not None))

@@ -96,7 +96,8 @@ class Graph:
         for tensor, before, m in zip(tensors, self.fixed, moved, strict=True):
             needed = m or self.times >= TIMES or tensor.device != self.device
             if before is None and needed:
-                size, stride = tensor.shape, tensor.stride()
+                size = tensor.shape
+                stride = tensor.stride()
                 before = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
             fixed.append(before)
         graph = replace(self, fixed=tuple(fixed), recorded=None, times=self.times + 1)

@@ -47,7 +47,9 @@ class Reduce(_Started):
     kind = "REDUCE"
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, key, frees = self.share, self.memory, ins.frees
+        share = self.share
+        key = self.memory
+        frees = ins.frees
         copies = share.copies
         op = "mean" if copies.mean else "sum"
         buckets = [
@@ -74,7 +76,8 @@ class Unshard(_Started):
     kind = "UNSHARD"
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, key = self.share, self.memory
+        share = self.share
+        key = self.memory
         buckets = share.slots(ins.reads)
 
         def step(r: Registers) -> None:
@@ -126,9 +129,11 @@ class Landed(OfShare):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share, key = self.share, self.memory
+        share = self.share
+        key = self.memory
         buckets = share.slots(ins.writes)
-        journal, rank = machine.group.journal, machine.rank
+        journal = machine.group.journal
+        rank = machine.rank
         text = f"waiting for the {self} of other copies"
 
         def step(r: Registers) -> None:

@@ -73,7 +73,8 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     """The value of a call with other parameters, in the dtype of accumulation, and another
     batch.
     """
-    config, run = call.config, _runner(call)
+    config = call.config
+    run = _runner(call)
     outputs: list[Tree] = []
     losses: list[torch.Tensor] = []
     auxes: list[Tree] = []
@@ -115,7 +116,8 @@ def _runner(call: Call) -> Callable[..., Tree]:
     """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not
     defined here.
     """
-    config, stage = call.config, stage_that_runs()
+    config = call.config
+    stage = stage_that_runs()
     where = f"a pipeline inside stage {stage}"
     if stage is None:
         where = "torch.func transforms of a pipeline"

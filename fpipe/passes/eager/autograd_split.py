@@ -115,7 +115,8 @@ def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = Fal
             if source is not None and reach[source] & 1:
                 crossing[source][node, port] = None
     early = -1 if whole else _early(reach, crossing, sources)
-    forks, passed = [], []
+    forks = []
+    passed = []
     for node, bit in reach.items():
         if not bit & 1 or node in marks:
             continue

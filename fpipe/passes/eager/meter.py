@@ -35,7 +35,9 @@ def meter() -> Meter:
     >>> count.now, count.peak
     ([4], [64])
     """
-    now, peak, counted = [0], [0], set[int]()
+    now = [0]
+    peak = [0]
+    counted = set[int]()
 
     def ended(key: int, nbytes: int) -> None:
         counted.discard(key)

@@ -103,7 +103,8 @@ class _Engine:
     """
 
     def __init__(self, stage: Stage, signature: Signature, unused: frozenset[int]):
-        self.stage, self.signature = stage, signature
+        self.stage = stage
+        self.signature = signature
         self.facts = facts = facts_of(stage, signature, unused)
         self.autocast = ambient()
         self.devices = devices_of(signature)
@@ -210,8 +211,10 @@ class _Engine:
 
     def _check(self, result: Result, xs: Sequence[object]) -> list[Any]:
         """The leaves of the output; all results must be as the plan expects them."""
-        returned, expected = outputs_from(self.stage, result, False), self.facts.outputs
-        y, planned = returned.y, expected.y
+        returned = outputs_from(self.stage, result, False)
+        expected = self.facts.outputs
+        y = returned.y
+        planned = expected.y
         self._expect(y.spec == planned.spec, "another structure", y.spec, planned.spec)
         for j, (leaf, aval) in enumerate(zip(y.leaves, planned.leaves, strict=True)):
             name = f"output {j}"
@@ -232,7 +235,8 @@ class _Engine:
         if expected.aux is not None:
             fits = returned.aux is not None and _alike(returned.aux, expected.aux)
             self._expect(fits, "its auxiliary loss", returned.aux, expected.aux)
-        state, planned_state = returned.state, expected.state
+        state = returned.state
+        planned_state = expected.state
         if state is not None and planned_state is not None:
             fits = state.spec == planned_state.spec
             fits = fits and all(map(_alike, state.leaves, planned_state.leaves))
@@ -313,8 +317,11 @@ class _Engine:
     # ---- all four ----
     def programs(self) -> Programs:
         """The programs with their names."""
-        signature, facts, outputs = self.signature, self.facts, self.outputs
-        dxs, dps = _named("dx", self.dxs), _named("dp", self.dps)
+        signature = self.signature
+        facts = self.facts
+        outputs = self.outputs
+        dxs = _named("dx", self.dxs)
+        dps = _named("dp", self.dps)
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         computed = {j: aval for j, aval in outputs.y.avals.items() if j not in passed}
         ys = _named("y", computed)

@@ -252,7 +252,8 @@ def _with_graph(
         raise
     except Exception:  # a backward that looks at its data
         return facts
-    forward, backward = facts.during["F"], count.peak[0] - before
+    forward = facts.during["F"]
+    backward = count.peak[0] - before
     during = {"F": forward, "B": backward}
     if isinstance(stage.fn, Remat):  # its B records the graph first
         during = {"B": forward + backward}

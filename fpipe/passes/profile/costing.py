@@ -115,7 +115,8 @@ def costs(
     bytes by stage.
     """
     lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
-    stages, slices = 0, 1
+    stages = 0
+    slices = 1
     for runs in steps:
         for _, action, start, end in spans(runs):
             first = action.parts[0]
@@ -127,7 +128,8 @@ def costs(
         {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
     )
     half = {stage: time / 2 for stage, time in whole.items() if stage not in inputs}
-    inputs, weights = half | inputs, half | weights
+    inputs = half | inputs
+    weights = half | weights
     whole = {stage: inputs[stage] + weights[stage] for stage in inputs if stage in weights} | whole
 
     def row(times: Mapping[int, float]) -> tuple[float, ...]:

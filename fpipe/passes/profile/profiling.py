@@ -40,7 +40,8 @@ class Profile:
     """
 
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
-        self.step, self.name = step, name
+        self.step = step
+        self.name = name
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
@@ -90,7 +91,8 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        real, predicted = self.timeline.total, self.simulated.total
+        real = self.timeline.total
+        predicted = self.simulated.total
         return (
             f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
             f"({predicted / real:.1%} of it)"

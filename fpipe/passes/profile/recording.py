@@ -91,7 +91,8 @@ class Clock(NamedTuple):
             return [when + zero.elapsed_time(event) / 1e3 for event in marks]
 
         torch.accelerator.synchronize(device)
-        zero, when = mark(), time.perf_counter()
+        zero = mark()
+        when = time.perf_counter()
         return cls(mark, seconds)
 
 
@@ -235,7 +236,8 @@ def differences(group: Group) -> list[float]:
 
     A difference that is smaller than its uncertainty, as on one machine, is 0.
     """
-    ahead, mine = [0.0] * group.size, group.here[0]
+    ahead = [0.0] * group.size
+    mine = group.here[0]
     if len(group.here) == group.size:
         return ahead
     group.barrier()

@@ -93,7 +93,8 @@ class _Search(NamedTuple):
 
     def _score(self, left: Sequence[int], clocks: Clocks) -> int:
         """The least time in which an order can end that has these tasks left."""
-        compute, link = clocks.compute, clocks.link
+        compute = clocks.compute
+        link = clocks.link
         paths = []
         for number in left:
             task = self.tasks[number]

@@ -15,7 +15,8 @@ def bounded(program: Program, owner: Programs) -> Callable[[list[Any]], Sequence
     """What runs a program of a stage that starts a collective or waits for one."""
     several = (program, owner.f, owner.b, owner.i, owner.w)
     started = (found.members for each in several for found in collectives_of(each))
-    members, run = next(started, None), program.run
+    members = next(started, None)
+    run = program.run
     if members is None:
         return run
     waiting = watched(members)

@@ -160,7 +160,8 @@ class Course(NamedTuple):
 def play(tasks: Sequence[Task], order: Sequence[int]) -> Course:
     """Run an order by two clocks."""
     clocks = Clocks()
-    moments, transfers = [], []
+    moments = []
+    transfers = []
     for number in order:
         task = tasks[number]
         start = clocks.start(task)

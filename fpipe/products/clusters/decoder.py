@@ -82,7 +82,8 @@ class _Rank:
     # ---- parameters ----
     def embedding_params(self) -> Layer:
         """What the first stage has beside its layers."""
-        hidden, positions = self.model.hidden, self.model.positions
+        hidden = self.model.hidden
+        positions = self.model.positions
         params = {"embedding": _empty(self._vocabulary, hidden)}
         if positions:
             params["positions"] = _empty(positions, hidden)
@@ -99,7 +100,8 @@ class _Rank:
 
     def layer_params(self) -> Layer:
         """The parameters of a layer."""
-        model, tp = self.model, self.layout.tp
+        model = self.model
+        tp = self.layout.tp
         hidden = model.hidden
         gate = model.matrices - 1
         experts = (model.experts,) if model.experts else ()
@@ -149,7 +151,8 @@ class _Rank:
         Without selective recompute it keeps a part of the norm, and gathers it again in the
         backward.
         """
-        recompute, product = self.layout.recompute, self._product
+        recompute = self.layout.recompute
+        product = self._product
         if recompute == "none" and self.layout.tp > 1:
             product = remat(product)
 
@@ -193,7 +196,8 @@ class _Rank:
         return summed + self._activate_and_multiply(shared, p["shared_down"])
 
     def _attention(self, qkv: Tensor) -> Tensor:
-        model, tp = self.model, self.layout.tp
+        model = self.model
+        tp = self.layout.tp
         heads = model.heads // tp
         kv_heads = model.kv_heads // tp
         by_head = qkv.unflatten(-1, (-1, model.head_dim))

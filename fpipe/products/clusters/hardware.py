@@ -13,7 +13,9 @@ from ...errors import PlanError
 GIB = 1 << 30
 #: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
 #: what Adam keeps: a float32 copy and two moments.
-PARAMETER, GRADIENT, OPTIMIZER = 2, 4, 12
+PARAMETER = 2
+GRADIENT = 4
+OPTIMIZER = 12
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ TABLE = {
 }
 #: The shares of other figures that are reached: of attention that keeps no scores, of memory and of
 #: links.
-ATTENTION, MEMORY, LINK, NETWORK = 0.45, 0.8, 0.75, 0.8
+ATTENTION = 0.45
+MEMORY = 0.8
+LINK = 0.75
+NETWORK = 0.8
 #: The share of the memory that tensors can have; the rest is for the context, for buffers of
 #: collectives and for gaps.
 USABLE = 0.94

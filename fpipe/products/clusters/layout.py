@@ -85,7 +85,8 @@ class Layout:
 
     def check(self, job: Job) -> Layout:
         """This layout; raises PlanError where it does not fit the job."""
-        model, layers = job.model, self.layers
+        model = job.model
+        layers = self.layers
         rules = {
             f"tp x pp x dp must be the {job.gpus} GPUs": self.tp * self.pp * self.dp == job.gpus,
             f"dp x microbatch must divide {job.batch} sequences": (

@@ -91,7 +91,8 @@ def search(
     bounds = [Bound(*least(job, layout), layout) for layout in track(layouts)]
     possible = sorted((bound for bound in bounds if bound.nbytes <= usable(job)), key=_order)
     best: dict[tuple[int, int, str], Prediction] = {}
-    predicted, longest = 0, inf
+    predicted = 0
+    longest = inf
     for seconds, _, layout in possible:
         if seconds > longest:
             break
@@ -114,7 +115,8 @@ def search(
 
 def candidates(job: Job) -> Iterator[Layout]:
     """All layouts of a job."""
-    model, gpus = job.model, job.gpus
+    model = job.model
+    gpus = job.gpus
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for tp, pp in product(divisors, divisors):
         dp, rest = divmod(gpus, tp * pp)

@@ -234,7 +234,8 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
             raise PlanError(f"{where} lacks {names[-1 if plain else 0]!r}; add it")
         return value
 
-    hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
+    hidden = size("hidden_size", "n_embd")
+    layers = size("num_hidden_layers", "n_layer")
     width = size("intermediate_size", "n_inner", default=4 * hidden if plain else None)
     experts = size("num_local_experts", "num_experts", default=0)
     sizes: dict[str, Any] = {"feed_forward": width}

@@ -43,7 +43,8 @@ Record = TypeVar("Record", Gpu, Job, Layout, Model)
 
 def tables(prediction: Prediction) -> dict[str, Table]:
     """A prediction as tables of numbers, text and lists, in the order of the file."""
-    job, layout = prediction.job, prediction.layout
+    job = prediction.job
+    layout = prediction.layout
     return {
         "model": asdict(job.model),
         "gpu": asdict(job.gpu),
@@ -108,7 +109,8 @@ def read_plan(path: str | PathLike[str]) -> Prediction:
         values = tomllib.loads(read_bytes(path, MOST).decode())
     except ValueError as error:
         raise PlanError(f"{path}: {error}; {_REMEDY}") from None
-    model, gpu = _record(Model, values, path), _record(Gpu, values, path)
+    model = _record(Model, values, path)
+    gpu = _record(Gpu, values, path)
     job = _record(Job, values, path, model=model, gpu=gpu)
     return predict(job, _record(Layout, values, path))
 

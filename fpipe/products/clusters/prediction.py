@@ -137,7 +137,8 @@ def predict(job: Job, layout: Layout) -> Prediction:
     case = _Case(job, layout)
     without_zero = _Case(job, replace(layout, zero=0))  # which has the same simulation
     seconds, busy, *by_rank = _simulated(without_zero)
-    activations, late = by_rank[: layout.pp], by_rank[layout.pp :]
+    activations = by_rank[: layout.pp]
+    late = by_rank[layout.pp :]
     memory = tuple(_memory(case, rank, activations[rank], late[rank]) for rank in range(layout.pp))
     parts = _parts(case, seconds)
     step = seconds + parts["copies"] + parts["optimizer"]
@@ -152,9 +153,11 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     split, ends before their backwards. It holds its state, and the activations of a microbatch of
     its last stage, perhaps before it has gradients.
     """
-    case, p = _Case(job, layout), layout.pp
+    case = _Case(job, layout)
+    p = layout.pp
     turned = layout.schedule in TURNED
-    busy, elements = [0.0] * p, [0.0] * p
+    busy = [0.0] * p
+    elements = [0.0] * p
     for stage, work in enumerate(case.works):
         rank = 2 * p - 1 - stage if turned and stage >= p else stage % p
         busy[rank] += work.seconds
@@ -209,7 +212,8 @@ class _Case:
     @cached_property
     def boundary(self) -> float:
         """Bytes of a message between stages."""
-        job, layout = self.job, self.layout
+        job = self.job
+        layout = self.layout
         tokens = job.sequence * layout.microbatch
         return tokens * job.model.hidden * PARAMETER / layout.tp
 
@@ -219,7 +223,8 @@ class _Case:
 
         What a stage sends is held until a later message shows that it has arrived.
         """
-        job, layout = self.job, self.layout
+        job = self.job
+        layout = self.layout
         layer = layer_work(job, layout)
         layers = {count: layer.times(count) for count in set(self.counts)}
         sent = Work(saved=self.boundary, kept=self.boundary)
@@ -243,12 +248,14 @@ def _simulated(case: _Case) -> list[float]:
     """What ``_run`` returns; with many microbatches, that of two schedules of fewer, whose
     difference is repeated.
     """
-    count, p = case.microbatches, case.layout.pp
+    count = case.microbatches
+    p = case.layout.pp
     if count <= PERIODS * p:
         return _run(case, count)
     fewer = (PERIODS - 4) * p + count % p
     times = (count - fewer) / (2 * p)
-    short, long = _run(case, fewer), _run(case, fewer + 2 * p)
+    short = _run(case, fewer)
+    long = _run(case, fewer + 2 * p)
     return [a + (b - a) * times for a, b in zip(short, long, strict=True)]
 
 
@@ -257,7 +264,9 @@ def _run(case: _Case, microbatches: int) -> list[float]:
     average rank is busy, the most bytes of activations of each rank, and of each rank the bytes of
     gradients that come later.
     """
-    job, layout, works = case.job, case.layout, case.works
+    job = case.job
+    layout = case.layout
+    works = case.works
     costs = Costs(
         F=[work.F for work in works],
         I=[work.I for work in works],
@@ -331,7 +340,8 @@ def _copies(case: _Case) -> float:
     are gathered for forward and backward of as many microbatches as there are ranks, which hide
     them where they take longer.
     """
-    layout, gpu = case.layout, case.job.gpu
+    layout = case.layout
+    gpu = case.job.gpu
     if layout.dp == 1:
         return 0.0
     width = gpu.width(layout.tp * layout.dp)
@@ -349,7 +359,8 @@ def _copies(case: _Case) -> float:
 
 def _optimizer(case: _Case) -> float:
     """The seconds in which the optimizer reads and writes its state."""
-    layout, gpu = case.layout, case.job.gpu
+    layout = case.layout
+    gpu = case.job.gpu
     elements = max(case.elements) * layout.per_rank / layout.tp
     if layout.zero:
         elements /= layout.dp
@@ -359,7 +370,8 @@ def _optimizer(case: _Case) -> float:
 
 # ---- memory ----
 def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
-    job, layout = case.job, case.layout
+    job = case.job
+    layout = case.layout
     few = min(case.microbatches, 2 * layout.pp)
     stages = layout.schedule_for(few).placement.stages_of(rank)
     layers = sum(case.counts[stage] for stage in stages)
@@ -381,7 +393,8 @@ def _moment(case: _Case, stage: int) -> float:
     It has what a layer keeps for W and, in the last stage, gradients of logits. A backward that is
     not split computes the gradients of all weights of its stage before it adds them.
     """
-    layout, count = case.layout, case.counts[stage]
+    layout = case.layout
+    count = case.counts[stage]
     layer = layer_work(case.job, layout)
     nbytes = layer.kept if count else 0.0
     if layout.schedule not in SPLIT:

@@ -56,9 +56,11 @@ def total(*parts: Work) -> Work:
 @lru_cache(maxsize=4096)
 def layer_work(job: Job, layout: Layout) -> Work:
     """A layer on one rank, for a microbatch."""
-    model, tp = job.model, layout.tp
+    model = job.model
+    tp = layout.tp
     tokens = job.sequence * layout.microbatch
-    hidden, queries = model.hidden, model.queries
+    hidden = model.hidden
+    queries = model.queries
     qkv = queries + 2 * model.keys
     up = (model.matrices - 1) * model.inner
     products = sum(
@@ -93,7 +95,8 @@ def layer_work(job: Job, layout: Layout) -> Work:
 
 def _saved(job: Job, layout: Layout) -> float:
     """Bytes of a token in a layer from F on."""
-    model, tp = job.model, layout.tp
+    model = job.model
+    tp = layout.tp
     hidden = PARAMETER * model.hidden
     queries = PARAMETER * model.queries
     inner = PARAMETER * model.inner
@@ -132,7 +135,9 @@ def _kept(job: Job, layout: Layout) -> float:
     that are computed again, and of routers. What an activation function returns is computed again
     in W from what it read.
     """
-    model, tp, hidden = job.model, layout.tp, job.model.hidden
+    model = job.model
+    tp = layout.tp
+    hidden = job.model.hidden
     full = layout.recompute == "full"
     again = layout.recompute == "selective" or (full and not model.experts)
     inner = model.inner * (3 if again and model.gated else 1)
@@ -147,7 +152,8 @@ def _kept(job: Job, layout: Layout) -> float:
 
 def head_work(job: Job, layout: Layout) -> Work:
     """The last norm, the head and the loss."""
-    hidden, tp = job.model.hidden, layout.tp
+    hidden = job.model.hidden
+    tp = layout.tp
     columns = job.model.vocabulary / tp
     tokens = job.sequence * layout.microbatch
     logits = tokens * columns

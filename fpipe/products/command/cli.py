@@ -78,7 +78,10 @@ COMPLETION = [
     ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in ~/.config/fish/config.fish"),
 ]
 
-USAGE, INTERNAL, INTERRUPTED, PIPE = 2, 70, 130, 141
+USAGE = 2
+INTERNAL = 70
+INTERRUPTED = 130
+PIPE = 141
 
 
 class _Commands(click.Group):

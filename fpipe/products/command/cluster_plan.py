@@ -114,7 +114,8 @@ def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
 
 # ---- text ----
 def _show(job: Job, result: Layouts) -> None:
-    model, gpu = job.model, job.gpu
+    model = job.model
+    gpu = job.gpu
     click.echo(
         f"{model.name}: {model.parameters / 1e9:.4g} billion parameters, {job.batch} sequences of "
         f"{job.sequence} tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
@@ -129,7 +130,8 @@ def _show(job: Job, result: Layouts) -> None:
 
 def _row(prediction: Prediction) -> dict[str, object]:
     """A layout in the table."""
-    job, layout = prediction.job, prediction.layout
+    job = prediction.job
+    layout = prediction.layout
     return {
         "tp": layout.tp,
         "pp": layout.pp,
@@ -149,7 +151,8 @@ def _row(prediction: Prediction) -> dict[str, object]:
 
 def _why(best: Prediction) -> str:
     """What the time and the memory of a layout consist of, and what limits them."""
-    job, full = best.job, best.fullest
+    job = best.job
+    full = best.fullest
     shares = {name: seconds / best.step for name, seconds in best.parts.items()}
     longest = sorted(shares.items(), key=lambda item: -item[1])
     time = ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)

@@ -19,7 +19,8 @@ from .options import Count, option
 T = TypeVar("T")
 #: Milliseconds after which a copy without a sign of life is lost, and for which those that meet
 #: wait for one that still computes.
-_SILENCE, _PATIENCE = 2_000, 60_000
+_SILENCE = 2_000
+_PATIENCE = 60_000
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

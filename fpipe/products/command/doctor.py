@@ -121,10 +121,12 @@ def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
 
 def _batched(group: C10dGroup) -> str:
     """To the next rank and from the previous one, in one batch, sends first."""
-    device, size = group.device(group.rank), group.size
+    device = group.device(group.rank)
+    size = group.size
     x = torch.full((5,), float(group.rank), device=device)
     y = torch.full_like(x, -1.0)
-    after, before = (group.rank + 1) % size, (group.rank - 1) % size
+    after = (group.rank + 1) % size
+    before = (group.rank - 1) % size
     send = dist.P2POp(dist.isend, x, group=group.pg, group_peer=after)
     receive = dist.P2POp(dist.irecv, y, group=group.pg, group_peer=before)
     for work in dist.batch_isend_irecv([send, receive]):
@@ -137,7 +139,8 @@ def _remedy(group: C10dGroup, finding: Finding) -> str:
     """What fpipe does in place of a reduction that was probed; "" where it asks the backend."""
     if finding.what not in REDUCTIONS:
         return ""
-    op, dtype = finding.what.replace("avg", "mean"), DTYPES[finding.dtypes][0]
+    op = finding.what.replace("avg", "mean")
+    dtype = DTYPES[finding.dtypes][0]
     try:
         way = reduction(group.can, op, dtype, group.cpu)
     except UnsupportedError:

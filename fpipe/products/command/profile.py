@@ -61,7 +61,8 @@ def profile(
     fpipe draw DualPipeV --ranks 2 --costs costs.json
     """
     if not is_path(source):
-        ranks, microbatches = ranks or 2, microbatches or 8
+        ranks = ranks or 2
+        microbatches = microbatches or 8
     schedule = check(named_schedule(source, ranks, microbatches))
     if model is not None and not Path(model.rpartition(":")[0]).is_file():
         raise usage_error(f"--model {model}: there is no such file; give FILE.py:FUNCTION")

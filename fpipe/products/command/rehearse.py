@@ -52,7 +52,8 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
     fpipe rehearse plan.toml --ranks 3,200
     """
     expected = read_plan(plan)
-    job, layout = expected.job, expected.layout
+    job = expected.job
+    layout = expected.layout
     if wrong := [rank for rank in ranks if rank >= job.gpus]:
         raise PlanError(
             f"rank {wrong[0]} is not in a job of {job.gpus} GPUs; give ranks from 0 to "
@@ -73,8 +74,10 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
 
 def _rehearsed(expected: Prediction, ranks: Sequence[int]) -> tuple[list[dict[str, Any]], Any]:
     """The figures of each rank, and the seconds of tracing and lowering."""
-    job, layout = expected.job, expected.layout
-    count, doing = layout.microbatches(job), ["the model"]
+    job = expected.job
+    layout = expected.layout
+    count = layout.microbatches(job)
+    doing = ["the model"]
     schedule = layout.schedule_for(count)
     places = [rank // (layout.dp * layout.tp) for rank in ranks]
     with progress(lambda: f"rehearsing: {doing[-1]}"):
@@ -122,7 +125,8 @@ def _difference(row: Mapping[str, Any]) -> float:
 
 def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
     """A sentence for each limit that the peak of a rank exceeds."""
-    peak, room = f"rank {row['rank']}: its peak is {row['peak'] / GIB:.4g} GiB", usable(job)
+    peak = f"rank {row['rank']}: its peak is {row['peak'] / GIB:.4g} GiB"
+    room = usable(job)
     if row["peak"] > room:
         what = f"{room / GIB:.4g} of the {job.gpu.memory / GIB:.3g} GiB of a GPU are for tensors"
         yield f"{peak}, and {what}; plan with less --memory, or another layout"

@@ -59,7 +59,8 @@ class Text:
         last = len(self.text) - length
         starts = torch.randint(last, (rows, 1), generator=generator)
         pieces = self.tokens[starts + torch.arange(length + 1)]
-        x, following = pieces[:, :-1], pieces[:, 1:]
+        x = pieces[:, :-1]
+        following = pieces[:, 1:]
         return x.contiguous(), following.contiguous()
 
 

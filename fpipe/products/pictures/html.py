@@ -112,7 +112,8 @@ def _scene(scene: Scene, label: str) -> Json:
 
 def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
     """Colours on light and on dark paper, each with that of its letters."""
-    light, dark = palette(shades), palette(shades, dark=True)
+    light = palette(shades)
+    dark = palette(shades, dark=True)
     return [
         {
             "key": key,

@@ -29,7 +29,8 @@ def held(amount: float, scene: Scene) -> str:
     unit = "B"
     for larger in ("KiB", "MiB", "GiB"):
         if abs(amount) >= 1024:
-            amount, unit = amount / 1024, larger
+            amount = amount / 1024
+            unit = larger
     return f"{amount:.{int(unit != 'B')}f} {unit}"
 
 
@@ -58,7 +59,8 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     }
     if was := scene.against:
         for name in ("total", "span", "peak"):
-            now, before = getattr(scene, name), getattr(was, name)
+            now = getattr(scene, name)
+            before = getattr(was, name)
             if before not in (0, now):
                 texts[name] += f" ({(now / before - 1) * 100:+.1f}%)"
         points = 100 * (scene.timeline.bubble - was.timeline.bubble)
@@ -118,7 +120,8 @@ def units(scene: Scene) -> str:
 
 
 def _range(values: Collection[float]) -> str:
-    least, most = number(min(values)), number(max(values))
+    least = number(min(values))
+    most = number(max(values))
     return least if least == most else f"{least} to {most}"
 
 
@@ -170,7 +173,8 @@ def tints(scene: Scene) -> Iterator[Entry]:
         return
     used = {bar.tint for bar in scene.bars}
     shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
-    earlier, later = -min(shifts, default=0.0), max(shifts, default=0.0)
+    earlier = -min(shifts, default=0.0)
+    later = max(shifts, default=0.0)
     other = scene.against.name
     meanings = {
         "0123": f"ends earlier than in {other}, by up to {time(earlier, scene)}",

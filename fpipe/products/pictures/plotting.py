@@ -41,7 +41,8 @@ LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     """The scenes as a ``.png`` or ``.pdf``."""
-    style, figure = "dark" if look.dark else "light", Figure()
+    style = "dark" if look.dark else "light"
+    figure = Figure()
     plot(scenes, look, style, new_axes(figure, scenes, look, style))
     return figure_bytes(figure, suffix)
 
@@ -71,7 +72,8 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     pitch = frame(scenes, look, width, lane).pitch
     ranks = sum(len(scene.lanes) for scene in scenes)
     height = ranks * pitch + (len(scenes) - 1) * HEADING
-    wide, high = width + MARGIN, height + 2 * HEADING
+    wide = width + MARGIN
+    high = height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
     figure.set_facecolor(palette(1, style == "dark")["paper"])
     corner = 0.8 * MARGIN / wide, HEADING / high
@@ -90,8 +92,10 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         from matplotlib import pyplot  # it chooses a backend
 
         axes = new_axes(pyplot.figure(), scenes, look, style)
-    window, pixel = axes.get_window_extent(), axes.figure.dpi / 96
-    width, height = window.width / pixel, window.height / pixel
+    window = axes.get_window_extent()
+    pixel = axes.figure.dpi / 96
+    width = window.width / pixel
+    height = window.height / pixel
     ranks = sum(len(scene.lanes) for scene in scenes)
     pitch = (height - (len(scenes) - 1) * HEADING) / ranks
     curve = CURVE if has_curves(scenes, look) else 0.0
@@ -143,7 +147,8 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
             names.append(shape)
         else:
             times, heights = zip(*(place(*point) for point in shape.points), strict=True)
-            colour, is_curve = colours[shape.colour], shape.colour == "curve"
+            colour = colours[shape.colour]
+            is_curve = shape.colour == "curve"
             axes.fill_between(
                 times,
                 heights,
@@ -157,7 +162,8 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
                 axes.step(times, heights, where="post", color=colour, linewidth=0.6)
     corners: list[Points] = []
     for start, end, top, height, *_ in boxes:
-        low, high = place(start, top), place(end, top + height)
+        low = place(start, top)
+        high = place(end, top + height)
         corners.append([low, (end, low[1]), high, (start, high[1])])
     rectangles = PolyCollection(
         corners,
@@ -226,7 +232,8 @@ def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> b
     for name, memory, bubble, is_best in points:
         names[bubble, memory, is_best].append(name)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes, colours = figure.subplots(), palette(1)
+    axes = figure.subplots()
+    colours = palette(1)
     best = sorted((memory, bubble) for bubble, memory, is_best in names if is_best)
     axes.plot(*zip(*best, strict=True), color=colours["curve"], lw=1)
     for k, (bubble, memory, is_best) in enumerate(sorted(names)):

@@ -33,7 +33,8 @@ CAUSES = {
 #: unit, how many of it are a second, and the least total in seconds that is shown in it
 SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
-SAME, ABSENT = 4, 9
+SAME = 4
+ABSENT = 9
 
 Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
 Timelines: TypeAlias = Timeline | Sequence[Timeline]
@@ -197,7 +198,8 @@ def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
     def times(rows: Iterable[Iterable[float]]) -> tuple[array[float], ...]:
         return tuple(array("d", [(t - timeline.start) * scale for t in row]) for row in rows)
 
-    starts, ends = times(timeline.starts), times(timeline.ends)
+    starts = times(timeline.starts)
+    ends = times(timeline.ends)
     return replace(timeline, starts=starts, ends=ends, unit=unit)
 
 

@@ -106,7 +106,8 @@ def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float 
         if size >= (9.5 if detail > 1 else 7.5):
             break
     else:
-        detail, size = 0, 0.0
+        detail = 0
+        size = 0.0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     return Frame(scale, lane, curve, detail, size, letters, hints)
 
@@ -135,7 +136,8 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
             curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
-            start, end = tops[0][0], lane.bars[-1].end
+            start = tops[0][0]
+            end = lane.bars[-1].end
             yield Path([(start, foot), *tops, (end, foot)], "curve")
 
 
@@ -222,7 +224,8 @@ def shares(intervals: Iterable[Interval], edges: Sequence[float]) -> list[defaul
         first = max(bisect_right(edges, start) - 1, 0)
         stop = min(bisect_left(edges, end), len(pieces))
         for at in range(first, stop):
-            low, high = edges[at], edges[at + 1]
+            low = edges[at]
+            high = edges[at + 1]
             inside = min(end, high) - max(start, low)
             pieces[at][key] += inside / (high - low)
     return pieces

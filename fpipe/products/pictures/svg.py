@@ -124,11 +124,14 @@ def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
         wide = (shape.end - shape.start) * sheet.frame.scale - 2 * shape.inset
         return rect(x, y + shape.y, wide, shape.height, shape.colour, shape.hint)
     if isinstance(shape, Label):
-        foot, kind = y + shape.y + 0.36 * shape.size, f"{shape.colour}t m"
+        foot = y + shape.y + 0.36 * shape.size
+        kind = f"{shape.colour}t m"
         return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
-    outline, last = "", None
+    outline = ""
+    last = None
     for time, height in shape.points:
-        x, foot = sheet.x(time), y + height
+        x = sheet.x(time)
+        foot = y + height
         if last is None:
             outline = f"M{x:g} {foot:g}"
         elif foot != last:
@@ -147,9 +150,11 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + 1.1 * text_width(content, 12)
         if x > first and x + wide > sheet.right - 5:
-            x, y = first, y + 22
+            x = first
+            y = y + 22
         for k, colour in enumerate(colours):
-            left, letter = x + SWATCH * k, colour[0]
+            left = x + SWATCH * k
+            letter = colour[0]
             elements.append(rect(left, y, SWATCH, SWATCH, colour))
             if letter in OPS:
                 elements.append(text(left + 8, y + 12, letter, 11, f"{colour}t m"))

@@ -127,9 +127,13 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, layout)
-    mark, fill, idle = "", "-", "."
+    mark = ""
+    fill = "-"
+    idle = "."
     if layout.colours:
-        mark, fill, idle = "▏", " ", " "
+        mark = "▏"
+        fill = " "
+        idle = " "
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
         start = round(bar.start * layout.scale)
@@ -139,7 +143,8 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             a = start + wide * k // count
             b = start + wide * (k + 1) // count
             low, high = _piece(a, b, layout.columns)
-            label, end = labels.name(part, layout.detail), ""
+            label = labels.name(part, layout.detail)
+            end = ""
             if not layout.colours:
                 label = _by_chunk(label, bar.colours[k]) if layout.detail < 3 else label
                 end = " " if k + 1 == count else "&"

@@ -31,7 +31,8 @@ def anneal(
     end = first_ends(problem, rows)
     assert end is not None, "complete rows do not block each other"
     windows = _windows(problem, rows, end)
-    value, best = _value(windows), max(windows)
+    value = _value(windows)
+    best = max(windows)
     warmth = max(0.01 * best, sum(problem.length) / len(problem.length))
     blocks = _blocks(problem, rows, end, windows)
     while blocks and (passed := share()) < 1:
@@ -49,7 +50,9 @@ def anneal(
         change = _value(windows) - value
         if change > 0 and random.random() >= exp(-change / (warmth * (1 - passed) ** 2 + 1e-12)):
             continue
-        rows, end, value = changed, now, value + change
+        rows = changed
+        end = now
+        value = value + change
         blocks = _blocks(problem, rows, end, windows)
         if max(windows) < best * (1 - 1e-12):
             best = max(windows)
@@ -68,17 +71,22 @@ def ends(
     """When each action ends; None where the rows block each other. What ended in the rows
     ``before`` earlier than ``since`` does so now; ``old`` are all their ends.
     """
-    length, needs, travel = problem.length, problem.needs, problem.travel
+    length = problem.length
+    needs = problem.needs
+    travel = problem.travel
     at = [bisect_left(row, since, key=old.__getitem__) for row in before]
     clock = [old[row[done - 1]] if done else 0.0 for row, done in zip(before, at, strict=True)]
     end = list(old)
     for row, done in zip(rows, at, strict=True):
         for action in row[done:]:
             end[action] = -1.0
-    ready, waiting = list(range(len(rows)))[::-1], dict[int, int]()
+    ready = list(range(len(rows)))[::-1]
+    waiting = dict[int, int]()
     while ready:
         rank = ready.pop()
-        row, position, time = rows[rank], at[rank], clock[rank]
+        row = rows[rank]
+        position = at[rank]
+        time = clock[rank]
         while position < len(row):
             action = row[position]
             arrival = end[needs[action]]

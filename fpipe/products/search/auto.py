@@ -137,7 +137,8 @@ class Auto:
                 f"{used:g} bytes; give more memory, more ranks or copies(zero=)",
                 rule="memory",
             )
-        ranks, stages = self.group.size, self.stages
+        ranks = self.group.size
+        stages = self.stages
         return choose(
             costs, ranks, microbatches, stages, limit, placement=placement, time_limit=SECONDS
         )
@@ -166,7 +167,8 @@ class Auto:
             for name, values in part.items():
                 figures.setdefault(name, {}).update(values)
         costs = costs_of(figures, self.stages, latency)
-        held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
+        held = run.simulate(costs).peak_bytes
+        peaks = self._peaks(plans)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0
         for _ in range(TRIES):

@@ -224,7 +224,8 @@ def _score(
 def _climb(schedule: Schedule, items: Sequence[float], starts: tuple[int, ...]) -> tuple[int, ...]:
     """Move single cuts by one while that makes the step shorter."""
     tries = _BUDGET // max(sum(map(len, schedule.rows)), 1)
-    score, improved = _score(schedule, items, starts), True
+    score = _score(schedule, items, starts)
+    improved = True
     while improved:
         improved = False
         for index, by in product(range(1, len(starts)), (-1, 1)):
@@ -236,5 +237,7 @@ def _climb(schedule: Schedule, items: Sequence[float], starts: tuple[int, ...]) 
             tries -= 1
             tried = _score(schedule, items, moved)
             if tried < score:
-                score, starts, improved = tried, moved, True
+                score = tried
+                starts = moved
+                improved = True
     return starts

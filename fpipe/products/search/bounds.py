@@ -70,7 +70,8 @@ class _Least(NamedTuple):
 def _least(p: Problem, costs: Costs) -> _Least:
     """From the costs; what messages take of a rank's time is left out."""
     times = costs.times(p.stages)
-    F, W = times["F"], times["W"]
+    F = times["F"]
+    W = times["W"]
     split = map(sum, zip(times["I"], W, strict=True))
     both = list(map(min, split, times["B"]))
     every = list(map(max if callable(costs.overlap) else add, F, both))
@@ -129,8 +130,10 @@ class _Ends(NamedTuple):
 
 
 def _ends(p: Problem, least: _Least, rank: int) -> _Ends:
-    stages, short = p.of_rank[rank], min(p.load)
-    first, last = stages[0], stages[-1]
+    stages = p.of_rank[rank]
+    short = min(p.load)
+    first = stages[0]
+    last = stages[-1]
     work = sum(p.load) * sum(least.every[s] for s in stages)
     room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
 
@@ -153,7 +156,8 @@ def _ends(p: Problem, least: _Least, rank: int) -> _Ends:
     waits = max(head, tail)
     if sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST:
         # not all fit in memory, so that a backward comes before the last forward
-        until, waits = until + head, head + tail
+        until = until + head
+        waits = head + tail
     return _Ends(work, waits, max(until, work - most(weights) + head))
 
 

@@ -46,7 +46,8 @@ class Choice:
         return self.candidates[0]
 
     def __str__(self) -> str:
-        best, unit = self.best, self.unit and f" {self.unit}"
+        best = self.best
+        unit = self.unit and f" {self.unit}"
         proof = f"no schedule is shorter than {number(self.bound)}{unit} ({self.bound.reason})"
         figures = (
             f"span {number(best.span)}{unit}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
@@ -104,7 +105,9 @@ def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, S
     """The named schedules for the same counts, without those that hold parameters twice, which
     costs do not count.
     """
-    ranks, microbatches, stages = solved.ranks, solved.microbatches, solved.stages
+    ranks = solved.ranks
+    microbatches = solved.microbatches
+    stages = solved.stages
     for name in schedule_names() if stages * microbatches <= MOST else ():
         try:
             schedule = make_schedule(name, ranks, microbatches, stages).check()

@@ -62,7 +62,9 @@ def compare(
     >>> entries[0].name, entries[0].bubble, entries[0].total
     ('ZBVZeroBubble', 0.0, 25.5)
     """
-    entries, left_out, costs = [], [], as_costs(costs)
+    entries = []
+    left_out = []
+    costs = as_costs(costs)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
             cut = {"slices": slices} if slices > 1 and orders_slices(name) else {}

@@ -28,13 +28,16 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
     >>> dispatch(p, [0, 1, 3, 2])
     [[0, 1, 4, 5], [2, 6, 3, 7]]
     """
-    p, stages, count = problem, problem.stages, problem.microbatches
+    p = problem
+    stages = problem.stages
+    count = problem.microbatches
     period = max(p.work) / count or 1.0
     passes = [[*held, *(stages + s for s in held)] for held in p.of_rank]
     following = dict(pairwise([*range(stages), *range(2 * stages - 1, stages - 1, -1)]))
     done = [0] * 2 * stages
     arrived = [count, *done[1:]]
-    clock, held = [0.0] * p.ranks, [0.0] * p.ranks
+    clock = [0.0] * p.ranks
+    held = [0.0] * p.ranks
     weights: list[deque[int]] = [deque() for _ in range(p.ranks)]
     rows: Rows = [[] for _ in range(p.ranks)]
     events = [(0.0, True, rank) for rank in range(p.ranks)]  # time, whether a rank may go on
@@ -55,7 +58,8 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
         else:
             if not weights[at]:
                 continue
-            one, action = -1, weights[at].popleft()
+            one = -1
+            action = weights[at].popleft()
         clock[at] = time + p.length[action]
         held[at] += p.adds[action]
         heappush(events, (clock[at], True, at))

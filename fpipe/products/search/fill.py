@@ -36,7 +36,10 @@ def fill(problem: Problem, rows: Sequence[Sequence[int]], target: float) -> Fill
     [0F0, 0F1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1W1] 7.0
     """
-    length, needs, travel, adds = problem.length, problem.needs, problem.travel, problem.adds
+    length = problem.length
+    needs = problem.needs
+    travel = problem.travel
+    adds = problem.adds
     passes = problem.stages * problem.microbatches
     end = [*[-1.0] * len(length), 0.0]  # the last is that of -1, which nothing waits for
     complete: Rows = [[] for _ in rows]
@@ -44,9 +47,11 @@ def fill(problem: Problem, rows: Sequence[Sequence[int]], target: float) -> Fill
 
     def run(rank: int) -> Iterator[None]:
         """Run a rank; yields where it waits for another one, and ends where it is full."""
-        row, given = complete[rank], set(rows[rank])
+        row = complete[rank]
+        given = set(rows[rank])
         weights: deque[int] = deque()
-        limit, budget = problem.limit[rank] * ALMOST, target - problem.work[rank]
+        limit = problem.limit[rank] * ALMOST
+        budget = target - problem.work[rank]
         clock = held = idle = begin = 0.0
         for action in rows[rank]:
             while end[needs[action]] < 0.0:
@@ -75,10 +80,12 @@ def fill(problem: Problem, rows: Sequence[Sequence[int]], target: float) -> Fill
         spans[rank] = clock + sum([length[weight] for weight in weights]) - begin
 
     ranks = [run(rank) for rank in range(len(rows))]
-    before, now = -1, 0
+    before = -1
+    now = 0
     while now > before:
         for rank in (*ranks, *ranks[::-1]):
             next(rank, None)
-        before, now = now, sum(map(len, complete))
+        before = now
+        now = sum(map(len, complete))
     lengths = [3 * problem.microbatches * len(stages) for stages in problem.of_rank]
     return Filled(complete, max(spans)) if list(map(len, complete)) == lengths else None

@@ -64,7 +64,8 @@ class Problem:
         (0.5,)
         """
         stages = len(path)
-        times, memory = costs.times(stages), costs.memory(stages)
+        times = costs.times(stages)
+        memory = costs.memory(stages)
 
         def crossing(numbers: Sequence[float]) -> tuple[float, ...]:
             """Numbers of boundaries, 0 where both stages are on one rank."""
@@ -137,7 +138,8 @@ class Problem:
     @cached_property
     def needs(self) -> list[int]:
         """The action that each action needs; -1 for the Fs of the first stage, which need none."""
-        count, half = self.microbatches, self.stages * self.microbatches
+        count = self.microbatches
+        half = self.stages * self.microbatches
         forwards = [*[-1] * count, *range(half - count)]
         return [*forwards, *range(half + count, 2 * half), *range(half - count, 2 * half)]
 
@@ -188,7 +190,8 @@ def rows_of(schedule: Schedule) -> Rows:
     >>> rows_of(Schedule.parse("[0F0, 0F1, 0B0, 0B1]"))
     [[0, 1, 2, 4, 3, 5]]
     """
-    count, stages = schedule.microbatches, schedule.stages
+    count = schedule.microbatches
+    stages = schedule.stages
     ops = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}
     return [
         [

@@ -37,7 +37,8 @@ def search(
 
     They are not in order, since the caller may stop at any time and take the best so far.
     """
-    span, start = inf, None
+    span = inf
+    start = None
     for problem, bound in zip(problems, bounds, strict=True):
         for variant in _variants(problem, costs):
             if span <= bound * ALMOST:
@@ -45,7 +46,8 @@ def search(
             for filled in starts(variant, bound, lambda: share() >= _STARTS):
                 yield from _schedules(variant, filled, costs, filled.span < span)
                 if filled.span < span:
-                    span, start = filled.span, (variant, filled)
+                    span = filled.span
+                    start = (variant, filled)
                 if filled.span <= bound * ALMOST:
                     break
     assert start is not None, "one microbatch after another fits"
@@ -64,7 +66,8 @@ def _warming(problem: Problem, share: Callable[[], float]) -> Callable[[], float
     """The share of the time of annealing that has passed: a descent of a few moves whatever the
     time, and then annealing in the time that is left.
     """
-    begin, moves = min(share(), 1.0), count()
+    begin = min(share(), 1.0)
+    moves = count()
     descent = _DESCENT / len(problem.length)
 
     def passed() -> float:
@@ -80,7 +83,8 @@ def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
     are cheaper.
     """
     yield problem
-    p, times = problem, costs.times(problem.stages)
+    p = problem
+    times = costs.times(problem.stages)
     if any(b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)):
         cheaper = replace(costs, I=times["B"], W=0.0, kept=0.0)
         unsplit = Problem.of(cheaper, p.path, p.ranks, p.microbatches, p.limit)

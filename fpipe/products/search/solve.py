@@ -136,7 +136,8 @@ def _best(
     seed: int,
 ) -> Schedule:
     """The best that the search finds; it ends where one has the least bound."""
-    begin, bound = monotonic(), min(bounds)
+    begin = monotonic()
+    bound = min(bounds)
     best: tuple[float, Schedule] | None = None
 
     def share() -> float:

@@ -57,7 +57,8 @@ def one_by_one(problem: Problem) -> Rows:
     >>> one_by_one(Problem.of(Costs(), (0, 1), 2, 1, (1, 1)))
     [[0, 2], [1, 3]]
     """
-    stages, count = problem.stages, problem.microbatches
+    stages = problem.stages
+    count = problem.microbatches
     way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
     by_rank = [
         [one for one in way if problem.path[one % stages] == r] for r in range(problem.ranks)
@@ -90,7 +91,8 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
     microbatch is back, and in the memory.
     """
     chunks = p.stages // p.ranks
-    counts, most = list[int](), inf
+    counts = list[int]()
+    most = inf
     for rank, held in enumerate(p.of_rank):
         saved = max(p.saved[s] for s in held) * max(p.size)
         room = p.limit[rank] * ALMOST / saved if saved else inf
@@ -108,7 +110,8 @@ def _interleaved(
     """The passes of a rank: microbatches in groups, each through all stages of the rank; no forward
     follows the backward ``pause``.
     """
-    held, count = problem.of_rank[rank], problem.microbatches
+    held = problem.of_rank[rank]
+    count = problem.microbatches
     groups = [range(start, min(start + group, count)) for start in range(0, count, group)]
     forwards = iter([s * count + k for part in groups for s in held for k in part])
     backwards = [

@@ -32,7 +32,9 @@ from .peers import Peers
 
 #: Environment variables of torchft: the address of the lighthouse, this copy, and how many there
 #: are.
-LIGHTHOUSE, COPY, COPIES = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+COPY = "REPLICA_GROUP_ID"
+COPIES = "NUM_REPLICA_GROUPS"
 #: What a request to the lighthouse may take. One is lost with the lighthouse, and made again.
 _ANSWER = timedelta(seconds=6)
 _PAUSE = 0.05  #: seconds between two attempts to meet
@@ -71,7 +73,8 @@ def elastic(*, timeout: float = 60.0) -> Elastic | None:
     if lighthouse is None:
         return None
     try:
-        copy, copies = int(os.environ[COPY]), int(os.environ[COPIES])
+        copy = int(os.environ[COPY])
+        copies = int(os.environ[COPIES])
     except (KeyError, ValueError) as error:
         raise GroupError(
             f"{LIGHTHOUSE}={lighthouse} with {COPY} or {COPIES} wrong: {error}; give each copy "
@@ -102,8 +105,10 @@ class Members:
     """
 
     def __init__(self, elastic: Elastic, group: Group):
-        self._elastic, self._group = elastic, group
-        self._peers, self._changed = Peers(), True
+        self._elastic = elastic
+        self._group = group
+        self._peers = Peers()
+        self._changed = True
         self._state: Tree = None
         self._last = 0  # the quorum of the last step that counted; 0: none yet
         self._manager = self._connected()

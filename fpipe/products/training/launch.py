@@ -133,7 +133,8 @@ def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, R
         ready = wait([children[rank].pipe for rank in pending], left)
         reports |= {rank: children[rank].read() for rank in pending if children[rank].pipe in ready}
         if not failed and not all(report.ok for report in reports.values()):
-            failed, deadline = True, time.monotonic() + GRACE
+            failed = True
+            deadline = time.monotonic() + GRACE
     return reports
 
 

@@ -294,7 +294,8 @@ class Loop:
         """Do the steps that are left, or those until a signal."""
         saving: Saving | None = None
         log: Callable[[Record], object] | None = None
-        step_of, stop = value_and_grad(self.pipe), False
+        step_of = value_and_grad(self.pipe)
+        stop = False
         while not stop:
             if members is not None:  # after the last step too: a copy may have missed its mean
                 (params, state), step = members.join((now.params, now.state), now.step)
@@ -303,7 +304,8 @@ class Loop:
             log = (log or self._logger(now.step)) if leads else None
             if now.step >= steps:
                 break
-            began, of_step = time.perf_counter(), figures(self.tx, self._of_tx(now))
+            began = time.perf_counter()
+            of_step = figures(self.tx, self._of_tx(now))
             done = self._step(step_of, now, batch, members)
             if done is None:
                 continue
@@ -345,7 +347,8 @@ class Loop:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
         copy = 0 if self.elastic is None else self.elastic.copy
-        state, stateful = self._of_tx(now), self.pipe.config.stateful
+        state = self._of_tx(now)
+        stateful = self.pipe.config.stateful
         scaled = part_of(state, LossScaleState)
         options: dict[str, Tree] = {"state": now.state[1]} if stateful else {}
         loss, grads = step_of(
