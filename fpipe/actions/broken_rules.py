@@ -58,7 +58,10 @@ def no_integers() -> ScheduleError:
 
 def no_slicing(present: int, slices: object) -> ScheduleError:
     """The error for a schedule that cannot be cut into so many slices."""
-    has = f"the schedule has {present} slices already" if present > 1 else f"slices={slices!r}"
+    if present > 1:
+        has = f"the schedule has {present} slices already"
+    else:
+        has = f"slices={slices!r}"
     return ScheduleError(
         f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
     )
@@ -314,9 +317,15 @@ def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[
         line = f"    rank {rank:{width}} | " + "... " * (first > 0)
         marks = ""
         for position in range(first, max(stop, place + 1)):
-            cell = _clip(row[position]) if position < len(row) else " "
+            if position < len(row):
+                cell = _clip(row[position])
+            else:
+                cell = " "
             if (rank, position) in places:
-                mark = "^" if (rank, position) == places[0] else "~"
+                if (rank, position) == places[0]:
+                    mark = "^"
+                else:
+                    mark = "~"
                 marks = marks.ljust(len(line)) + mark * len(cell)
                 marked.add((rank, position))
             line += cell + " "
@@ -329,7 +338,9 @@ def _clip(value: object) -> str:
         text = repr(value)
     except Exception:  # a Fused whose parts are not a tuple has no repr
         text = f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= 40 else text[:37] + "..."
+    if len(text) <= 40:
+        return text
+    return text[:37] + "..."
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[int, int, AnyAction]]:

@@ -144,7 +144,10 @@ class Costs:
             name, _, value = (word.strip() for word in item.partition("="))
             if not value or name not in _ONE_PER or name in values:
                 names = f"the names are {', '.join(_ONE_PER)}"
-                why = f"{name} occurs twice" if name in values else names
+                if name in values:
+                    why = f"{name} occurs twice"
+                else:
+                    why = names
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
                 first, *more = map(float, value.split(":"))
@@ -312,7 +315,10 @@ class Costs:
         {'F': (10.0,), 'B': (-10.0,), 'I': (-6.0,), 'W': (-4.0,)}
         """
         saved = self.spread("saved", stages)
-        kept = saved if self.kept is None else self.spread("kept", stages)
+        if self.kept is None:
+            kept = saved
+        else:
+            kept = self.spread("kept", stages)
         return {
             op: tuple(kind.saved * s + kind.kept * k for s, k in zip(saved, kept, strict=True))
             for op, kind in KINDS.items()
@@ -379,10 +385,16 @@ def _numbers(name: str, value: Any) -> Any:
 def number(name: str, value: object) -> float:
     """``value`` as a float, or an error that names the cost."""
     try:
-        result = float(value) if isinstance(value, SupportsFloat) else nan
+        if isinstance(value, SupportsFloat):
+            result = float(value)
+        else:
+            result = nan
     except (TypeError, ValueError, OverflowError):
         result = nan
-    valid = result > 0 if name == "bandwidth" else 0 <= result < inf
+    if name == "bandwidth":
+        valid = result > 0
+    else:
+        valid = 0 <= result < inf
     if not valid:
         kind = "above 0" if name == "bandwidth" else "from 0 up"
         raise _refuse(

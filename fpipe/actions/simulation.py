@@ -61,8 +61,14 @@ def simulate_rows(
     sizes = costs.of_units("size", microbatches, slices)
     facts = Facts(stages, microbatches)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
-    given = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
-    overlap = None if given is None else partial(_overlapped, given, slices)
+    if callable(costs.overlap):
+        given = costs.overlap
+    else:
+        given = costs.times(stages).get("overlap")
+    if given is None:
+        overlap = None
+    else:
+        overlap = partial(_overlapped, given, slices)
     starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         rows,
@@ -189,7 +195,9 @@ def _steps(
         rank.
         """
         crossed = 0 <= stage + by < stages and path[stage + by] != path[stage]
-        return numbers[min(stage, stage + by)] if crossed else 0.0
+        if crossed:
+            return numbers[min(stage, stage + by)]
+        return 0.0
 
     def step(op: str, stage: int) -> _Step:
         kind, (needed, provided) = KINDS[op], table[op]

@@ -21,7 +21,9 @@ def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
     for step in range(slices):
 
         def at(part: Action, step: int = step) -> int:
-            return step if part.op == "F" else slices - 1 - step
+            if part.op == "F":
+                return step
+            return slices - 1 - step
 
         yield joined(
             [

@@ -47,7 +47,9 @@ def number(value: float) -> str:
     >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
     ('26', '0.3', '123457', '0.6667')
     """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
 
 
 def counted(count: int, what: str) -> str:

@@ -232,7 +232,9 @@ class Timeline:
     def bubble(self) -> float:
         """1 - work/span: the share of the longest window in which an average rank does nothing."""
         whole = self.ranks * self.span
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        if whole:
+            return 1 - sum(self.busy) / whole
+        return 0.0
 
     # ---- memory ----
     @cached_property
@@ -306,7 +308,10 @@ class Timeline:
             other = stage + KINDS[op].needs[-1][1]  # no more than the last one is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
                 messages += times
-                boundary = self.boundary[min(stage, other)] if self.boundary else 0.0
+                if self.boundary:
+                    boundary = self.boundary[min(stage, other)]
+                else:
+                    boundary = 0.0
                 amounts.append(times * size * boundary)
         return messages, fsum(amounts)
 
@@ -333,8 +338,13 @@ class Timeline:
         Wait(rank=0, position=0, time=1.0)
         """
         source = self._sources.get(self.causes[rank][position])
-        free = self.ends[rank][position - 1] if position else self.start
-        return Wait(*source, self.starts[rank][position] - free) if source else None
+        if position:
+            free = self.ends[rank][position - 1]
+        else:
+            free = self.start
+        if source:
+            return Wait(*source, self.starts[rank][position] - free)
+        return None
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:

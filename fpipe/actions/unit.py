@@ -60,4 +60,6 @@ def unit(number: int, slices: int) -> int:
     >>> unit(13, 4), unit(13, 1)
     (3.1, 13)
     """
-    return number if slices == 1 else Slice(*divmod(number, slices), slices)
+    if slices == 1:
+        return number
+    return Slice(*divmod(number, slices), slices)

@@ -72,7 +72,10 @@ class C10dGroup(Group):
         method = sending(self.can, self.cpu)
         self.strict = not method.early
         self._staged = method.staged
-        carrier = self.cpu if method.staged and self.cpu is not None else self.can
+        if method.staged and self.cpu is not None:
+            carrier = self.cpu
+        else:
+            carrier = self.can
         self._tagged = carrier.habit("tags")
         # A backend that works on streams is waited for by the stream: a time-out would block this
         # thread instead.
@@ -118,16 +121,22 @@ class C10dGroup(Group):
         if self._memory is None:
             return ""
         text = f"through shared memory ({SWITCH}=0 turns it off)"
-        return text if self.at_once else f"{text}, by the backend with ranks of other hosts"
+        if self.at_once:
+            return text
+        return f"{text}, by the backend with ranks of other hosts"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
-        return self._device if rank == self.rank else torch.device(self._device.type)
+        if rank == self.rank:
+            return self._device
+        return torch.device(self._device.type)
 
     def _near(self, rank: int) -> SharedMemory | None:
         """The memory shared with a rank; None for messages by the backend."""
         memory = self._memory
-        return memory if memory is not None and rank in memory else None
+        if memory is not None and rank in memory:
+            return memory
+        return None
 
     # ---- messages ----
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
@@ -193,7 +202,9 @@ class C10dGroup(Group):
 
     def _group_of(self, src: int, dst: int) -> dist.ProcessGroup:
         """The process group of messages in one direction."""
-        return self.pg if src < dst else self._back
+        if src < dst:
+            return self.pg
+        return self._back
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the oldest sends to a rank, which are known to have been
@@ -295,7 +306,10 @@ class C10dGroup(Group):
         form = wire_format(specs)
         if self._memory is not None and self.at_once:
             return self._memory.share(form, mine, src)
-        device = _CPU if self._through_cpu("broadcast") else self._device
+        if self._through_cpu("broadcast"):
+            device = _CPU
+        else:
+            device = self._device
         if mine is None:
             buffers = form.empty(device)
             peer = src
@@ -308,7 +322,9 @@ class C10dGroup(Group):
             for buffer in buffers:
                 flat = _bytes(buffer)
                 self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
-        return self._received(form, buffers) if mine is None else mine
+        if mine is None:
+            return self._received(form, buffers)
+        return mine
 
     def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
         """The tensors of a message, on the device of this rank."""
@@ -322,7 +338,10 @@ class C10dGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """Start all_reduce."""
         self._check()
-        can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
+        if memory.device.type == "cpu" and self.cpu is not None:
+            can = self.cpu
+        else:
+            can = self.can
         method = reduction(can, op, memory.dtype, self.cpu)
         native = (self.cpu if method.staged and self.cpu is not None else can).can(
             "parts", method.carry
@@ -378,7 +397,9 @@ class C10dGroup(Group):
         if rank == self.rank:
             return self._monitor.journal.text
         entry = self._monitor.last(rank)
-        return "" if entry is None else entry.note
+        if entry is None:
+            return ""
+        return entry.note
 
     def failed(self, error: BaseException) -> None:
         """Report to the others that this rank raised, unless all ranks can go on."""
@@ -404,7 +425,10 @@ def _capabilities(
             f"{device.type}; start it with backend={kind(device.type).backends!r}"
         )
     separate = "cpu" in backends and device.type != "cpu"
-    cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
+    if separate:
+        cpu = Capabilities.of("cpu", backends["cpu"])
+    else:
+        cpu = None
     return Capabilities.of(device.type, backends[device.type]), cpu
 
 

@@ -56,7 +56,9 @@ def under(path: str, name: object) -> str:
     >>> under("", 3), under("a", "w")
     ('3', 'a.w')
     """
-    return f"{path}.{name}" if path else str(name)
+    if path:
+        return f"{path}.{name}"
+    return str(name)
 
 
 def plain(value: object, path: str) -> object:
@@ -296,7 +298,10 @@ class _Writer(NamedTuple):
             ]
         if cls in _node_classes():
             parts, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
-            writer = self if self.wire else self._replace(special=plain)
+            if self.wire:
+                writer = self
+            else:
+                writer = self._replace(special=plain)
             constants = writer.node(metadata, f"{self.path}, a constant of {cls.__qualname__},")
             rows = [self.row(n, part) for n, part in zip(entries, parts, strict=True)]
             return ["node", *name, constants, rows]
@@ -349,7 +354,9 @@ def from_node(node: Node, path: str, special: Special = plain, level: int = 0) -
 
 # ---- classes ----
 def _fields(cls: Any) -> tuple[str, ...]:
-    return cls._fields if optree.is_namedtuple_class(cls) else optree.structseq_fields(cls)
+    if optree.is_namedtuple_class(cls):
+        return cls._fields
+    return optree.structseq_fields(cls)
 
 
 def _named_class(module: str, name: str) -> type | None:
@@ -377,7 +384,9 @@ def _named(module: str, name: str, values: Mapping[str, object], path: str) -> o
             f"{path}: {name} has the fields {list(_fields(cls))}, and the data {list(values)}"
         )
     parts = tuple(values.values())
-    return cls(parts) if optree.is_structseq_class(cls) else tuple.__new__(cls, parts)
+    if optree.is_structseq_class(cls):
+        return cls(parts)
+    return tuple.__new__(cls, parts)
 
 
 def _node_classes() -> Mapping[type, Any]:

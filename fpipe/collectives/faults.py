@@ -77,7 +77,9 @@ class FaultMonitor:
 
     def _peers(self, peer: int | None) -> tuple[int, ...]:
         """The global ranks that are waited for: one, or all others."""
-        return self.others if peer is None else (self.names[peer],)
+        if peer is None:
+            return self.others
+        return (self.names[peer],)
 
     @contextmanager
     def waiting(self, peer: int | None, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
@@ -217,9 +219,14 @@ class FaultMonitor:
 
     def _mismatch(self, suspect: int | None) -> MismatchError | None:
         """What a rank raised, if that was a MismatchError: it is then true of every rank."""
-        failure = None if suspect is None else self.journal.failure(suspect)
+        if suspect is None:
+            failure = None
+        else:
+            failure = self.journal.failure(suspect)
         kind, _, text = ("", "", "") if failure is None else failure.failure.partition(": ")
-        return MismatchError(text) if kind == MismatchError.__name__ else None
+        if kind == MismatchError.__name__:
+            return MismatchError(text)
+        return None
 
     def _without_store(self, trail: Trail, one: bool) -> Trail:
         """Where the store does not answer: what another rank concluded before, else its host is the
@@ -236,16 +243,24 @@ class FaultMonitor:
         lost = f"the store of the job does not answer ({name} hosts it)"
         trail = trail._replace(text="; ".join(filter(None, [trail.text, lost])))
         if rank is None:
-            suspect = trail.suspect if one or trail.read else None
+            if one or trail.read:
+                suspect = trail.suspect
+            else:
+                suspect = None
             return trail._replace(suspect=suspect, host=name)
-        return trail if rank == self.me or trail.read else trail._replace(suspect=rank)
+        if rank == self.me or trail.read:
+            return trail
+        return trail._replace(suspect=rank)
 
     def _advice(self, trail: Trail) -> str:
         """Which process to examine, with its host and number."""
         processes = [trail.host] if trail.host else []
         if trail.suspect is not None:
             entry = self.journal.failure(trail.suspect) or self.journal.last(trail.suspect)
-            where = f" ({entry.where})" if entry is not None and entry.where else ""
+            if entry is not None and entry.where:
+                where = f" ({entry.where})"
+            else:
+                where = ""
             processes.insert(0, f"rank {trail.suspect}{where}")
         return (
             f"Look at {' and at '.join(processes)} first"
@@ -273,7 +288,10 @@ def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
     this name.
     """
     monitor = _MONITORS.get(name) or next(iter(_MONITORS.values()), None)
-    others = () if monitor is None else tuple(rank for rank in members(name) if rank != monitor.me)
+    if monitor is None:
+        others = ()
+    else:
+        others = tuple(rank for rank in members(name) if rank != monitor.me)
     if monitor is None or not others:
         return nullcontext
     return partial(monitor.waiting, None, "in a collective of a stage with", others)
@@ -295,5 +313,8 @@ def _of_backend(error: Exception) -> bool:
 def _short(error: BaseException) -> str:
     """The first sentence of an error, without the source location that torch puts before it."""
     text = str(error).strip().splitlines()
-    line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0]) if text else type(error).__name__
+    if text:
+        line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0])
+    else:
+        line = type(error).__name__
     return line.split(". ")[0][:500]

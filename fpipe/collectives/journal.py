@@ -183,7 +183,9 @@ class Journal:
 
     def _read(self, key: str, kind: type[T]) -> T | None:
         value = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
-        return value if isinstance(value, kind) else None
+        if isinstance(value, kind):
+            return value
+        return None
 
     def _use(self, call: Callable[[BoundedStore], U]) -> U | None:
         with self._lock:

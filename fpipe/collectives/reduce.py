@@ -44,7 +44,10 @@ def start_reduce(
     part_of(memory, 0, size if scatter else 1)
     if not memory.numel():
         return None, lambda: memory
-    device = torch.device("cpu") if method.staged else memory.device
+    if method.staged:
+        device = torch.device("cpu")
+    else:
+        device = memory.device
     carried = memory.detach().to(device, method.carry).contiguous()
     pieces = [carried]
     if method.ask == "gather":
@@ -57,7 +60,10 @@ def start_reduce(
         work = dist.all_reduce(carried, _ASK[method.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
-        result = add_up(pieces, method.op) if method.ask == "gather" else pieces[0]
+        if method.ask == "gather":
+            result = add_up(pieces, method.op)
+        else:
+            result = pieces[0]
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
         if method.divide:

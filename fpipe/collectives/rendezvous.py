@@ -98,11 +98,17 @@ class Rendezvous(NamedTuple):
                 raise RuntimeError(f"rank {rank} failed before it called it")
             if now >= look:
                 entry = monitor.last(rank)
-                limit = _TRACING_LIMIT * seconds if _traces(before, entry) else seconds
+                if _traces(before, entry):
+                    limit = _TRACING_LIMIT * seconds
+                else:
+                    limit = seconds
                 if now - start >= limit:
                     return False
                 before = entry
-                look = now + _ALIVE if _traces(None, entry) else start + seconds
+                if _traces(None, entry):
+                    look = now + _ALIVE
+                else:
+                    look = start + seconds
                 monitor.journal.prolong(look - now)
         return True
 

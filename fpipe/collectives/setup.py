@@ -121,7 +121,10 @@ def init(
 
 
 def _seconds(timeout: float | timedelta) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    else:
+        seconds = float(timeout)
     if not seconds > 0:
         raise GroupError(
             f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"
@@ -189,7 +192,10 @@ def adopt(
     carried = backends_of(pg)
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = accelerator if accelerator is not None and accelerator.type in carried else "cpu"
+        if accelerator is not None and accelerator.type in carried:
+            device = accelerator
+        else:
+            device = "cpu"
     return C10dGroup(pg, current(device), _seconds(timeout), capabilities)
 
 

@@ -89,7 +89,10 @@ def _state(
         action = f", and its last known action was {entry.note or '(none)'}, {entry.ago}"
     no_entry = f"rank {rank} has no journal entry"
     if failure is None and gone:
-        nothing = ", and left no journal entry" if readable else ""
+        if readable:
+            nothing = ", and left no journal entry"
+        else:
+            nothing = ""
         return _GONE, f"rank {rank} is gone{action or nothing}"
     if failure is None and silent:
         return _SILENT, f"rank {rank} does not answer{action}" if action else no_entry
@@ -124,7 +127,9 @@ def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:
     time.sleep(1.6 * BEAT)
     same = (rank for rank, last in before.items() if journal.last(rank) == last)
     silent = frozenset(rank for rank in same if journal.failure(rank) is None)
-    return frozenset() if journal.lost else silent
+    if journal.lost:
+        return frozenset()
+    return silent
 
 
 def at(note: str) -> str:

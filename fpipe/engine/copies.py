@@ -79,7 +79,10 @@ class Copies:
     def total(self, value: Tensor) -> Tensor:
         """A number's sum over the copies, in its own dtype where the device has that."""
         device = self.group.device(self.part)
-        dtype = value.dtype if device.type in ("cpu", "cuda") else torch.float32
+        if device.type in ("cpu", "cuda"):
+            dtype = value.dtype
+        else:
+            dtype = torch.float32
         return self.group.all_reduce(value.to(device, dtype)).to(value.device, value.dtype)
 
     def average(self, value: Tensor) -> Tensor:
@@ -90,7 +93,9 @@ class Copies:
 
     def divided(self, value: Tensor) -> Tensor:
         """A gradient that no other copy has a part in, as one of the mean of the copies' losses."""
-        return value / self.group.size if self.mean else value
+        if self.mean:
+            return value / self.group.size
+        return value
 
 
 def copies(

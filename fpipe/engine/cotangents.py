@@ -62,7 +62,10 @@ def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequ
         columns = zip(*(y.leaves for y in outputs), strict=True)
         cut = map(_cut, _leaves(dy, outputs[0]), columns)
         return list(zip(*cut, strict=True)) or [() for _ in outputs]
-    parts = list(dy) if isinstance(dy, (Microbatches, list, tuple)) else []
+    if isinstance(dy, (Microbatches, list, tuple)):
+        parts = list(dy)
+    else:
+        parts = []
     if len(parts) != len(outputs):
         raise BatchError(
             f"dy must be Microbatches of {len(outputs)} parts, one for each microbatch of the "
@@ -85,7 +88,10 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
     out = list[Row]()
     for row, y in zip(rows, units, strict=True):
         avals = {index: aval for index, aval in y.avals.items() if aval.grad}
-        given = tuple(leaf for leaf in row if leaf is not None) if here else None
+        if here:
+            given = tuple(leaf for leaf in row if leaf is not None)
+        else:
+            given = None
         shared = config.group.share(given, tuple(map(spec_of, avals.values())), ranks[0])
         by_leaf = dict(zip(avals, shared, strict=True))
         out.append([by_leaf.get(index) for index in range(len(y.leaves))])
@@ -103,7 +109,10 @@ def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
         if not isinstance(first, Aval):
             return first
         axis = min(1, len(first.shape))
-        size = sum(y.shape[1] for y in avals) if len(first.shape) > 1 else len(avals)
+        if len(first.shape) > 1:
+            size = sum(y.shape[1] for y in avals)
+        else:
+            size = len(avals)
         shape = (*first.shape[:axis], size, *first.shape[2:])
         grad = any(y.grad for y in avals)
         return first._replace(shape=shape, stride=contiguous(shape), grad=grad)
@@ -122,11 +131,16 @@ def _sliced(row: Row, slices: Sequence[AbstractTree]) -> Iterable[Row]:
         if leaf is None:
             return [None] * len(column)
         axes = len(avals[0].shape)
-        parts = leaf.split([y.shape[1] for y in avals], 1) if axes > 1 else leaf.unbind(axes)
+        if axes > 1:
+            parts = leaf.split([y.shape[1] for y in avals], 1)
+        else:
+            parts = leaf.unbind(axes)
         return [part if y.grad else None for part, y in zip(parts, avals, strict=True)]
 
     columns = zip(*(y.leaves for y in slices), strict=True)
-    return zip(*map(cut, row, columns), strict=True) if row else [()] * len(slices)
+    if row:
+        return zip(*map(cut, row, columns), strict=True)
+    return [()] * len(slices)
 
 
 def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
@@ -154,7 +168,9 @@ def _cut(leaf: Any, avals: Sequence[AbstractLeaf]) -> Sequence[Any]:
             f"dy has a leaf of shape {list(leaf.shape)} where the output is {list(whole)}; make "
             "them alike"
         )
-    return leaf.split(rows) if shapes[0] else leaf.unbind()
+    if shapes[0]:
+        return leaf.split(rows)
+    return leaf.unbind()
 
 
 def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | None:
@@ -178,7 +194,9 @@ def _described(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return tree.describe([leaf])
     kind = type(leaf).__name__
-    return f"the {kind} {leaf!r}" if isinstance(leaf, (int, float, complex, str)) else f"a {kind}"
+    if isinstance(leaf, (int, float, complex, str)):
+        return f"the {kind} {leaf!r}"
+    return f"a {kind}"
 
 
 def _zeros(y: AbstractLeaf) -> torch.Tensor | None:

@@ -41,7 +41,10 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     xs = [x for x, _, _ in request.kinds]
     targets = [target for _, targets, _ in request.kinds for target in targets]
     strides = [[leaf.stride for leaf in x.leaves if isinstance(leaf, Aval)] for x in xs]
-    kinds = str(request.kind_of) if len(request.kinds) > 1 else "(one)"
+    if len(request.kinds) > 1:
+        kinds = str(request.kind_of)
+    else:
+        kinds = "(one)"
     reduction = config.reduction
     if not isinstance(reduction, str):
         reduction = f"weighted by {named(reduction.fn)}"
@@ -108,18 +111,25 @@ def named(function: Callable[..., Any]) -> str:
     code = _code(function)
     if code is None:
         named_by = type(function)
-        method = "forward" if isinstance(function, torch.nn.Module) else "__call__"
+        if isinstance(function, torch.nn.Module):
+            method = "forward"
+        else:
+            method = "__call__"
         code = _code(getattr(named_by, method))
     text = named_by.__qualname__.rpartition("<locals>.")[2]
     if code is not None:
         text += f" ({hashlib.sha256(_text(code).encode()).hexdigest()[:8]})"
     inner = getattr(function, "__wrapped__", None)
-    return text if inner is None else f"{text} of {named(inner)}"
+    if inner is None:
+        return text
+    return f"{text} of {named(inner)}"
 
 
 def _code(function: Any) -> CodeType | None:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    if isinstance(code, CodeType):
+        return code
+    return None
 
 
 def _text(value: object) -> str:
@@ -129,7 +139,9 @@ def _text(value: object) -> str:
             f"{value.co_code.hex()} {value.co_names} {value.co_freevars} "
             f"{[_text(v) for v in value.co_consts]}"
         )
-    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+    if isinstance(value, frozenset):
+        return str(sorted(map(repr, value)))
+    return repr(value)
 
 
 def _unknown(tree: AbstractTree) -> bool:

@@ -59,7 +59,9 @@ class FirstCall:
         number = config.group.enter(NEW, lambda: described)
 
         def details(fact: str) -> str:
-            return str(self.request.schedule) if fact == "schedule" else ""
+            if fact == "schedule":
+                return str(self.request.schedule)
+            return ""
 
         ready = feature("sizes.prediction").ready
         guess = ready(config, request, latest)
@@ -124,7 +126,9 @@ def enter(call: Call, known: Facts, tag: int, number: int, pullback: int) -> int
 
     def described() -> Facts:
         facts = of_call(known, seed, scale, f"those prepared for call {number}")
-        return facts if pullback < 0 else facts | {"call": f"the pullback of call {pullback}"}
+        if pullback < 0:
+            return facts
+        return facts | {"call": f"the pullback of call {pullback}"}
 
     # The hash of None is an address.
     numbers = (_NONE if value is None else value for value in (seed, scale))

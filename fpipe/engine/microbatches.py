@@ -135,7 +135,9 @@ def _merge_leaf(column: Sequence[Any], axis: int) -> Any:
     try:
         if column[0].dim() <= axis:
             return torch.stack(list(column), min(axis, column[0].dim()))
-        return torch.cat(list(column), axis) if len(column) > 1 else column[0]
+        if len(column) > 1:
+            return torch.cat(list(column), axis)
+        return column[0]
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in column)
         if axis:
@@ -155,4 +157,6 @@ def joined(parts: Sequence[Tree], slices: int, whole: bool) -> Tree:
     """
     if slices > 1:
         parts = [merge(parts[first : first + slices], 1) for first in range(0, len(parts), slices)]
-    return merge(parts) if whole else Microbatches(parts)
+    if whole:
+        return merge(parts)
+    return Microbatches(parts)

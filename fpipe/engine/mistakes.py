@@ -61,7 +61,10 @@ def wrong_schedule(
 def wrong_params(params: object, stages: int) -> StageError:
     """The error for params that are not one entry for each stage."""
     listed = isinstance(params, (list, tuple))
-    got = f"{len(params)} entries" if listed else f"a {type(params).__name__}"
+    if listed:
+        got = f"{len(params)} entries"
+    else:
+        got = f"a {type(params).__name__}"
     return StageError(
         f"params must be a list with one pytree for each of the {stages} stages, in stage order; "
         f"got {got}"
@@ -193,7 +196,10 @@ def in_use(group: Group, nested: bool) -> GroupError:
 
 def surrounded(stage: str | None) -> StageError:
     """The error for a plan that would run inside a stage, or inside a torch.func transform."""
-    where = "a torch.func transform" if stage is None else f"stage {stage}"
+    if stage is None:
+        where = "a torch.func transform"
+    else:
+        where = f"stage {stage}"
     return StageError(
         f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, "
         "fpipe.grad or fpipe.value_and_grad there, or torch.func's transforms of them"

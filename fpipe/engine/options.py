@@ -63,6 +63,9 @@ def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
     """
     for name in given.keys() - PASSES.keys():
         near = get_close_matches(name, [*Options.__annotations__, "loss", "outputs"], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; see help(fpipe.pipeline)"
+        if near:
+            hint = f"; did you mean {near[0]!r}?"
+        else:
+            hint = "; see help(fpipe.pipeline)"
         raise StageError(f"pipeline() has no option {name!r}{hint}")
     return tuple(feature(PASSES[name]).option(value) for name, value in given.items())

@@ -52,10 +52,16 @@ class Outputs(Results):
 
     def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
         """Results, copied where a write into one would change an argument or another result."""
-        returned = self._returned if returned is None else returned
+        if returned is None:
+            returned = self._returned
+        else:
+            returned = returned
         out = []
         for value in values:
-            at = tree.address(value) if tree.is_tensor(value) else 0
+            if tree.is_tensor(value):
+                at = tree.address(value)
+            else:
+                at = 0
             shared = at in self._callers or at in returned
             out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
             returned |= {at} - {0}
@@ -92,7 +98,9 @@ class Outputs(Results):
         rows = [
             self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)
         ]
-        return None if not here and self.config.outputs == "last" else rows
+        if not here and self.config.outputs == "last":
+            return None
+        return rows
 
     def _place_of(self, stage: int) -> tuple[bool, bool]:
         """Whether a stage is here, and whether its replicas on several processes have a part of its
@@ -169,7 +177,10 @@ class Outputs(Results):
         state = self.prepared.interfaces[kind][stage].state
         values: Sequence[torch.Tensor] | None = None
         if rank in self.group.here:
-            names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state if last else ()
+            if last:
+                names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state
+            else:
+                names = ()
             values = (
                 self._get(rank, [(Value(stage, n), last[0]) for n in names])
                 or self.call.state_leaves[stage][0]
@@ -178,7 +189,9 @@ class Outputs(Results):
         if replicated:
             values = self._share(values, state.avals.values(), rank)
         assert values is not None
-        return state.fill(self.apart(values)) if here else None
+        if here:
+            return state.fill(self.apart(values))
+        return None
 
 
 def of(results: Results) -> Outputs:
@@ -191,7 +204,9 @@ def outputs(results: Results) -> Tree:
     """The outputs in the form of the batch."""
     parts = of(results).outputs()
     x = results.call.x
-    return None if parts is None else joined(parts, x.slices, x.uniform)
+    if parts is None:
+        return None
+    return joined(parts, x.slices, x.uniform)
 
 
 def input_grads(results: Results) -> Tree:
@@ -200,4 +215,6 @@ def input_grads(results: Results) -> Tree:
     x = results.call.x
     if parts is not None and x.slices > 1:
         parts = feature("slicing").gradients(parts, x)
-    return None if parts is None else joined(parts, 1, x.uniform)
+    if parts is None:
+        return None
+    return joined(parts, 1, x.uniform)

@@ -64,7 +64,9 @@ class Unpad:
                 return leaf.narrow(axis, 0, length)
             return leaf
 
-        return tree.tree_map(strip, outputs) if length < padded else outputs
+        if length < padded:
+            return tree.tree_map(strip, outputs)
+        return outputs
 
 
 def pad(

@@ -175,8 +175,14 @@ class PipelineBase(Generic[Y, R]):
         return repr(self.config)
 
     def _repr_html_(self) -> str:
-        count = None if isinstance(self.config.schedule, Chosen) else self.config.microbatches
-        picture = self.schedule(count)._repr_html_() if count else ""
+        if isinstance(self.config.schedule, Chosen):
+            count = None
+        else:
+            count = self.config.microbatches
+        if count:
+            picture = self.schedule(count)._repr_html_()
+        else:
+            picture = ""
         return product("pictures").table([repr(self)], []) + picture
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -351,7 +357,9 @@ class PipelineBase(Generic[Y, R]):
     @property
     def parts(self) -> Group | None:
         """The group whose processes hold parts of the same leaves; None where leaves are whole."""
-        return self.copies.group if self.copies is not None and self.copies.cut else None
+        if self.copies is not None and self.copies.cut:
+            return self.copies.group
+        return None
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
@@ -371,7 +379,9 @@ class PipelineBase(Generic[Y, R]):
         tensor([1.])
         """
         total = self.group.all_reduce(tensor)
-        return total if self.parts is None else self.parts.all_reduce(total)
+        if self.parts is None:
+            return total
+        return self.parts.all_reduce(total)
 
     def gather(self, obj: object) -> list[Any]:
         """What every process of the pipeline passed, by rank. Every process must call it.
@@ -470,7 +480,10 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(parts)
-        shares = self.cache.shares if self.parts is not None else None
+        if self.parts is not None:
+            shares = self.cache.shares
+        else:
+            shares = None
         if shares is None:
             return list(parts)
         whole: list[Any] = [

@@ -60,7 +60,9 @@ class Plans:
 
         def overlap(action):
             weave = weaves.get(str(action))
-            return None if weave is None or weave.reason else weave.beside()
+            if weave is None or weave.reason:
+                return None
+            return weave.beside()
 
         return Costs(**spread, overlap=overlap, unit="us")
 

@@ -32,7 +32,10 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
             y = outputs(results)
-            y = y if call.state is None else (y, results.states())
+            if call.state is None:
+                y = y
+            else:
+                y = (y, results.states())
     kept: list[AllRegisters] = [regs]
     # slots that are filled before the backwards and that these read
     carried = {rank: plan.carried() for rank, plan in plans.prepared.plans.items()}
@@ -54,7 +57,10 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             calls.refuse(call.config, error)
             raise
         with call.config.claim, retaining(retain):
-            regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
+            if retain:
+                regs = {rank: r.copy() for rank, r in kept[0].items()}
+            else:
+                regs = kept.pop()
             plans.announce(call, number)
             with calls.Reported(call.config):
                 rows = on_replicas(call, units, rows)

@@ -109,7 +109,10 @@ def gathered(
     """
     found: dict[tuple[int, int], torch.Tensor] = {}
     for rank, places, dtypes, slots in scalars:
-        values = None if slots is None else [regs[rank].slots[slot] for slot in slots]
+        if slots is None:
+            values = None
+        else:
+            values = [regs[rank].slots[slot] for slot in slots]
         if len(scalars) == 1:
             here = None
             if values is not None:

@@ -36,7 +36,10 @@ def _recut(config: Config, request: Request, known: Sequence[TracedKind]) -> lis
         for number in reversed(range(len(traced))):
             kind = traced[number]
             first = not traced[number].slice
-            after = None if kind.slice == kind.slices - 1 else traced[number + 1]
+            if kind.slice == kind.slices - 1:
+                after = None
+            else:
+                after = traced[number + 1]
             while (found := lacking(kind, after)) and ranks_here(config, request, found[0]):
                 kind = traced[number] = with_stage(
                     config, request, kind, None if first else traced[number - 1], *found
@@ -57,7 +60,10 @@ def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[
         unused = graph.unused(stage)
         carries = _unused_carries(kind, stage, after)
         programs = kind.local(stage)
-        known = frozenset[int]() if programs is None else programs.outputs.unused
+        if programs is None:
+            known = frozenset[int]()
+        else:
+            known = programs.outputs.unused
         if any(kind.interfaces[stage].dys[j] for j in unused) or not carries <= known:
             return stage, unused | carries
     return None

@@ -59,7 +59,9 @@ def grad(
 
     def call(params: Sequence[Tree], x: Tree, *targets: Tree, **keywords: Any) -> Any:
         value, grads = both(params, x, *targets, _value=has_aux, **keywords)
-        return (grads, value[1]) if has_aux else grads
+        if has_aux:
+            return (grads, value[1])
+        return grads
 
     return call
 

@@ -47,7 +47,9 @@ def forwards_alone(schedule: Schedule) -> Schedule:
     rows = tuple(map(tuple, _as_they_come(forwards)))
     other = Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
     costs = Costs()
-    return other if other.simulate(costs).total < forwards.simulate(costs).total else forwards
+    if other.simulate(costs).total < forwards.simulate(costs).total:
+        return other
+    return forwards
 
 
 def forwards_of(schedule: Schedule, source: object) -> Schedule:
@@ -55,7 +57,9 @@ def forwards_of(schedule: Schedule, source: object) -> Schedule:
     the caller gave, or a file has, keeps its order.
     """
     named = isinstance(source, str) and not is_path(source)
-    return forwards_alone(schedule) if named else schedule.only("F")
+    if named:
+        return forwards_alone(schedule)
+    return schedule.only("F")
 
 
 def _as_they_come(schedule: Schedule) -> list[list[Action]]:

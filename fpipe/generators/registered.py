@@ -31,7 +31,10 @@ def make_registered(
 ) -> Schedule:
     """The schedule of a registered function, if it is one for these counts."""
     who = f"the function registered as {entry.name!r}"
-    keywords = {"stages": stages} if _takes_stages(entry.make) else {}
+    if _takes_stages(entry.make):
+        keywords = {"stages": stages}
+    else:
+        keywords = {}
     schedule = returned(entry.make(ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(schedule, what)):
@@ -40,7 +43,9 @@ def make_registered(
                 f"{getattr(schedule, what)}; request that number, or correct the function",
                 rule=what,
             )
-    return schedule if schedule.slices == slices else schedule.sliced(slices)
+    if schedule.slices == slices:
+        return schedule
+    return schedule.sliced(slices)
 
 
 def returned(result: object, who: str) -> Schedule:

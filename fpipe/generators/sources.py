@@ -52,5 +52,8 @@ def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
     Schedule(plan, ranks=1, microbatches=1, stages=1)
     """
     text = read_text(path)
-    parse = parse_rows if text[:4096].lstrip(" \t\r\n").startswith("[") else parse_csv
+    if text[:4096].lstrip(" \t\r\n").startswith("["):
+        parse = parse_rows
+    else:
+        parse = parse_csv
     return Schedule(parse(text, track), name=Path(path).stem)

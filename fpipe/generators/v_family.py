@@ -135,7 +135,10 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
     nothing.
     """
     first, _, second_back, first_back = passes
-    early = (first_back, second_back, first) if block.slack else (first_back, second_back)
+    if block.slack:
+        early = (first_back, second_back, first)
+    else:
+        early = (first_back, second_back)
     left = list(passes)
     waiting = deque[Action]()
     held = live = 0  # activations, until W and until I

@@ -45,7 +45,10 @@ def make_block(layer: nn.Module) -> None:
 
 def _layer_forward(layer: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
     """Run a layer. While a stage is traced it is a block shared with equal layers."""
-    shared = None if BLOCKS.get() is None else shared_by_equals(layer)
+    if BLOCKS.get() is None:
+        shared = None
+    else:
+        shared = shared_by_equals(layer)
     if shared is not None and not shared.alone:
         try:
             return shared.block(tensors_of(layer), args, kwargs)
@@ -118,4 +121,6 @@ def _token(leaf: object) -> Hashable:
     """Return a leaf for comparisons; of what has no plain value, its identity."""
     if isinstance(leaf, (set, frozenset)):
         return frozenset(map(_token, leaf))
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else id(leaf)
+    if isinstance(leaf, _PLAIN):
+        return (type(leaf), leaf)
+    return id(leaf)

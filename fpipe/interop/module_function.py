@@ -204,7 +204,10 @@ class ModuleFunction:
         self.training: bool | None = None
         self._moved: dict[torch.device, dict[str, Tensor]] = {}
         self.__qualname__ = name
-        positional = ["params", "state", "x"] if state else ["params", "x"]
+        if state:
+            positional = ["params", "state", "x"]
+        else:
+            positional = ["params", "x"]
         parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in positional]
         parameters += [Parameter(side, Parameter.KEYWORD_ONLY, default=None) for side in sides]
         self.__signature__ = Signature(parameters)
@@ -238,7 +241,9 @@ class ModuleFunction:
                     f"{self.name} replaces its buffer {name!r} in forward, so it is no constant; "
                     f"carry it as state: from_module(..., state=[{name!r}])"
                 )
-        return y if self.initial_state is None else (y, {name: tensors[name] for name in state})
+        if self.initial_state is None:
+            return y
+        return (y, {name: tensors[name] for name in state})
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the module on x with these parameters and buffers."""

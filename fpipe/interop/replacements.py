@@ -93,4 +93,6 @@ def _recomputed(function: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> T
     """
     keywords = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     run = partial(function, **keywords)
-    return run(*args) if RECORDING.get() else remat(run)(*args)
+    if RECORDING.get():
+        return run(*args)
+    return remat(run)(*args)

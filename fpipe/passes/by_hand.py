@@ -105,6 +105,9 @@ def _gradients(names: Sequence[str | None], like: Flat, values: Values) -> Tree:
     leaves, spec = like
     gradients = []
     for name, leaf in zip(names, leaves, strict=True):
-        zero = torch.zeros_like(leaf) if tree.is_floating(leaf) else None
+        if tree.is_floating(leaf):
+            zero = torch.zeros_like(leaf)
+        else:
+            zero = None
         gradients.append(zero if name is None else values[name])
     return tree.unflatten(spec, gradients)

@@ -104,7 +104,9 @@ def _wrong(value: object, infinity: bool = True) -> str:
         return ""
     if bool(value.isnan().any()):
         return "NaN"
-    return "infinity" if infinity and bool(value.isinf().any()) else ""
+    if infinity and bool(value.isinf().any()):
+        return "infinity"
+    return ""
 
 
 # ---- which operation it was ----
@@ -138,7 +140,10 @@ def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
         with torch.no_grad():
             value = target(*fill(operation.args, env), **fill(operation.kwargs, env))
         env[operation.name] = value
-        items = value if isinstance(value, (tuple, list)) else (value,)
+        if isinstance(value, (tuple, list)):
+            items = value
+        else:
+            items = (value,)
         wrong = next(filter(None, map(_wrong, items)), "")
         if wrong:
             packet = getattr(target, "overloadpacket", target)

@@ -26,7 +26,10 @@ def drawing(
     def draw(r: Registers, inputs: list[Any]) -> Sequence[Any]:
         if r.seed is None:
             return drawn(run, inputs, machine.device, None)[0]
-        start = r.streams.pop(place) if resumes else seed_of(r.seed, *place)
+        if resumes:
+            start = r.streams.pop(place)
+        else:
+            start = seed_of(r.seed, *place)
         out, state = drawn(run, inputs, machine.device, start, leaves)
         if state is not None:
             r.streams[place] = state

@@ -130,4 +130,6 @@ def in_order(call: Call, returned: dict[int, Any]) -> list[Any] | None:
     if config.outputs == "everywhere" and not config.local:
         parts = config.group.gather_objects(returned)
         returned = {mb: value for part in parts for mb, value in part.items()}
-    return [returned.get(mb) for mb in range(call.number)] if returned else None
+    if returned:
+        return [returned.get(mb) for mb in range(call.number)]
+    return None

@@ -124,7 +124,9 @@ def where_in(stack: Iterable[traceback.FrameSummary]) -> str:
     libraries = (*torch.__path__, dirname(dirname(__file__)))
     inside = (*(path + sep for path in libraries), "<fpipe")
     frames = [f for f in stack if not f.filename.startswith(inside)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    if frames:
+        return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+    return ""
 
 
 def nested_tensor_error(label: str, aval: Aval) -> TraceError:
@@ -249,7 +251,10 @@ _CHANGED = "modified by an inplace operation"
 def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
     """The exception to raise for an error of an instruction on a rank."""
     specs = getattr(ins.op, "specs", ())
-    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
+    if specs:
+        from_tensors = "(" + ", ".join(map(str, specs)) + ")"
+    else:
+        from_tensors = ""
     what = (
         ins.kind
         if ins.action is None
@@ -257,7 +262,10 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
         if ins.kind == "EACH"
         else str(ins.action)
     )
-    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
+    if ins.program is not None and ins.program.stage:
+        whose = f" ({ins.program.stage})"
+    else:
+        whose = ""
     kind = ""
     if not isinstance(error, FpipeError):
         kind = f" raised {type(error).__name__}{where(error)}"

@@ -147,10 +147,16 @@ def _resolve(graph: fx.GraphModule) -> None:
     targets = {str(node.target) for node in graph.graph.nodes}
     numbers: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(output.args[0]):
-        value = value_of(node) if isinstance(node, fx.Node) else None
+        if isinstance(node, fx.Node):
+            value = value_of(node)
+        else:
+            value = None
         if value is None or node.op != "call_function":
             continue
-        flag = "aten._conj.default" if value.is_complex() else "aten._neg_view.default"
+        if value.is_complex():
+            flag = "aten._conj.default"
+        else:
+            flag = "aten._neg_view.default"
         if not targets.isdisjoint((flag, "aten._efficientzerotensor.default")):
             with graph.graph.inserting_before(output):
                 numbers[node] = graph.graph.call_function(resolved, (node,))

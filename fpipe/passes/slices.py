@@ -71,7 +71,10 @@ class SliceCall:
         carry = self._copied(carry)
         out = self.fn(params, *state, carry, x, **side)
         if not isinstance(out, tuple) or len(out) != 2 + len(self.extras):
-            what = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+            if isinstance(out, tuple):
+                what = f"a tuple of {len(out)}"
+            else:
+                what = f"a {type(out).__name__}"
             raise StageError(
                 f"stage {self.label} has carry=True, so it must return "
                 f"({', '.join(('y', 'carry', *self.extras))}); it "
@@ -80,7 +83,9 @@ class SliceCall:
         y, carry, *extras = out
         carry = self._copied(carry)
         result = y if self.last else (y, carry)
-        return (result, *extras) if extras else result
+        if extras:
+            return (result, *extras)
+        return result
 
     def _copied(self, carry: Tree) -> Tree:
         if not self.copied:
@@ -110,7 +115,9 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, values: bool, gradients: bool) -> torch.Tensor:
-        return x.clone() if values else x.view_as(x)
+        if values:
+            return x.clone()
+        return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -242,7 +249,10 @@ def check_carry(what: str, stage: Stage) -> None:
         )
     if given and not stage.carry:
         raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
-    leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
+    if given and not callable(stage.initial_carry):
+        leaves = tree.leaves(stage.initial_carry)
+    else:
+        leaves = ()
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise StageError(
             f"initial_carry of {what} has a tensor that requires a gradient, which it does not "

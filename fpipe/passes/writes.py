@@ -38,7 +38,12 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.Gr
         return graph
     annotated = any("custom" in node.meta for node in graph.graph.nodes)
     # Run node by node, the graph passes annotations on to the nodes recorded from them.
-    again = (lambda *args: fx.Interpreter(graph).run(*args)) if annotated else graph
+    if annotated:
+
+        def again(*args):
+            return fx.Interpreter(graph).run(*args)
+    else:
+        again = graph
     functional = torch.func.functionalize(again, remove="mutations")
     with torch.no_grad(), preserve_node_meta():
         return make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
@@ -96,7 +101,9 @@ def without_write(op: Op) -> Op | None:
     if not isinstance(functional, Op) or mutates(functional):
         return None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
-    return functional if _types(functional) == _types(op) else None
+    if _types(functional) == _types(op):
+        return functional
+    return None
 
 
 def _types(op: Op) -> list[tuple[str, str]]:
@@ -112,7 +119,9 @@ def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
         return None
     with mode:
         new = op(*args, **kwargs)
-    return new if isinstance(new, torch.Tensor) else None
+    if isinstance(new, torch.Tensor):
+        return new
+    return None
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -40,7 +40,9 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     >>> resolved(lazy).add_(1)
     tensor([1.])
     """
-    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():
+        return tensor.clone()
+    return tensor.resolve_conj().resolve_neg()
 
 
 def wrapped(*tensors: torch.Tensor) -> bool:

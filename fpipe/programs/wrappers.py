@@ -76,7 +76,9 @@ class Block(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = BLOCKS.get()
-        return self.fn(*args, **kwargs) if handler is None else handler(self, args, kwargs)
+        if handler is None:
+            return self.fn(*args, **kwargs)
+        return handler(self, args, kwargs)
 
 
 def block(fn: F) -> F:
@@ -126,7 +128,10 @@ class HasModes(Protocol):
 def in_mode(stage: Stage, training: bool) -> Stage:
     """A stage in training or in evaluation; as it is where its function has no modes."""
     fn = stage.fn
-    inner = stage.fn.fn if isinstance(stage.fn, Remat) else stage.fn
+    if isinstance(stage.fn, Remat):
+        inner = stage.fn.fn
+    else:
+        inner = stage.fn
     if isinstance(inner, HasModes):
         moded = inner.in_mode(training)
         fn = Remat(moded) if inner is not fn else moded

@@ -34,7 +34,9 @@ def groups_of(pipe: Pipe) -> list[Group]:
     True
     """
     sharing = _sharing(pipe)
-    return _with_copies(pipe) if sharing is None else [*_with_copies(pipe), sharing]
+    if sharing is None:
+        return _with_copies(pipe)
+    return [*_with_copies(pipe), sharing]
 
 
 def is_first(pipe: Pipe) -> bool:
@@ -48,13 +50,17 @@ def is_first(pipe: Pipe) -> bool:
 
 
 def _with_copies(pipe: Pipe) -> list[Group]:
-    return [pipe.group] if pipe.copies is None else [pipe.group, pipe.copies.group]
+    if pipe.copies is None:
+        return [pipe.group]
+    return [pipe.group, pipe.copies.group]
 
 
 def _sharing(pipe: Pipe) -> Group | None:
     """The processes that share the stages of this one; None if it has them alone."""
     group = pipe.group
-    return group.tp if isinstance(group, MeshGroup) and group.tp.size > 1 else None
+    if isinstance(group, MeshGroup) and group.tp.size > 1:
+        return group.tp
+    return None
 
 
 # ---- agreement ----
@@ -82,7 +88,10 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
     except Exception as error:
         plain = isinstance(error, (FpipeError, OSError))
         fault = error
-        message = str(error) if plain else f"{type(error).__name__}: {error}"
+        if plain:
+            message = str(error)
+        else:
+            message = f"{type(error).__name__}: {error}"
     messages = [text for text in _gathered(groups_of(pipe), message) if text]
     if isinstance(fault, CheckpointError):
         raise fault
@@ -114,7 +123,9 @@ def and_more(texts: Sequence[str]) -> str:
     >>> and_more(["a"]), and_more(["a", "b"])
     ('a', 'a (and 1 more)')
     """
-    return texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more)"
+    if len(texts) == 1:
+        return texts[0]
+    return f"{texts[0]} (and {len(texts) - 1} more)"
 
 
 # ---- folders ----

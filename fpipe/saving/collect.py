@@ -130,7 +130,10 @@ def collect(
         if tree.is_tensor(value):
             return _shared(pipe, holding, plain(value, path), path)
         for tag, kind, stages in templates:
-            by_stage = _by_stage(stages, value, pipe.stages) if type(value) is kind else None
+            if type(value) is kind:
+                by_stage = _by_stage(stages, value, pipe.stages)
+            else:
+                by_stage = None
             if by_stage is not None:
                 _by_parameter(names, by_stage, path, holding)
                 return [tag, path]
@@ -277,4 +280,6 @@ def _merge(total: Facts, part: Facts, what: str = "") -> None:
 
 def _brief(value: object) -> str:
     text = json.dumps(value)
-    return text if len(text) < 200 else text[:200] + " ..."
+    if len(text) < 200:
+        return text
+    return text[:200] + " ..."

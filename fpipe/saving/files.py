@@ -258,7 +258,10 @@ def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
         one name.
     """
     place = Path(path)
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    if place.is_file():
+        files = [place]
+    else:
+        files = sorted(place.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{place} is no safetensors file and no folder of such; formats with pickles are not "

@@ -28,7 +28,9 @@ def after(path: str, head: str) -> str | None:
     """
     if not head or path == head:
         return path[len(head) :]
-    return path[len(head) + 1 :] if path.startswith(f"{head}.") else None
+    if path.startswith(f"{head}."):
+        return path[len(head) + 1 :]
+    return None
 
 
 def joined(head: str, path: str) -> str:
@@ -80,7 +82,9 @@ class StageNames:
                 heads[path] = name
             else:
                 heads |= {under(path, i): under(name, n) for i, n in enumerate(numbers)}
-        return heads if self.parts else {"": self.prefix}
+        if self.parts:
+            return heads
+        return {"": self.prefix}
 
     def key(self, path: str) -> str:
         """The name of the leaf at a path of the stage's parameters.
@@ -92,7 +96,9 @@ class StageNames:
         'embed.w'
         """
         if self.stage.weights is not None:
-            return self.stage.weights[path].key if path in self.stage.weights else path
+            if path in self.stage.weights:
+                return self.stage.weights[path].key
+            return path
         for head, name in self.heads.items():
             rest = after(path, head)
             if rest is not None:
@@ -161,7 +167,9 @@ class Names:
     def of(self, stage: int, path: str) -> str:
         """The name of a leaf; that of the first leaf of its group where it is tied."""
         tied = self.ties.get((stage, path))
-        return self.stages[stage].key(path) if tied is None else tied[0]
+        if tied is None:
+            return self.stages[stage].key(path)
+        return tied[0]
 
     def first(self, stage: int, path: str) -> int:
         """The stage that writes a leaf."""
@@ -183,9 +191,15 @@ class Names:
         here = spans(layout)
         leaves: list[StageLeaf] = []
         for index, (path, value) in enumerate(zip(tree.names(params), values, strict=True)):
-            shape = None if layout is None else layout.shapes.get(index)
+            if layout is None:
+                shape = None
+            else:
+                shape = layout.shapes.get(index)
             if shape is None:
-                shape = tuple(value.shape) if tree.is_tensor(value) else ()
+                if tree.is_tensor(value):
+                    shape = tuple(value.shape)
+                else:
+                    shape = ()
             is_own = tree.matches(f"{stage}.{path}", own)
             key = self.of(stage, path)
             leaves.append(StageLeaf(path, key, value, shape, here.get(index), is_own))
@@ -231,4 +245,6 @@ def misfit(stage: int, key: str, found: str | None, wanted: str) -> str:
     """
     if found is None:
         return f"{key!r}, {wanted}, of stage {stage} is missing"
-    return "" if found == wanted else f"{key!r} is {found}, and stage {stage} takes {wanted}"
+    if found == wanted:
+        return ""
+    return f"{key!r} is {found}, and stage {stage} takes {wanted}"

@@ -131,9 +131,15 @@ class Manifest:
         manifest damaged.
         """
         if not (folder / NAME).is_file():
-            why = "has no manifest, so it was not completed" if folder.is_dir() else "is no folder"
+            if folder.is_dir():
+                why = "has no manifest, so it was not completed"
+            else:
+                why = "is no folder"
             inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
-            other = f", such as {folder / inside[-1]}" if inside else ""
+            if inside:
+                other = f", such as {folder / inside[-1]}"
+            else:
+                other = ""
             raise CheckpointError(f"{folder} {why}; load a complete checkpoint{other}")
         with opened(folder, NAME) as file:
             try:

@@ -100,7 +100,9 @@ def load(
     )
     with progress(f"loading {path}") as track:
         values = agree(pipe, lambda: [reader.value(name) for name in track(names)])
-    return values[0] if len(values) == 1 else tuple(values)
+    if len(values) == 1:
+        return values[0]
+    return tuple(values)
 
 
 @contextmanager
@@ -217,7 +219,10 @@ class Reader:
         if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Tree] = [None] * self.names.pipe.stages
-        templates = self.templates if node[0] == "stages" else self.names.states()
+        if node[0] == "stages":
+            templates = self.templates
+        else:
+            templates = self.names.states()
         for stage, here in templates.items():
             values = [self._part(node[1], here, leaf) for leaf in here.leaves]
             out[stage] = tree.unflatten(here.spec, values)
@@ -245,7 +250,9 @@ class Reader:
             is_number = not leaf.shape
             is_cut = leaf.shape == wanted.shape and (not is_number or node[1] == f"{slot}/{key}")
             tensor = self._tensor(node[1], wanted.span if is_cut else None)
-            return tensor if is_number and leaf.host else tensor.to(device)
+            if is_number and leaf.host:
+                return tensor
+            return tensor.to(device)
 
         return from_node(node, f"{slot}/{key}", special)
 
@@ -254,7 +261,10 @@ class Reader:
         leaf = self.leaf(key)
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
-            why = f"; it was saved for each copy of the pipeline, {others}" if others else ""
+            if others:
+                why = f"; it was saved for each copy of the pipeline, {others}"
+            else:
+                why = ""
             raise CheckpointError(
                 f"{self.folder} has no leaf {key!r}{why}: load it with as many copies"
             )

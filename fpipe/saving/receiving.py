@@ -131,7 +131,10 @@ def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) ->
     if not tree.is_tensor(like):
         return like
     value = taken.get(key)
-    kind = None if value is None else tree.describe([value])[1:-1]
+    if value is None:
+        kind = None
+    else:
+        kind = tree.describe([value])[1:-1]
     fault = misfit(stage, key, kind, tree.describe([like])[1:-1])
     if fault:
         raise CheckpointError(
@@ -164,4 +167,6 @@ def _below(rows: Mapping[str, Tensor]) -> Tree:
         return rows[""]
     below = {head: _below(part) for head, part in by_head(rows).items()}
     numbers = [str(number) for number in range(len(below))]
-    return [below[number] for number in numbers] if set(below) == set(numbers) else below
+    if set(below) == set(numbers):
+        return [below[number] for number in numbers]
+    return below

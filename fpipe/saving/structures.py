@@ -54,7 +54,10 @@ def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
             parts[part.name] = to_node(value, path, leaf, fields=False)
             return ["part", part.name]
         if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
-            size = len(value) if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            if isinstance(value, (list, tuple)):
+                size = len(value)
+            else:
+                size = f"a {type(value).__name__}"
             raise CheckpointError(
                 f"layers= of stage {stage} numbers {len(part.numbers)} blocks, "
                 f"{list(part.numbers)}, and its parameters have {size} at {path or 'the top'!r}; "
@@ -134,7 +137,9 @@ class Structures(NamedTuple):
             if node[0] == "part":
                 return from_node(self.stage(node[1]), path, special)
             if node[0] != "layers":
-                return leaf(node, path) if node[0] in ("leaf", "at") else NotImplemented
+                if node[0] in ("leaf", "at"):
+                    return leaf(node, path)
+                return NotImplemented
             name = node[1]
             if numbers.get(name) is None:
                 raise CheckpointError(
@@ -145,9 +150,14 @@ class Structures(NamedTuple):
                 from_node(self.block(name, n), under(path, i), special)
                 for i, n in enumerate(numbers[name] or ())
             ]
-            return tuple(blocks) if node[2] == "tuple" else blocks
+            if node[2] == "tuple":
+                return tuple(blocks)
+            return blocks
 
-        whole = self.stage(of.prefix) if of.prefix in self.stages or not of.parts else composed(of)
+        if of.prefix in self.stages or not of.parts:
+            whole = self.stage(of.prefix)
+        else:
+            whole = composed(of)
         return from_node(whole, "", special)
 
     def stage(self, name: str) -> Node:

@@ -140,7 +140,10 @@ def _start(
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
     written = _started(lambda: job.write(places), folder)
-    completed = _started(lambda: job.complete(facts, written), folder) if is_first(pipe) else None
+    if is_first(pipe):
+        completed = _started(lambda: job.complete(facts, written), folder)
+    else:
+        completed = None
     return Saving(folder, pipe, written, completed)
 
 

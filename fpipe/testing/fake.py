@@ -249,7 +249,10 @@ class FakeGroup(Group):
             world.lost += 1
             return Done()
         late = sum(fault.seconds for fault in network.occurring(Delay, *where))
-        spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
+        if self.strict:
+            spread = 0.0
+        else:
+            spread = world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
         message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
         channel.arrivals.append(message)
@@ -283,7 +286,10 @@ class FakeGroup(Group):
         channel.requested += 1
 
         def arrived() -> bool:
-            message = channel.arrivals[number] if number < len(channel.arrivals) else None
+            if number < len(channel.arrivals):
+                message = channel.arrivals[number]
+            else:
+                message = None
             return message is not None and world.clock >= message.arrival
 
         def ready() -> bool:
@@ -416,4 +422,6 @@ def _carried(tensor: Tensor, op: str) -> Tensor:
 def _reduced(pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
     result = add_up(pieces, op)
     result = result / len(pieces) if op == "mean" else result
-    return result != 0 if dtype == torch.bool else result.to(dtype)
+    if dtype == torch.bool:
+        return result != 0
+    return result.to(dtype)

@@ -62,7 +62,9 @@ def copies_of(over: Over | None) -> tuple[Group | None, tuple[str, ...]]:
     """
     copies = getattr(over, "copies", None)  # an Over need not have the attribute
     differing = () if copies is None else EVERY_LEAF if copies.cut else copies.own
-    return (copies.group, differing) if copies is not None and differing else (None, ())
+    if copies is not None and differing:
+        return (copies.group, differing)
+    return (None, ())
 
 
 def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
@@ -73,9 +75,14 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     ({0: 5, 1: None, 2: 6}, {0: {'w': 5}})
     """
     if over is None:
-        return dict(enumerate(tree)) if listed(tree) else {0: tree}
+        if listed(tree):
+            return dict(enumerate(tree))
+        return {0: tree}
     if not listed(tree) or len(tree) != over.stages:
-        got = f"{len(tree)} entries" if listed(tree) else f"a {type(tree).__name__}"
+        if listed(tree):
+            got = f"{len(tree)} entries"
+        else:
+            got = f"a {type(tree).__name__}"
         raise TransformError(
             f"{got} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
             f"None for stages on other processes"
@@ -118,7 +125,9 @@ def board_device(tree: Tree, over: Over | None) -> torch.device:
 
 def wide(device: torch.device) -> torch.dtype:
     """The dtype in which a device adds numbers up."""
-    return torch.float64 if device.type in DOUBLE_DEVICES else torch.float32
+    if device.type in DOUBLE_DEVICES:
+        return torch.float64
+    return torch.float32
 
 
 def by_stage(tree: Tree, over: Over | None, values: Mapping[int, Tensor]) -> Tensor:

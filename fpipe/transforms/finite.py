@@ -156,7 +156,10 @@ def dynamic_loss_scale(
         if good.item() >= interval:
             good = zero
             grown = scale * growth
-            scale = grown if math.isfinite(grown.item()) else scale
+            if math.isfinite(grown.item()):
+                scale = grown
+            else:
+                scale = scale
         return unscaled, LossScaleState(scale, good, state.skipped)
 
     return Transform(

@@ -72,7 +72,9 @@ def norm_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which a norm accumulates: float32 for half precision, and None for the tensor's
     own dtype.
     """
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return None
 
 
 def cast(xs: Tensors, dtype: torch.dtype) -> Tensors:

@@ -76,7 +76,10 @@ class Places(NamedTuple):
 
     def keep(self, flags: Sequence[bool], tree: Tree = None) -> Tree:
         """This tree, or another one at its places, with None where a flag is false."""
-        leaves = self.leaves if tree is None else self.of(tree, "params")
+        if tree is None:
+            leaves = self.leaves
+        else:
+            leaves = self.of(tree, "params")
         return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
 
     def stages(self) -> list[int]:
@@ -167,7 +170,9 @@ def map_kinds(
     """:func:`by_kind` for a kernel that returns one column, and that is not called without
     leaves.
     """
-    return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0] if columns[0] else []
+    if columns[0]:
+        return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0]
+    return []
 
 
 def scaled(leaves: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
@@ -180,7 +185,9 @@ def scaled(leaves: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
             return F.mul(xs, factor.to(xs[0].device, xs[0].dtype))
         return F.mul(xs, factor)
 
-    return leaves if factor is None else map_kinds(kernel, leaves)
+    if factor is None:
+        return leaves
+    return map_kinds(kernel, leaves)
 
 
 @contextmanager
@@ -275,7 +282,10 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
     fault = unmatched(labels, every)
     if fault:
         missing = places(tree).missing()
-        fault = unmatched(labels, every, missing) if every or missing else ""
+        if every or missing:
+            fault = unmatched(labels, every, missing)
+        else:
+            fault = ""
     if fault:
         raise TransformError(
             f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "

@@ -64,7 +64,9 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
     def init(params):
         def copy_of(leaf):
             is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
-            return leaf.detach().float() if is_half else None
+            if is_half:
+                return leaf.detach().float()
+            return None
 
         copies = tree_map(copy_of, params)
         at = places(params)

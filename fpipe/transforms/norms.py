@@ -62,7 +62,10 @@ class _StageNorm(NamedTuple):
         match ``differing``.
         """
         leaves = places(tree).leaves
-        every = names(tree) if self.repeated or differing else [""] * len(leaves)
+        if self.repeated or differing:
+            every = names(tree)
+        else:
+            every = [""] * len(leaves)
         pairs = zip(leaves, every, strict=True)
         chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.repeated]
         alike = list[Tensor]()
@@ -80,7 +83,9 @@ class _StageNorm(NamedTuple):
             norm = group.all_reduce(norm, "max")
         else:
             norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
-        return self._joined([self._joined(alike), norm]) if alike else norm
+        if alike:
+            return self._joined([self._joined(alike), norm])
+        return norm
 
     def _of_leaves(self, leaves: list[Tensor]) -> list[Tensor]:
         if self.exact:

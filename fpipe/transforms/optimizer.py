@@ -33,7 +33,9 @@ def rate_at(rate: Rate, steps: Tensor) -> float:
     >>> rate_at(0.5, torch.tensor(7)), rate_at(lambda step: 0.1 * step, torch.tensor(2))
     (0.5, 0.2)
     """
-    return float(rate(int(steps.item()))) if callable(rate) else rate
+    if callable(rate):
+        return float(rate(int(steps.item())))
+    return rate
 
 
 class Step(NamedTuple):
@@ -102,16 +104,25 @@ def optimizer(
         donate_params = how is not None and how.donate
         weights: Column = [None] * len(at.leaves)
         if how is not None or decay:
-            who = f"{name} with weight decay" if how is None else f"a step of {name}"
+            if how is None:
+                who = f"{name} with weight decay"
+            else:
+                who = f"a step of {name}"
             weights = weights_of(at, params, who)
         if donate_params:
             refuse_shared(at, weights)
-        decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
+        if decay:
+            decays = flags(at, mask, params)
+        else:
+            decays = [False] * len(at.leaves)
 
         def kind(gs, ps, on, *old):
             gs = gs if how is None else scaled(gs, how.factor)
             step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
-            after = None if how is None or kernel is None else kernel(step, *old)
+            if how is None or kernel is None:
+                after = None
+            else:
+                after = kernel(step, *old)
             if after is None:
                 us, *after = arithmetic(step, *old)
                 after = us if how is None else added(ps, us, donate_params), *after

@@ -185,7 +185,9 @@ def _adam(betas: tuple[float, float], eps: float, fused: bool | None) -> tuple[A
     beta1, beta2 = betas
 
     def has_kernel(leaf):
-        return leaf.device.type in F.FUSED_DEVICES if fused is None else fused
+        if fused is None:
+            return leaf.device.type in F.FUSED_DEVICES
+        return fused
 
     def in_one_pass(step, first, gs, ms, vs, decay):
         columns = first, (ms, step.donate), (vs, step.donate)

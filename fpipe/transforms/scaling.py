@@ -110,7 +110,10 @@ def add_noise(
     if eta < 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
     copies, differing = copies_of(as_over(over))
-    shard = f"/{copies.here[0]}" if copies is not None and differing == EVERY_LEAF else ""
+    if copies is not None and differing == EVERY_LEAF:
+        shard = f"/{copies.here[0]}"
+    else:
+        shard = ""
 
     def step(at, state, params):
         t = int(state.step.item()) + 1

@@ -82,7 +82,13 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
         return updates, TorchState(at.tree(memories, base=state.memory))
 
     rate = _instance(optimizer, [torch.zeros(1, 1)], options).defaults.get("lr")
-    constant = None if rate is None else lambda state: float(rate)
+    if rate is None:
+        constant = None
+    else:
+
+        def constant(state):
+            return float(rate)
+
     return replace(leafwise(init, step), rate=constant)
 
 
@@ -100,4 +106,6 @@ def _instance(
 
 
 def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value

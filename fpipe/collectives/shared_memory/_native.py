@@ -59,7 +59,9 @@ def check_memory_file(file: int, size: int) -> None:
 def address_space() -> float:
     """The bytes of address space that this process may use: the limit that ``ulimit -v`` sets."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return float("inf") if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return float("inf")
+    return soft
 
 
 def address(memory: mmap.mmap, offset: int = 0) -> int:

@@ -52,7 +52,9 @@ class Board(NamedTuple):
     def gone(self) -> str:
         """Why a rank that has not written will not."""
         missing = self.missing()
-        return "" if missing is None else self.reason(missing)
+        if missing is None:
+            return ""
+        return self.reason(missing)
 
 
 def board(

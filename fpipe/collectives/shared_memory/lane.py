@@ -155,7 +155,9 @@ class LaneWriter(_End):
         first = live[0][0]
         last = live[-1][1]
         if last <= first:  # the newest lie before the oldest: the range between them is free
-            return last if last + size <= first else -1
+            if last + size <= first:
+                return last
+            return -1
         if last + size <= AREA:
             return last
         return 0 if size <= first else -1

@@ -91,7 +91,9 @@ class _Peer:
         """Why no further message will arrive; empty while one may."""
         if self.outbox.ended[0]:
             return "it failed, and ended its messages"
-        return "its process has ended" if self._poll.poll(0) else ""
+        if self._poll.poll(0):
+            return "its process has ended"
+        return ""
 
 
 def _outbox_size(size: int) -> int:

@@ -70,7 +70,10 @@ class Weights:
         parts.
         """
         config = self.pipe.config
-        ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
+        if self.pipe.parts:
+            ties = {}
+        else:
+            ties = dict(config.functions[stage].ties)
         trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
         leaves = dict[str, nn.Parameter]()
         for name, part in row.items():
@@ -99,7 +102,9 @@ class Weights:
         def value(name: str, leaf: Tensor) -> Tensor:
             if ".lora_B." in name and not adapted:
                 leaf = torch.zeros_like(leaf)
-            return leaf.to(self.compute) if leaf.is_floating_point() else leaf
+            if leaf.is_floating_point():
+                return leaf.to(self.compute)
+            return leaf
 
         return [
             row and {name: value(name, leaf) for name, leaf in row.items()} for row in self.values()
@@ -218,4 +223,6 @@ class Weights:
 
 def _as_tensor(value: Tree) -> Tree:
     """Return a number as a tensor, as torch's optimizers have it."""
-    return torch.tensor(value) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return torch.tensor(value)
+    return value

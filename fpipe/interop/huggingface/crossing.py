@@ -110,7 +110,10 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
                 "mode, or write its stages as functions"
             )
         drawn |= draws
-        receives = _crossing(flow, first, values.union(sends) - draws) if first else ()
+        if first:
+            receives = _crossing(flow, first, values.union(sends) - draws)
+        else:
+            receives = ()
         parameters = frozenset(use for use in used if isinstance(use, str))
         parts.append(Part(first, stop, receives, sends, parameters))
         sends = receives

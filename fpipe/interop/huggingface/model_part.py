@@ -192,7 +192,9 @@ class ModelPart(ModuleFunction):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
         except _DoneError:
             sent = tuple(run.values[value] for value in self.part.sends)
-            return sent[0] if len(sent) == 1 else sent
+            if len(sent) == 1:
+                return sent[0]
+            return sent
         return result_of(out)
 
     def _received(self, x: Tree) -> dict[Value, Tensor]:
@@ -201,7 +203,10 @@ class ModelPart(ModuleFunction):
             leaves = x if isinstance(x, tuple) else (x,)
             return dict(zip(self.part.receives, leaves, strict=True))
         inputs = self.flow.inputs
-        arguments = x if isinstance(x, Mapping) else {inputs[0]: x}
+        if isinstance(x, Mapping):
+            arguments = x
+        else:
+            arguments = {inputs[0]: x}
         if set(arguments) != set(inputs):
             raise StageError(
                 f"{self.name} takes {', '.join(inputs)}, and gets {', '.join(arguments)}"

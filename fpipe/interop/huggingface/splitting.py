@@ -69,7 +69,10 @@ def stages(
         functions.append(ModelPart(modules[stage][0], claim, flow, part, name))
         run = [model.get_submodule(visit.unit) for visit in flow.visits[part.first : part.stop]]
         mixture = any(is_experts(module) for unit in run for module in unit.modules())
-        engine = "eager" if mixture and not (traced and runs_without_values) else None
+        if mixture and not (traced and runs_without_values):
+            engine = "eager"
+        else:
+            engine = None
         cut.append(functions[-1].stage(claim, engine=engine))
     compare(model, functions, params, recordings)
     return cut, params

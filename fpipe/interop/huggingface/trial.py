@@ -70,7 +70,10 @@ def try_forward(
     keywords = {"use_cache": False, "return_dict": True}
     keywords = {n: value for n, value in keywords.items() if takes_any or n in parameters}
     run = partial(_recorded, model, whole, units, keywords)
-    large = _example(model, "decoder_input_ids" in sides) if example is None else example
+    if example is None:
+        large = _example(model, "decoder_input_ids" in sides)
+    else:
+        large = example
     large = {name: value[:_ROWS].to(_device(model)) for name, value in large.items()}
     if any(len(value) < _ROWS for value in large.values()):
         raise StageError("example= needs two rows of each argument")
@@ -130,7 +133,10 @@ def _recorded(
             side = {name: value for name, value in arguments.items() if name in _SIDES}
             return record(new, tensors, inputs, side, keywords)
     except Exception as error:
-        what = "without values it does not run" if without else "its own forward fails"
+        if without:
+            what = "without values it does not run"
+        else:
+            what = "its own forward fails"
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: {what} on {_brief_inputs(arguments)} "
             f"({_brief(error)}), so the stages cannot be compared with it; write its stages as "
@@ -229,7 +235,9 @@ def _same_draws_afterwards(model: nn.Module) -> AbstractContextManager[object]:
 
 def _brief_inputs(inputs: Mapping[str, Tensor]) -> str:
     name, first = next(iter(inputs.items()))
-    return name if first.is_floating_point() else f"{first.numel()} tokens"
+    if first.is_floating_point():
+        return name
+    return f"{first.numel()} tokens"
 
 
 def _brief(error: Exception) -> str:

@@ -85,7 +85,10 @@ def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
     """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        inside = [] if _is_layer(child) else list(_module_lists(child, f"{path}."))
+        if _is_layer(child):
+            inside = []
+        else:
+            inside = list(_module_lists(child, f"{path}."))
         has_layers = isinstance(child, nn.ModuleList) and any(map(_is_layer, child))
         if isinstance(child, nn.ModuleList) and len(child) and (has_layers or not inside):
             yield path, child

@@ -80,4 +80,6 @@ def _microbatches(rows: list[Tree] | None, number: int) -> Microbatches | None:
 
 def _as_tensor(leaf: Tree) -> Tree:
     is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    return torch.tensor(leaf) if is_number else leaf
+    if is_number:
+        return torch.tensor(leaf)
+    return leaf

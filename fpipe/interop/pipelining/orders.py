@@ -62,7 +62,10 @@ def with_messages(schedule: Schedule) -> Order:
 def dump(schedule: Schedule, path: str | PathLike[str], form: Format) -> None:
     """Write the CSV of a schedule in one of torch's formats."""
     _check(form)
-    order = order_of(schedule) if form == "compute_only" else with_messages(schedule)
+    if form == "compute_only":
+        order = order_of(schedule)
+    else:
+        order = with_messages(schedule)
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(order[rank] for rank in sorted(order))
 

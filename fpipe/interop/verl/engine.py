@@ -69,7 +69,10 @@ class FpipeEngine(base.BaseEngine):
                 "model.use_liger is not supported by engine=fpipe; fpipe fuses what torch.compile "
                 "fuses: engine.compile=inductor"
             )
-        pp = world if config.pipeline_parallel_size == -1 else config.pipeline_parallel_size
+        if config.pipeline_parallel_size == -1:
+            pp = world
+        else:
+            pp = config.pipeline_parallel_size
         if pp < 1 or world % pp:
             raise StageError(
                 f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; "
@@ -139,7 +142,10 @@ class FpipeEngine(base.BaseEngine):
             attention=config.attn_implementation,
             trust=model.trust_remote_code,
         )
-        module = load(empty=True) if model.lora_rank <= 0 else None
+        if model.lora_rank <= 0:
+            module = load(empty=True)
+        else:
+            module = None
         from_files = module is not None and models.has_files(model.local_path, module)
         if module is None or not from_files:
             # what the files do not have must be alike on all processes
@@ -259,7 +265,10 @@ class FpipeEngine(base.BaseEngine):
                     params, x, numbers, has_aux=True, each=content, position_ids=positions
                 )
             return rows
-        seed = self.engine_config.seed * 1_000_003 + self.steps if self.cut.moded else None
+        if self.cut.moded:
+            seed = self.engine_config.seed * 1_000_003 + self.steps
+        else:
+            seed = None
         self.steps += 1
         step = value_and_grad(pipe, has_aux=True, each=content)
         (_, rows), grads = step(params, x, numbers, seed=seed, position_ids=positions)
@@ -302,7 +311,10 @@ class FpipeEngine(base.BaseEngine):
         device.
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        target = torch.device("cpu") if device == "cpu" else self.device
+        if device == "cpu":
+            target = torch.device("cpu")
+        else:
+            target = self.device
         self.weights.move(target, self.optimizer if optimizer else None, model, grad)
 
     # ---- groups ----
@@ -360,7 +372,10 @@ class FpipeEngine(base.BaseEngine):
         more: dict[str, object] = {"steps": self.steps, "global_step": global_step}
         if self.scheduler is not None:
             more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
-        optimizer = self.optimizer if "optimizer" in contents else None
+        if "optimizer" in contents:
+            optimizer = self.optimizer
+        else:
+            optimizer = None
         self.weights.save(path, optimizer, more)
         if first:
             self._write_model(path, "hf_model" in contents)

@@ -123,7 +123,9 @@ class Call:
     def forward(self) -> Graph:
         """The graph of the call; without a backward where it has none."""
         cotangents = (None,) * len(self.definition.outputs.y.leaves)
-        return self.traced[0] if self.traced else _graph(self, cotangents)
+        if self.traced:
+            return self.traced[0]
+        return _graph(self, cotangents)
 
 
 _NUMBERS = count()
@@ -173,7 +175,10 @@ def _definition(
     surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, surroundings)
-    shared = _SHARED if within.sizes is PLAIN else within.definitions
+    if within.sizes is PLAIN:
+        shared = _SHARED
+    else:
+        shared = within.definitions
     definitions = shared.setdefault(block, {})
     if key in definitions:
         return definitions[key]
@@ -208,7 +213,9 @@ def _outputs_of(stage: Stage, signature: Signature, sizes: Sizes) -> Outputs | N
         return None
     y = outputs.y
     whole = y.avals and len(y.avals) == len(y.leaves) and not y.repeats
-    return outputs if whole and not outputs.copies else None
+    if whole and not outputs.copies:
+        return outputs
+    return None
 
 
 def _key(aval: Aval) -> tuple[Hashable, ...]:
@@ -326,7 +333,10 @@ def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[i
             stack += [upper for upper, _ in behind]
     uses = []
     for tensor in given:
-        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
+        if tensor.requires_grad:
+            edge = get_gradient_edge(tensor)
+        else:
+            edge = None
         uses.append(0 if edge is None else edges[edge.node, edge.output_nr])
     return uses
 

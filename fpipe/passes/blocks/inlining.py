@@ -130,7 +130,9 @@ def _behind_view(body: _Body, node: fx.Node) -> Hashable:
     """The storage of the captured tensor of which a node is a view."""
     op = operator_of(node)
     view = op is not None and returns_views(op) and node.args
-    return body.constants.get(node.args[0]) if view else None
+    if view:
+        return body.constants.get(node.args[0])
+    return None
 
 
 def _constant(body: _Body, node: fx.Node) -> fx.Node:

@@ -124,7 +124,9 @@ def _find(graphs_by_key: Graphs, key: Hashable, device: torch.device) -> Graph |
         record = graphs.recorder(device)
         assert record is not None, "a pipeline is checked when it is built"
         return Graph(record, device)
-    return None if isinstance(graph, str) else graph
+    if isinstance(graph, str):
+        return None
+    return graph
 
 
 def _give_up(graphs_by_key: Graphs, key: Hashable, reason: str) -> None:
@@ -150,7 +152,9 @@ def _copied(results: Tree) -> Tree:
     copies: dict[int, torch.Tensor] = {}
 
     def copy(leaf: object) -> Tree:
-        return copies.setdefault(id(leaf), leaf.clone()) if tree.is_tensor(leaf) else leaf
+        if tree.is_tensor(leaf):
+            return copies.setdefault(id(leaf), leaf.clone())
+        return leaf
 
     leaves, structure = tree.flatten(results)
     return tree.unflatten(structure, list(map(copy, leaves)))

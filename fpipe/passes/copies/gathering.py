@@ -55,7 +55,9 @@ class _OnRank(Feature):
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
         sharded = self.of.copies.cut and leaf in self.of.layouts[stage].shapes
-        return whole_param(stage, leaf) if sharded else None
+        if sharded:
+            return whole_param(stage, leaf)
+        return None
 
     def before(self) -> None:
         out = self.out
@@ -106,7 +108,10 @@ def _gathered(
     that are read become whole.
     """
     reads = [_stages_read(of, job, entry) for entry in row]
-    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
+    if of.copies.zero == 3:
+        allowed = of.copies.unsharded
+    else:
+        allowed = job.stages
     limit = max([allowed, *map(len, reads)])
     phases = [(0, len(row))]
     if job.phased:

@@ -116,7 +116,10 @@ class Landed(OfShare):
     renews = True
 
     def __str__(self) -> str:
-        what = "gradients" if self.share.gradients else "parameters"
+        if self.share.gradients:
+            what = "gradients"
+        else:
+            what = "parameters"
         return f"{what} of stage {self.share.stage}"
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:

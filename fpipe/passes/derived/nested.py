@@ -55,15 +55,24 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
         nonlocal aux
         params, batch = chosen.around(tensors)
-        batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
+        if isinstance(x, Microbatches):
+            batch = Microbatches(batch)
+        else:
+            batch = batch
         out = _value(call, params, Parts(batch, call.number, "x"))
         loss, aux = out if more else (out, None)
         return loss, Chosen(aux, tree.is_tensor).leaves  # torch.func takes tensors alone
 
     every = tuple(range(len(chosen.leaves)))
     grads, (loss, tensors) = torch.func.grad_and_value(value, every, has_aux=True)(*chosen.leaves)
-    out = (loss, Chosen(aux, tree.is_tensor).around(tensors)) if more else loss
-    scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
+    if more:
+        out = (loss, Chosen(aux, tree.is_tensor).around(tensors))
+    else:
+        out = loss
+    if call.loss_scale is None:
+        scaled = grads
+    else:
+        scaled = [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
     return out, tuple((dp, dx)[n] for n in call.wanted)
@@ -104,11 +113,15 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         losses.append(first if extra is None else first + extra)
         auxes.append(aux)
     if config.loss is None:
-        return joined(outputs, x.slices, x.uniform) if call.each is None else outputs
+        if call.each is None:
+            return joined(outputs, x.slices, x.uniform)
+        return outputs
     weights = call.weights()
     assert weights is not None
     total = weighted(weights, losses)
-    return (total, auxes) if call.has_aux or call.each is not None else total
+    if call.has_aux or call.each is not None:
+        return (total, auxes)
+    return total
 
 
 # ---- options ----
@@ -144,7 +157,10 @@ def _runner(call: Call) -> Callable[..., Tree]:
         fn: Callable[..., Tree], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
     ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        start = None if call.seed is None else seed_of(call.seed, index, numbered(mb), "F")
+        if call.seed is None:
+            start = None
+        else:
+            start = seed_of(call.seed, index, numbered(mb), "F")
         side = side_inputs.of_stage(config.sides[index], call.sides, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
@@ -184,16 +200,22 @@ def _wide(call: Call) -> Sequence[Tree]:
         return call.params
 
     def widened(leaf):
-        return leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if tree.is_tensor(leaf) else leaf
+        if tree.is_tensor(leaf):
+            return leaf.to(tree.sum_dtype(leaf.dtype, dtype))
+        return leaf
 
     wide = [tree.tree_map(widened, part) for part in call.params]
-    return tuple(wide) if isinstance(call.params, tuple) else wide
+    if isinstance(call.params, tuple):
+        return tuple(wide)
+    return wide
 
 
 def _like(wide: Tree, params: Tree) -> Tree:
     """Parameters in their own dtypes again, for one microbatch."""
 
     def narrowed(value, leaf):
-        return value.to(leaf.dtype) if tree.is_tensor(value) else value
+        if tree.is_tensor(value):
+            return value.to(leaf.dtype)
+        return value
 
     return tree.tree_map(narrowed, wide, params)

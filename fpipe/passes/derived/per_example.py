@@ -72,7 +72,10 @@ class PerExample:
                 f"scale gave {list(factors.shape)} factors for {len(norms)} examples; give one "
                 "for each"
             )
-        weights = factors / len(factors) if self._mean else factors
+        if self._mean:
+            weights = factors / len(factors)
+        else:
+            weights = factors
         parts, _ = _with_numbers(self._weighted, (x, *targets), side, weights)
         step = value_and_grad(self._weighted)
         _, grads = step(params, parts, *targets, seed=seed, **side)
@@ -172,7 +175,10 @@ def _with_numbers(
         if tensor is None:
             raise StageError("x holds no tensor, and so no rows to tell examples apart")
         sizes.append(len(tensor))
-    numbers = torch.zeros(sum(sizes)) if numbers is None else numbers.detach()
+    if numbers is None:
+        numbers = torch.zeros(sum(sizes))
+    else:
+        numbers = numbers.detach()
     rows = zip(parts, numbers.cpu().split(sizes), strict=True)
     return Microbatches((part, row, None) for part, row in rows), sizes
 
@@ -245,14 +251,18 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
         def one(_: Sequence[Tensor], row: Tree) -> Tensor:
             y, targets, side = row
             result = fn(y, *targets, **side)
-            return result[0] if isinstance(result, tuple) else result
+            if isinstance(result, tuple):
+                return result[0]
+            return result
 
         def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
             y, numbers, more = triple
             losses = _over_rows(one, (), (y, targets, side))
             losses = losses if more is None else losses + more
             numbers = numbers.to(losses.dtype)
-            return losses.sum() + 0 * numbers.sum() if probing else (losses * numbers).sum()
+            if probing:
+                return losses.sum() + 0 * numbers.sum()
+            return (losses * numbers).sum()
 
         return call
 

@@ -114,7 +114,10 @@ class _Engine:
         # unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
-        reached = signature.x.avals if facts.dx is None else facts.dx
+        if facts.dx is None:
+            reached = signature.x.avals
+        else:
+            reached = facts.dx
         self.dxs: dict[int, Aval] = {}
         self.dps: dict[int, Aval] = {}
         if self.cotangents:
@@ -140,7 +143,9 @@ class _Engine:
             with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                 return (*self.record(groups, grad=True)[0], replay)
         results, tape = self.record(groups, grad=self.trained)
-        return (*results, tape) if self.trained else results
+        if self.trained:
+            return (*results, tape)
+        return results
 
     def _tape(self, held: Tape | Replay) -> Tape:
         """The recorded graph; of a stage under remat, recorded now, with the random draws of F."""
@@ -207,7 +212,9 @@ class _Engine:
         returned = [_as_planned(tensor.detach(), aval, foreign) for tensor, aval in planned]
         if self.stage.state:
             returned += [t.detach() for t in tree.leaves(result.state)]
-        return (*returned, result.extra) if self.extra else tuple(returned)
+        if self.extra:
+            return (*returned, result.extra)
+        return tuple(returned)
 
     def _check(self, result: Result, xs: Sequence[object]) -> list[Any]:
         """The leaves of the output; all results must be as the plan expects them."""
@@ -221,7 +228,10 @@ class _Engine:
             self._expect(_alike(leaf, aval), name, leaf, aval)
             if not isinstance(leaf, Aval) or not isinstance(aval, Aval):
                 continue
-            expanded = zip(leaf.stride, aval.stride, strict=True) if 0 in aval.stride else ()
+            if 0 in aval.stride:
+                expanded = zip(leaf.stride, aval.stride, strict=True)
+            else:
+                expanded = ()
             stored = any(step and not wanted for step, wanted in expanded)
             self._expect(not stored, name, "a tensor stored in full", "an expanded one")
             grad = aval.grad or not leaf.grad
@@ -277,7 +287,9 @@ class _Engine:
         seen = survey([edge for edge, _ in ends], tape.xs, tape.ps, whole=tape.hooked)
         refuse_captured(self.stage, seen.foreign)
         dxs, kept = of_inputs(ends, tape.xs, tape.ps, seen)
-        return (*self._input_grads(dxs), kept) if self.dps else self._input_grads(dxs)
+        if self.dps:
+            return (*self._input_grads(dxs), kept)
+        return self._input_grads(dxs)
 
     def backward_weight(self, inputs: list[Any]) -> Results:
         """W: parameter gradients, or nothing where they are added into others."""
@@ -325,7 +337,10 @@ class _Engine:
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         computed = {j: aval for j, aval in outputs.y.avals.items() if j not in passed}
         ys = _named("y", computed)
-        states = {} if outputs.state is None else _named("s", outputs.state.avals)
+        if outputs.state is None:
+            states = {}
+        else:
+            states = _named("s", outputs.state.avals)
         aux = "aux" if outputs.aux is not None else None
         extra = "extra" if self.extra else None
         held = ("ctx",) if self.trained else ()
@@ -438,8 +453,13 @@ def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     # a graph holds no inference tensors
-    tensor = value.clone() if value.is_inference() else value.detach()
-    return tensor.requires_grad_() if grad and isinstance(leaf, Aval) and leaf.grad else tensor
+    if value.is_inference():
+        tensor = value.clone()
+    else:
+        tensor = value.detach()
+    if grad and isinstance(leaf, Aval) and leaf.grad:
+        return tensor.requires_grad_()
+    return tensor
 
 
 def _as_planned(tensor: torch.Tensor, planned: Aval, foreign: Container[int] = ()) -> torch.Tensor:

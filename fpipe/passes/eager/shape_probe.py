@@ -103,7 +103,9 @@ def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> Stag
             except Exception as error:
                 errors.append(error)
             else:
-                return facts if create is empty else _for_any_path(facts, signature)
+                if create is empty:
+                    return facts
+                return _for_any_path(facts, signature)
     raise _unknown(stage, signature, *errors) from errors[1]
 
 
@@ -272,7 +274,9 @@ def stored_in_full(aval: Aval) -> Aval:
     store all of it.
     """
     aval = aval.arrived()
-    return aval._replace(stride=contiguous(aval.shape)) if 0 in aval.stride else aval
+    if 0 in aval.stride:
+        return aval._replace(stride=contiguous(aval.shape))
+    return aval
 
 
 def _bytes(leaves: Iterable[object], without: Container[int] = ()) -> int:
@@ -313,7 +317,9 @@ def _storage(tensor: torch.Tensor) -> int | None:
 def _invented(aval: Aval) -> torch.Tensor:
     """Floating numbers between 0 and 1, integers 0, booleans true."""
     tensor = aval.build(_invented_plain)
-    return tensor.requires_grad_(aval.grad) if aval.differentiable else tensor
+    if aval.differentiable:
+        return tensor.requires_grad_(aval.grad)
+    return tensor
 
 
 def _invented_plain(aval: Aval) -> torch.Tensor:
@@ -322,6 +328,9 @@ def _invented_plain(aval: Aval) -> torch.Tensor:
         return tensor.fill_(1 if aval.dtype is torch.bool else 0)
     numbers = torch.Generator(aval.device).manual_seed(0)
     with torch.no_grad():
-        real = torch.view_as_real(tensor) if aval.dtype.is_complex else tensor
+        if aval.dtype.is_complex:
+            real = torch.view_as_real(tensor)
+        else:
+            real = tensor
         real.uniform_(generator=numbers)
     return tensor

@@ -103,7 +103,9 @@ def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]])
 def _numbers(layers: Layers) -> object:
     """The numbers of blocks as data."""
     if not isinstance(layers, Mapping):
-        return layers if layers is None else tuple(layers)
+        if layers is None:
+            return layers
+        return tuple(layers)
     return {
         path: value if isinstance(value, str) else tuple(value) for path, value in layers.items()
     }

@@ -62,7 +62,9 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
 
 
 def _fused(actions: Sequence[Action]) -> AnyAction:
-    return actions[0] if len(actions) == 1 else Fused(tuple(actions))
+    if len(actions) == 1:
+        return actions[0]
+    return Fused(tuple(actions))
 
 
 def _times(run: Run) -> dict[Action, tuple[float, float]]:
@@ -121,7 +123,10 @@ def costs(
         for _, action, start, end in spans(runs):
             first = action.parts[0]
             slices = first.slices
-            op = action.op if isinstance(action, Action) else "overlap"
+            if isinstance(action, Action):
+                op = action.op
+            else:
+                op = "overlap"
             lasted[op][first.stage].append((end - start) * slices)
             stages = max(stages, *(part.stage + 1 for part in action.parts))
     forward, whole, inputs, weights, overlap = (
@@ -190,5 +195,8 @@ def shares(run: Run) -> dict[str, float]:
     times = defaultdict[str, float](float)
     for event in run.events:
         times[_WORK.get(event.kind, "the rest")] += event.end - event.start
-    length = run.events[-1].end - run.events[0].start if run.events else 0.0
+    if run.events:
+        length = run.events[-1].end - run.events[0].start
+    else:
+        length = 0.0
     return {**times, "between": length - sum(times.values())}

@@ -119,7 +119,9 @@ class Profile:
         return self.runs[-1]
 
     def _called(self, what: str) -> str:
-        return f"{self.name}, {what}" if self.name else what
+        if self.name:
+            return f"{self.name}, {what}"
+        return what
 
     @cached_property
     def costs(self) -> Costs:

@@ -124,7 +124,10 @@ class Log(NamedTuple):
 
 def _beside(ins: Instruction) -> Action | None:
     """The other action of an instruction whose program runs two."""
-    label = None if ins.program is None else _BESIDE.fullmatch(ins.program.label)
+    if ins.program is None:
+        label = None
+    else:
+        label = _BESIDE.fullmatch(ins.program.label)
     return Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
 
 
@@ -136,7 +139,10 @@ def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, i
     for ins in instructions:
         op = ins.op
         if isinstance(op, Send):
-            number = -1 if ins.action is None else next(sent[op.peer])
+            if ins.action is None:
+                number = -1
+            else:
+                number = next(sent[op.peer])
             yield op.peer, number, sum(spec.bytes for spec in op.specs)
         elif isinstance(op, Recv):
             yield op.peer, op.number if isinstance(op, Wait) else -1, 0

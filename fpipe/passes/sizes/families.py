@@ -128,7 +128,9 @@ class Families:
             else:
                 return replace(saw, families=(*self.families[1 - KEPT :], family))
         small = any(_size(signature, axes[0]) < SMALL for axes in varied)
-        return saw if small else replace(saw, fault=faults[0])
+        if small:
+            return saw
+        return replace(saw, fault=faults[0])
 
     def warn(self, stage: Stage) -> None:
         """Warn that every size is traced."""
@@ -215,7 +217,10 @@ def _places(signature: Signature, strides: bool = False) -> list[Axis]:
     places = []
     for argument in (1, 2, 3):
         for leaf, aval in signature[argument].avals.items():
-            kinds = (False, True) if strides and _has_gaps(aval) else (False,)
+            if strides and _has_gaps(aval):
+                kinds = (False, True)
+            else:
+                kinds = (False,)
             for stride in kinds:
                 places += [Axis(argument, leaf, n, stride) for n in range(len(aval.shape))]
     return places
@@ -257,7 +262,10 @@ def _others(stage: Stage, signature: Signature, varied: Sequence[Axes]) -> list[
 
 def _named(stage: Stage, signature: Signature, places: Sequence[Axis]) -> list[Axis]:
     """The axes that ``dynamic=`` of a stage names."""
-    axes = (0, 1) if stage.dynamic is True else stage.dynamic or ()
+    if stage.dynamic is True:
+        axes = (0, 1)
+    else:
+        axes = stage.dynamic or ()
     patterns = axes if isinstance(axes, Mapping) else {"*": axes}
     paths = {1: [("x", *path) for path in signature.x.spec.paths()], 2: signature.side.spec.paths()}
     named = []

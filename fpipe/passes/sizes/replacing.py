@@ -35,9 +35,13 @@ def replaced(value: Any, kind: type[T], fn: Callable[[T], object]) -> Any:
         return make(items)
     if isinstance(value, dict):
         changed = {key: replaced(item, kind, fn) for key, item in value.items()}
-        return value if all(changed[key] is item for key, item in value.items()) else changed
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        return changed
     if not is_dataclass(value) or isinstance(value, type):
         return value
     known = {each.name: getattr(value, each.name) for each in fields(value)}
     changed = replaced(known, kind, fn)
-    return value if changed is known else replace(value, **changed)
+    if changed is known:
+        return value
+    return replace(value, **changed)

@@ -152,7 +152,9 @@ def computed(node: fx.Node) -> Any:
     if not isinstance(value, torch.SymFloat) or pattern is None or node.kwargs:
         return value
     parts = [_part(argument) for argument in node.args]
-    return value if None in parts else Computed(pattern.format(*parts), value.node.hint)
+    if None in parts:
+        return value
+    return Computed(pattern.format(*parts), value.node.hint)
 
 
 def _part(argument: Any) -> str | None:
@@ -160,7 +162,9 @@ def _part(argument: Any) -> str | None:
         argument = computed(argument)
     if isinstance(argument, (int, float)):
         return repr(argument)
-    return None if isinstance(argument, torch.SymFloat) else f"({text_of(argument)[0]})"
+    if isinstance(argument, torch.SymFloat):
+        return None
+    return f"({text_of(argument)[0]})"
 
 
 def _text(expression: Any) -> str:

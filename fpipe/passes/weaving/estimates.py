@@ -124,14 +124,18 @@ def _flops(one: Operation, results: list[Aval]) -> int:
         kwargs = fill(one.kwargs, shapes)
         return int(count(*args, **kwargs, out_val=_shapes(one.value)))
     except Exception:  # a formula that does not take these arguments: by the size of the result
-        return 2 * max(prod(results[0].shape), 1) if results else 2
+        if results:
+            return 2 * max(prod(results[0].shape), 1)
+        return 2
 
 
 def _shapes(value: Value) -> Any:
     """The shapes of what an operation computes, for formulas that take tensors or shapes."""
     if isinstance(value, Aval):
         return value.shape
-    return tuple(map(_shapes, value)) if value else None
+    if value:
+        return tuple(map(_shapes, value))
+    return None
 
 
 def _name(one: Operation) -> str:
@@ -151,4 +155,6 @@ def _bytes(avals: list[Aval]) -> int:
 
 
 def _device(results: list[Aval]) -> str:
-    return results[0].device.type if results else "cpu"
+    if results:
+        return results[0].device.type
+    return "cpu"

@@ -96,7 +96,9 @@ def _obstacle(job: LoweringInput, action: AnyAction, runs: Sequence[Piece], exch
             return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
     if any(own.compiled for _, _, own, _, _ in runs):
         return "compiled programs run whole"
-    return "" if job.wired or exchanges else "nothing is sent while it runs"
+    if job.wired or exchanges:
+        return ""
+    return "nothing is sent while it runs"
 
 
 def _cut(runs: Sequence[Piece], coarse: bool) -> Iterator[tuple[Piece, Segment]]:
@@ -105,7 +107,10 @@ def _cut(runs: Sequence[Piece], coarse: bool) -> Iterator[tuple[Piece, Segment]]
         if not (program.traced or program.outputs or own.eager):
             continue
         of_loss = stage != part.stage
-        segments = [whole(program)] if of_loss else segments_of(own, program, coarse)
+        if of_loss:
+            segments = [whole(program)]
+        else:
+            segments = segments_of(own, program, coarse)
         for segment in segments:
             yield (line, part, own, stage, segment.program), segment
 
@@ -137,7 +142,10 @@ def _sizes(builder: Builder, piece: Piece) -> dict[Hashable, tuple[Hashable, int
         if held is None or (held.given and own.roles.get(held.root, ("", 0))[0] in CALLERS):
             continue
         # a received value has the name that it has where it is computed
-        storage = key(held.root) if held.given else (line, stage, held.root)
+        if held.given:
+            storage = key(held.root)
+        else:
+            storage = (line, stage, held.root)
         sizes[key(name)] = storage, held.nbytes
     return sizes
 
@@ -148,4 +156,6 @@ def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
     """
     line, action, own, stage, _ = piece
     source, mb = builder.key(own, stage, action.microbatch, name)
-    return (line, source) if mb == action.microbatch else (source, mb)
+    if mb == action.microbatch:
+        return (line, source)
+    return (source, mb)

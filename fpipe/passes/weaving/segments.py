@@ -73,7 +73,10 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     whole program.
     """
     if program not in _COLLECTIVES:
-        operations = program.operations if program.collective else ()
+        if program.collective:
+            operations = program.operations
+        else:
+            operations = ()
         collectives = filter(None, map(started, operations))
         numbered = [
             replace(collective, number=program.numbers.get(collective.value, number))
@@ -100,7 +103,10 @@ def _cut(programs: Programs, program: Program, coarse: bool) -> Sequence[Segment
     places = _places(programs, program)
     order = _order(program)
     operations = sorted(program.operations, key=lambda one: (places[one], order[one]))
-    grain = math.inf if coarse else max(_GRAIN, _total(operations) // _PIECES)
+    if coarse:
+        grain = math.inf
+    else:
+        grain = max(_GRAIN, _total(operations) // _PIECES)
     pieces = list(_pieces(operations, places, grain))
     return list(_segments(program, pieces, places))
 

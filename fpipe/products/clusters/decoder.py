@@ -159,7 +159,10 @@ class _Rank:
         def normed_product(x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
             return product(_norm(x, norm), matrix)
 
-        function = remat(normed_product) if recompute == "selective" else normed_product
+        if recompute == "selective":
+            function = remat(normed_product)
+        else:
+            function = normed_product
         return function(x, norm, matrix)
 
     def _product(self, y: Tensor, matrix: Tensor) -> Tensor:
@@ -208,18 +211,24 @@ class _Rank:
         return y.transpose(1, 2).flatten(2)
 
     def _dropout(self, x: Tensor) -> Tensor:
-        return F.dropout(x, DROPOUT) if self.model.dropout else x
+        if self.model.dropout:
+            return F.dropout(x, DROPOUT)
+        return x
 
     # ---- tensor-parallel collectives ----
     def _gather(self, x: Tensor) -> Tensor:
         """The whole sequence, of the part of a rank."""
         tp = self.layout.tp
-        return x.repeat(1, tp, 1) if tp > 1 else x
+        if tp > 1:
+            return x.repeat(1, tp, 1)
+        return x
 
     def _scatter(self, x: Tensor) -> Tensor:
         """The part of a rank of the sum over ranks."""
         tp = self.layout.tp
-        return x.unflatten(1, (tp, -1)).sum(1) if tp > 1 else x
+        if tp > 1:
+            return x.unflatten(1, (tp, -1)).sum(1)
+        return x
 
 
 def _empty(*shape: int) -> Tensor:

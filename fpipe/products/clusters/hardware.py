@@ -47,7 +47,9 @@ class Gpu:
 
     def width(self, gpus: int) -> float:
         """Bytes a second between GPUs, of which so many communicate."""
-        return self.link * LINK if gpus <= self.node else self.network * NETWORK
+        if gpus <= self.node:
+            return self.link * LINK
+        return self.network * NETWORK
 
 
 #: Data sheets of the SXM modules. ``matmul`` is by published timings, and lower where power limits
@@ -93,7 +95,10 @@ def find_gpu(name: str, memory: float | None = None, flops: float | None = None)
     """
     if name.lower() not in TABLE:
         near = get_close_matches(name.lower(), TABLE, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "give the nearest one, with --flops"
+        if near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = "give the nearest one, with --flops"
         raise PlanError(f"gpu {name!r} is not in the table, which has {', '.join(TABLE)}; {hint}")
     gpu = TABLE[name.lower()]
     return replace(gpu, memory=memory or gpu.memory, flops=flops or gpu.flops)

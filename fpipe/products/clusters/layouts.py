@@ -105,7 +105,10 @@ def search(
         if prediction.fits and shorter:
             best[key] = prediction
             steps = sorted(other.step for other in best.values())
-            longest = steps[top - 1] if len(steps) >= top else inf
+            if len(steps) >= top:
+                longest = steps[top - 1]
+            else:
+                longest = inf
     if not best:
         smallest = sorted(bounds, key=lambda bound: bound.nbytes)
         raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])

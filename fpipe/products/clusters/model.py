@@ -161,13 +161,19 @@ class Model:
     @property
     def parameters(self) -> int:
         """All parameters, a tied matrix once."""
-        head = self._last_norm if self.tied else self.head_parameters
+        if self.tied:
+            head = self._last_norm
+        else:
+            head = self.head_parameters
         return self.layers * self.layer_parameters + self.embedding_parameters + head
 
     @property
     def active_matrices(self) -> int:
         """Elements of the matrices of a layer that multiply a token."""
-        idle = max(self.experts - self.active, 0) if self.experts else 0
+        if self.experts:
+            idle = max(self.experts - self.active, 0)
+        else:
+            idle = 0
         return self.layer_matrices - idle * self._expert
 
 

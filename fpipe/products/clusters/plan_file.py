@@ -81,7 +81,10 @@ def as_toml(values: Mapping[str, Table]) -> str:
     for name, table in values.items():
         lines = [f"[{name}]"]
         for key, value in table.items():
-            key_text = key if key.isidentifier() else json.dumps(key)
+            if key.isidentifier():
+                key_text = key
+            else:
+                key_text = json.dumps(key)
             lines.append(f"{key_text} = {json.dumps(value)}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"

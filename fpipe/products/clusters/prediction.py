@@ -159,7 +159,10 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     busy = [0.0] * p
     elements = [0.0] * p
     for stage, work in enumerate(case.works):
-        rank = 2 * p - 1 - stage if turned and stage >= p else stage % p
+        if turned and stage >= p:
+            rank = 2 * p - 1 - stage
+        else:
+            rank = stage % p
         busy[rank] += work.seconds
         elements[rank] += case.elements[stage]
     firsts = case.works[:p]
@@ -169,7 +172,10 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     ends = [start + case.microbatches * seconds for start, seconds in ranks]
     nbytes = [state_bytes(job, layout, count, layout.per_rank) for count in elements]
     last = 0 if turned else p - 1
-    late = elements[last] * GRADIENT / layout.tp if case.early else 0.0
+    if case.early:
+        late = elements[last] * GRADIENT / layout.tp
+    else:
+        late = 0.0
     nbytes[last] += max(case.works[-1].saved - late, 0.0)
     return max(ends) + _copies(case) + _optimizer(case), max(nbytes)
 

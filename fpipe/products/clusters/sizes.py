@@ -125,7 +125,9 @@ def _routed(job: Job) -> float:
     has all.
     """
     model = job.model
-    return 2 * PARAMETER * model.active * model.hidden if model.experts else 0.0
+    if model.experts:
+        return 2 * PARAMETER * model.active * model.hidden
+    return 0.0
 
 
 def _kept(job: Job, layout: Layout) -> float:
@@ -179,7 +181,10 @@ def logits_bytes(job: Job, layout: Layout) -> float:
 
 def embedding_bytes(job: Job, layout: Layout) -> float:
     """What the embedding keeps of a microbatch: tokens, and a mask."""
-    mask = job.model.hidden / layout.tp if job.model.dropout else 0
+    if job.model.dropout:
+        mask = job.model.hidden / layout.tp
+    else:
+        mask = 0
     return job.sequence * layout.microbatch * (8 + mask)
 
 

@@ -41,7 +41,9 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
     else:
         for result in results:
             _print_result(**result)
-    return 0 if all(result["good"] for result in results) else INVALID
+    if all(result["good"] for result in results):
+        return 0
+    return INVALID
 
 
 def _print_result(file: str, good: bool, error: str = "", **counts: object) -> None:

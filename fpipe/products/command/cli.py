@@ -152,7 +152,9 @@ def main(args: Sequence[str] | None = None) -> int:
             args=None if args is None else list(args), prog_name="fpipe", standalone_mode=False
         )
         sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        if isinstance(status, int):
+            return status
+        return 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
         message = _nearest_option(error).format_message()
@@ -194,5 +196,8 @@ def _nearest_option(error: click.UsageError) -> click.UsageError:
 
 def _missing_package(error: Exception) -> str:
     """The package that could not be imported, if it is not fpipe's own."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+    else:
+        name = ""
     return "" if name == "fpipe" else name

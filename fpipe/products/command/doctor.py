@@ -104,7 +104,9 @@ def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
         result = x.real if dtype.is_complex else x
         if not torch.allclose(result.double().cpu(), exact(pieces, dim=0), rtol=0.02):
             wrong.append(str(size))
-    return f"wrong at {', '.join(wrong)} elements" if wrong else RIGHT
+    if wrong:
+        return f"wrong at {', '.join(wrong)} elements"
+    return RIGHT
 
 
 def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
@@ -116,7 +118,9 @@ def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
         group.pg.recv([y], group.rank - 1, 0).wait(_PATIENCE)
     elif group.rank + 1 < group.size:
         group.pg.send([x], group.rank + 1, 0).wait(_PATIENCE)
-    return RIGHT if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else _OTHER_VALUES
+    if torch.equal(y.view(torch.uint8), x.view(torch.uint8)):
+        return RIGHT
+    return _OTHER_VALUES
 
 
 def _batched(group: C10dGroup) -> str:
@@ -131,7 +135,9 @@ def _batched(group: C10dGroup) -> str:
     receive = dist.P2POp(dist.irecv, y, group=group.pg, group_peer=before)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait(_PATIENCE)
-    return RIGHT if y.tolist() == [float(before)] * 5 else _OTHER_VALUES
+    if y.tolist() == [float(before)] * 5:
+        return RIGHT
+    return _OTHER_VALUES
 
 
 # ---- report ----
@@ -216,7 +222,10 @@ def command(processes: int | None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         report, faults = visit()
     else:
-        most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
+        if pick().type == "cpu":
+            most = 2
+        else:
+            most = torch.accelerator.device_count()
         with progress("probing the backend"):
             report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
     if os.environ.get("RANK", "0") == "0":

@@ -91,13 +91,19 @@ def draw(
         options.check(schedule, training=ops != {"F"})
         by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
-            stage_costs = price if by_stage else per_share(price, schedule)
+            if by_stage:
+                stage_costs = price
+            else:
+                stage_costs = per_share(price, schedule)
             drawn.append(schedule.simulate(stage_costs))
     look = pictures.Look(memory, difference, dark, width)
     with progress("drawing"):
         for path in out:
             pictures.save(drawn, path, look)
-        text = "" if out else pictures.draw(drawn, width=width, color=color, difference=difference)
+        if out:
+            text = ""
+        else:
+            text = pictures.draw(drawn, width=width, color=color, difference=difference)
     for path in out:
         click.echo(f"wrote {path} ({options.size_text(Path(path).stat().st_size)})")
     click.echo(text, nl=False, color=True)

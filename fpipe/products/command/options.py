@@ -48,7 +48,10 @@ def matching(patterns: Sequence[str]) -> list[str]:
         return list(names)
     matched = set[str]()
     for pattern in patterns:
-        wanted = "zbvzerobubble" if pattern.lower() == "zbv" else pattern.lower()
+        if pattern.lower() == "zbv":
+            wanted = "zbvzerobubble"
+        else:
+            wanted = pattern.lower()
         hits = [name for name in names if fnmatchcase(name.lower(), wanted)]
         if not hits:
             raise usage_error(
@@ -74,7 +77,10 @@ def option(form: str, about: str, default: object = None, **more: Any) -> Callab
         default = default if "/" in value else False
         return click.option(*names, value, is_flag=True, default=default, help=about, **more)
     choices = value.split("|")
-    kind = click.Choice(choices, case_sensitive=False) if choices[1:] else TYPES.get(value)
+    if choices[1:]:
+        kind = click.Choice(choices, case_sensitive=False)
+    else:
+        kind = TYPES.get(value)
     details = {"metavar": value, "type": kind, **more}
     if default is not None:
         details["default"] = default

@@ -28,7 +28,10 @@ def measure(
     """The costs, and the seconds of a step: the median of those measured, and simulated."""
     torch.set_num_threads(1)
     group = init()
-    build = partial(_blocks, width=width) if model is None else _model(model)
+    if model is None:
+        build = partial(_blocks, width=width)
+    else:
+        build = _model(model)
     pipe, params, *batch = build(group, schedule)
     price = measure_costs(pipe, params, *batch, steps=steps)
     step = value_and_grad(pipe)

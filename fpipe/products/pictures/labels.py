@@ -41,9 +41,15 @@ def time(value: float, scene: Scene) -> str:
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
-    other = f" against {scene.against.name}" if scene.against else ""
+    if scene.against:
+        other = f" against {scene.against.name}"
+    else:
+        other = ""
     count = scene.timeline.slices
-    slices = f" of {counted(count, 'slice')}" if count > 1 else ""
+    if count > 1:
+        slices = f" of {counted(count, 'slice')}"
+    else:
+        slices = ""
     ranks = counted(len(scene.lanes), "rank")
     microbatches = counted(scene.microbatches, "microbatch")
     return f"{scene.name}{other}: {ranks}, {microbatches}{slices}"
@@ -98,7 +104,10 @@ def units(scene: Scene) -> str:
     """
     parts = [[part for bar in lane.bars for part in bar.action.parts] for lane in scene.lanes]
     count = max(len({part.stage for part in row}) for row in parts)
-    stages = "the stage" if count == 1 else f"each of the {count} stages"
+    if count == 1:
+        stages = "the stage"
+    else:
+        stages = f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
@@ -122,7 +131,9 @@ def units(scene: Scene) -> str:
 def _range(values: Collection[float]) -> str:
     least = number(min(values))
     most = number(max(values))
-    return least if least == most else f"{least} to {most}"
+    if least == most:
+        return least
+    return f"{least} to {most}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:

@@ -139,7 +139,9 @@ def _colours() -> str:
     # one without UTF has no character for the edges of bars
     if console.no_color or not (console.color_system and console.encoding.startswith("utf")):
         return ""
-    return "truecolor" if console.color_system == "truecolor" else "256"
+    if console.color_system == "truecolor":
+        return "truecolor"
+    return "256"
 
 
 # ---- pieces of HTML for notebooks ----
@@ -172,6 +174,9 @@ def titled(text: str) -> str:
 def folded(summary: str, text: str) -> str:
     """Text in fixed width below a line that opens it; of a long one the beginning."""
     lines = text.splitlines()
-    more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
+    if len(lines) > MOST_LINES:
+        more = f"\n... and {len(lines) - MOST_LINES} more lines"
+    else:
+        more = ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
     return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"

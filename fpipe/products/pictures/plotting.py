@@ -67,8 +67,14 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     """Axes as large as the scenes need, alone in a figure."""
     width, lane = natural_size(scenes)
-    width = max(look.width - MARGIN, 60.0) if look.width else width
-    width = min(width, PAPER_WIDTH) if style == "paper" else width
+    if look.width:
+        width = max(look.width - MARGIN, 60.0)
+    else:
+        width = width
+    if style == "paper":
+        width = min(width, PAPER_WIDTH)
+    else:
+        width = width
     pitch = frame(scenes, look, width, lane).pitch
     ranks = sum(len(scene.lanes) for scene in scenes)
     height = ranks * pitch + (len(scenes) - 1) * HEADING

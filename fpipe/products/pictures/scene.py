@@ -79,7 +79,9 @@ class Bar(NamedTuple):
     @property
     def painted(self) -> tuple[str, ...]:
         """The colours of the parts in a picture."""
-        return (self.tint,) * len(self.colours) if self.tint else self.colours
+        if self.tint:
+            return (self.tint,) * len(self.colours)
+        return self.colours
 
 
 class Lane(NamedTuple):
@@ -138,7 +140,9 @@ class Scene:
         length, so that a scale always exists.
         """
         lengths = sorted(bar.end - bar.start for bar in self.bars if bar.end > bar.start)
-        return lengths[len(lengths) // 20] if lengths else 1.0
+        if lengths:
+            return lengths[len(lengths) // 20]
+        return 1.0
 
     @cached_property
     def peak(self) -> float:
@@ -175,7 +179,10 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     Short times in seconds become milliseconds or microseconds. With ``difference``, all but the
     first are compared with that.
     """
-    drawn = [timelines] if isinstance(timelines, Timeline) else timelines
+    if isinstance(timelines, Timeline):
+        drawn = [timelines]
+    else:
+        drawn = timelines
     if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
     unit, *others = sorted({timeline.unit for timeline in drawn})
@@ -222,7 +229,10 @@ def _scene(timeline: Timeline) -> Scene:
             )
             for span in timeline.of_rank(rank)
         )
-        busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
+        if timeline.span:
+            busy = timeline.busy[rank] / timeline.span
+        else:
+            busy = 1.0
         curve = without_dips(timeline.curve(rank))
         peak = max((held for _, held in curve), default=0.0)
         gaps = tuple(_gaps(timeline, bars))
@@ -303,7 +313,9 @@ def _against(first: Scene, second: Scene) -> Scene:
     def shifted(bar: Bar) -> Bar:
         part = bar.action.parts[0]
         end = ends.get(key(part, KINDS[part.op].provides[-1]))
-        return bar if end is None else bar._replace(shift=bar.end - end)
+        if end is None:
+            return bar
+        return bar._replace(shift=bar.end - end)
 
     rows = [list(map(shifted, lane.bars)) for lane in second.lanes]
     shifts = (abs(bar.shift or 0.0) for row in rows for bar in row)
@@ -326,4 +338,6 @@ def tint(shift: float | None, most: float) -> int:
     if abs(shift) <= 1e-9 * most:
         return SAME
     step = min(int(4 * abs(shift) / most), 3) + 1
-    return SAME + step if shift > 0 else SAME - step
+    if shift > 0:
+        return SAME + step
+    return SAME - step

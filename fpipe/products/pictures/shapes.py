@@ -108,7 +108,10 @@ def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float 
     else:
         detail = 0
         size = 0.0
-    curve = round(CURVE * lane) if has_curves(scenes, look) else 0
+    if has_curves(scenes, look):
+        curve = round(CURVE * lane)
+    else:
+        curve = 0
     return Frame(scale, lane, curve, detail, size, letters, hints)
 
 
@@ -134,7 +137,10 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
         if f.curve and lane.curve and scene.peak > 0:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
-            curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
+            if dense:
+                curve = envelope(lane.curve, 2 / f.scale)
+            else:
+                curve = lane.curve
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
             start = tops[0][0]
             end = lane.bars[-1].end

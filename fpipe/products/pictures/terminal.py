@@ -64,7 +64,10 @@ def paint(scenes: Scenes, width: int = 160, colours: str = "") -> str:
             elif len(scenes) > 1:
                 lines.append(_cells(scene.name[:width]))
             for rank, row in enumerate(lanes):
-                label = f"rank {rank}" if layout.margin > 6 else str(rank)
+                if layout.margin > 6:
+                    label = f"rank {rank}"
+                else:
+                    label = str(rank)
                 lines.append(_cells(label.ljust(layout.margin)) + row[first:stop])
     lines.append([])
     for scene in scenes:
@@ -96,7 +99,10 @@ def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
         if panels <= 1:  # whole columns per cell where they fill most of the width
-            wide = min(columns / cells, WIDEST_CELL) if cells else WIDEST_CELL
+            if cells:
+                wide = min(columns / cells, WIDEST_CELL)
+            else:
+                wide = WIDEST_CELL
             wide = floor(wide + 1e-9) if wide >= 2 else wide
             return _Layout(colours, margin, detail, wide / cell, columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
@@ -146,7 +152,10 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             label = labels.name(part, layout.detail)
             end = ""
             if not layout.colours:
-                label = _by_chunk(label, bar.colours[k]) if layout.detail < 3 else label
+                if layout.detail < 3:
+                    label = _by_chunk(label, bar.colours[k])
+                else:
+                    label = label
                 end = " " if k + 1 == count else "&"
             text = fill * low + (mark + label)[: high - low]
             text = text.ljust(b - a - len(end), fill) + end
@@ -156,7 +165,9 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
 
 def _by_chunk(label: str, colour: str) -> str:
     """The label of an action: small letters for every second chunk of a rank."""
-    return label.lower() if int(colour[1:]) % 2 else label
+    if int(colour[1:]) % 2:
+        return label.lower()
+    return label
 
 
 def _piece(a: int, b: int, columns: int) -> tuple[int, int]:

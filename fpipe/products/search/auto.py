@@ -130,7 +130,10 @@ class Auto:
         self, microbatches: int, costs: Costs, placement: Placement | None, used: float
     ) -> Choice:
         """What this rank chooses."""
-        limit = None if self.memory is None else self.memory - used
+        if self.memory is None:
+            limit = None
+        else:
+            limit = self.memory - used
         if limit is not None and limit <= 0:
             raise ScheduleError(
                 f"memory={self.memory:g} does not hold parameters, gradients and messages, "
@@ -192,7 +195,9 @@ class Auto:
 
     def _gathered(self, here: T) -> list[T]:
         alone = len(self.group.here) == self.group.size
-        return [here] if alone else self.group.gather_objects(here)
+        if alone:
+            return [here]
+        return self.group.gather_objects(here)
 
 
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:

@@ -146,7 +146,9 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     bound = largest * (1 + 1e-12)
 
     def add_square(total: float, cost: float) -> float:
-        return total + cost * cost if cost <= bound else inf
+        if cost <= bound:
+            return total + cost * cost
+        return inf
 
     return _best_cut(sums, parts, add_square)[1]
 
@@ -189,7 +191,10 @@ def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
         raise StageError(
             f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them"
         )
-    named = costs if isinstance(costs, Mapping) else dict(enumerate(costs))
+    if isinstance(costs, Mapping):
+        named = costs
+    else:
+        named = dict(enumerate(costs))
     items = {name: _cost(name, item) for name, item in named.items()}
     if not any(items.values()):
         raise StageError(
@@ -200,7 +205,10 @@ def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
 
 def _cost(name: object, item: object) -> float:
     cost = estimate(item) if hasattr(item, "modules") else item
-    number = cost if isinstance(cost, (int, float)) and not isinstance(cost, bool) else -1
+    if isinstance(cost, (int, float)) and not isinstance(cost, bool):
+        number = cost
+    else:
+        number = -1
     if not 0 <= number < inf:
         raise StageError(f"the cost of {name!r} is {cost!r}; costs are finite numbers, 0 or more")
     return float(number)

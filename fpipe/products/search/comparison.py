@@ -67,7 +67,10 @@ def compare(
     costs = as_costs(costs)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
-            cut = {"slices": slices} if slices > 1 and orders_slices(name) else {}
+            if slices > 1 and orders_slices(name):
+                cut = {"slices": slices}
+            else:
+                cut = {}
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, **cut).check()
             except ScheduleError as error:
@@ -125,7 +128,10 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
     ZB2P                4   0.00%      27     24        8        1x         48*
     """
-    memory = _bytes if max(entry.memory for entry in entries) >= 4096 else number
+    if max(entry.memory for entry in entries) >= 4096:
+        memory = _bytes
+    else:
+        memory = number
     columns: dict[str, Callable[[float], str]] = {
         "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,

@@ -89,7 +89,10 @@ def _fits(
     changes: list[tuple[float, float]] = []
     for one, turn in turns.items():
         before = min(ceil((turns[early] - turn) / period), p.microbatches - done[one])
-        changed = p.saved[one] if one < p.stages else -p.saved[one - p.stages]
+        if one < p.stages:
+            changed = p.saved[one]
+        else:
+            changed = -p.saved[one - p.stages]
         for later in range(before):
             changes.append((turn + later * period, changed * p.size[done[one] + later]))
     first = held + p.saved[early] * p.size[done[early]]

@@ -88,4 +88,6 @@ def fill(problem: Problem, rows: Sequence[Sequence[int]], target: float) -> Fill
         before = now
         now = sum(map(len, complete))
     lengths = [3 * problem.microbatches * len(stages) for stages in problem.of_rank]
-    return Filled(complete, max(spans)) if list(map(len, complete)) == lengths else None
+    if list(map(len, complete)) == lengths:
+        return Filled(complete, max(spans))
+    return None

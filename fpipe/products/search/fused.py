@@ -26,12 +26,16 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
 
     def whole(before: AnyAction, action: Action) -> AnyAction | None:
         follows = action.op == "W" and before == action._replace(op="I")
-        return action._replace(op="B") if follows and mergeable[action.stage] else None
+        if follows and mergeable[action.stage]:
+            return action._replace(op="B")
+        return None
 
     def fused(before: AnyAction, action: Action) -> AnyAction | None:
         if isinstance(before, Fused) or (before.op, action.op) != ("F", "B"):
             return None
-        return Fused((before, action)) if before.microbatch != action.microbatch else None
+        if before.microbatch != action.microbatch:
+            return Fused((before, action))
+        return None
 
     merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
     yield merged

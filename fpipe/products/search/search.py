@@ -73,7 +73,9 @@ def _warming(problem: Problem, share: Callable[[], float]) -> Callable[[], float
     def passed() -> float:
         if next(moves) < descent:
             return _COLD
-        return 1.0 if begin == 1.0 else (share() - begin) / (1 - begin)
+        if begin == 1.0:
+            return 1.0
+        return (share() - begin) / (1 - begin)
 
     return passed
 

@@ -64,7 +64,9 @@ class Solved(Schedule):
         span = self.timeline.span
         if span <= self.bound * ALMOST:
             return 0.0
-        return span / self.bound - 1 if self.bound > 0 else inf
+        if self.bound > 0:
+            return span / self.bound - 1
+        return inf
 
 
 def solve(
@@ -141,7 +143,9 @@ def _best(
     best: tuple[float, Schedule] | None = None
 
     def share() -> float:
-        return (monotonic() - begin) / time_limit if time_limit > 0 else 1.0
+        if time_limit > 0:
+            return (monotonic() - begin) / time_limit
+        return 1.0
 
     def note() -> str:
         if best is None or bound <= 0:

@@ -98,7 +98,10 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
         room = p.limit[rank] * ALMOST / saved if saved else inf
         last = held[-1]
         way = sum(p.F[last:]) + sum(p.I[last + 1 :]) + 2 * sum(p.link[last:])
-        away = floor(share * way / p.F[last]) if p.F[last] else p.microbatches
+        if p.F[last]:
+            away = floor(share * way / p.F[last])
+        else:
+            away = p.microbatches
         most = min(most - 1, room, max(1, away) + (chunks - 1) * group)
         counts.append(int(max(1, min(most, chunks * p.microbatches))))
     return counts

@@ -122,11 +122,17 @@ def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, R
     """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
     theirs.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
+    if timeout is None:
+        deadline = None
+    else:
+        deadline = time.monotonic() + timeout
     reports: dict[int, Report] = {}
     failed = False
     while len(reports) < len(children):
-        left = None if deadline is None else deadline - time.monotonic()
+        if deadline is None:
+            left = None
+        else:
+            left = deadline - time.monotonic()
         if left is not None and left <= 0:
             break
         pending = [rank for rank in range(len(children)) if rank not in reports]
@@ -146,7 +152,10 @@ def _context(start: str | None, fn: Callable[..., object]) -> Any:
         # start clean.
         notebook = getattr(fn, "__module__", None) == "__main__" and not script
         preferred = "fork" if notebook else "forkserver"
-        start = preferred if preferred in mp.get_all_start_methods() else "spawn"
+        if preferred in mp.get_all_start_methods():
+            start = preferred
+        else:
+            start = "spawn"
     if start not in mp.get_all_start_methods():
         raise LaunchError(
             f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}"

@@ -181,9 +181,15 @@ class Loop:
         self._finish(last)
         if self.path is None:
             return None
-        position = batch.state_dict() if isinstance(batch, Stateful) else None
+        if isinstance(batch, Stateful):
+            position = batch.state_dict()
+        else:
+            position = None
         copies = self.pipe.copies
-        every = [position] if copies is None else copies.group.gather_objects(position)
+        if copies is None:
+            every = [position]
+        else:
+            every = copies.group.gather_objects(position)
         return save(
             self.folder(now.step),
             self.pipe,
@@ -301,7 +307,10 @@ class Loop:
                 (params, state), step = members.join((now.params, now.state), now.step)
                 now = Trained(params, state, step)
             leads = members is None or members.leads
-            log = (log or self._logger(now.step)) if leads else None
+            if leads:
+                log = log or self._logger(now.step)
+            else:
+                log = None
             if now.step >= steps:
                 break
             began = time.perf_counter()
@@ -313,7 +322,10 @@ class Loop:
             if log is not None:
                 seconds = round(time.perf_counter() - began, 6)
                 record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                took_part = {} if members is None else {"copies": list(members.copies)}
+                if members is None:
+                    took_part = {}
+                else:
+                    took_part = {"copies": list(members.copies)}
                 log(record | of_step(self._of_tx(now)) | took_part)
             stop = self._stops(bool(signals))
             if leads and (now.step % self.every == 0 or now.step == steps or stop):
@@ -332,7 +344,9 @@ class Loop:
 
     def _of_tx(self, now: Trained) -> Tree:
         """The state of the transform."""
-        return now.state[0] if self.pipe.config.stateful else now.state
+        if self.pipe.config.stateful:
+            return now.state[0]
+        return now.state
 
     def _step(
         self,

@@ -102,7 +102,10 @@ class Peers(NamedTuple):
             if isinstance(described, Spec):
                 tensor = torch.empty(described.shape, dtype=described.dtype)
                 self._receive(tensor, source)
-                described = tensor.to(leaf.device) if isinstance(leaf, Tensor) else tensor
+                if isinstance(leaf, Tensor):
+                    described = tensor.to(leaf.device)
+                else:
+                    described = tensor
             leaves.append(described)
         return unflatten(spec, leaves)
 

@@ -53,7 +53,10 @@ def figures(tx: Transform, state: object) -> Callable[[object], Record]:
 def log_to(path: Path, step: int) -> Callable[[Record], object]:
     """Appends records to a file, of which the lines up to a step stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text().splitlines()
+    else:
+        lines = []
     path.write_text("".join(f"{line}\n" for line in lines if _number(line) <= step))
 
     def log(record: Record) -> None:

@@ -58,7 +58,10 @@ class RunFolder(NamedTuple):
         a run.
         """
         steps = self.complete()
-        row = (steps[-1], "") if steps else (-1, self._of_others())
+        if steps:
+            row = (steps[-1], "")
+        else:
+            row = (-1, self._of_others())
         for axis in groups_of(self.pipe):
             row = axis.gather_objects(row)[0]
         step, others = row
