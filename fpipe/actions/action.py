@@ -144,10 +144,9 @@ class Placement:
             raise refuse("every path of a placement must name a rank for each stage")
         bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
         if bad:
-            remedy = "give ranks=, or correct the rank of the stage"
             raise refuse(
                 f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
-                f"{remedy}"
+                "give ranks=, or correct the rank of the stage"
             )
         if len(self.paths) > 1 and not self.route:
             raise refuse("several paths need a route: one path index per microbatch")
@@ -213,11 +212,9 @@ class Placement:
         for rank, held in enumerate(stages_by_rank):
             for stage in held:
                 if stage in rank_of:
-                    remedy = (
-                        "place it on one rank, or build Placement(paths, ranks, route) for replicas"
-                    )
                     raise refuse(
-                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; {remedy}"
+                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it "
+                        "on one rank, or build Placement(paths, ranks, route) for replicas"
                     )
                 rank_of[stage] = rank
         missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))

@@ -16,7 +16,7 @@ import torch
 
 from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import BatchError, DeadlockError, GroupError, StageError
+from ..errors import BatchError, DeadlockError, GroupError, MismatchError, StageError
 from ..programs.spent import Spent
 from ..schedule import Schedule
 from ..tree import Tree
@@ -220,4 +220,11 @@ def no_params(stage: int, rank: int) -> StageError:
     return StageError(
         f"stage {stage} is on rank {rank}, which is in this process, but its parameters are "
         "missing; give params one entry per stage (pipe.place keeps those that are on this process)"
+    )
+
+
+def no_report(stage: int) -> MismatchError:
+    """The error for a stage that no process has traced."""
+    return MismatchError(
+        f"no process reported what stage {stage} returns; every process must run the same pipeline"
     )

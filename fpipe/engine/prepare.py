@@ -18,7 +18,6 @@ from ..actions.action import Fused
 from ..actions.dependencies import uncollected
 from ..actions.product import feature
 from ..actions.progress_line import noted
-from ..errors import MismatchError
 from ..lowering.builder import lower
 from ..lowering.instruction import Machine
 from ..lowering.job import LoweringInput
@@ -32,6 +31,7 @@ from .config import Config
 from .execute import Executable, bind
 from .handshake import together
 from .kinds import TracedKind, advanced, in_turn, loss_programs
+from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
 
@@ -249,10 +249,7 @@ def traced_in_turn(
         news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
         if not any(news):
             first = min(len(kind.interfaces) for kind in known)
-            raise MismatchError(
-                f"no process reported what stage {first} returns; every process must run the same "
-                "pipeline"
-            )
+            raise no_report(first)
         traced = [
             replace(kind, interfaces=(*old.interfaces, *new.values()))
             for kind, old, new in zip(traced, known, news, strict=True)

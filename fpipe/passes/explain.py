@@ -314,6 +314,14 @@ def aux_error(label: str, aux: object) -> StageError:
     )
 
 
+def state_error(label: str, leaf: object) -> StageError:
+    """The error for a leaf of a new state that is no tensor."""
+    return StageError(
+        f"stage {label} returns {leaf} in its state, whose leaves must be tensors (a number would "
+        "make each microbatch another program); write torch.tensor(0) for a counter"
+    )
+
+
 def parts_error(label: str, names: Sequence[str], out: object) -> StageError:
     """The error for a stage that returned something else than these parts."""
     count = f" of {len(out)}" if isinstance(out, tuple) else ""

@@ -145,11 +145,7 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     state = AbstractTree.of(result.state) if stage.state else None
     for leaf in () if state is None else state.leaves:
         if not isinstance(leaf, Aval):
-            raise StageError(
-                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors "
-                "(a number would make each microbatch another program); write torch.tensor(0) for "
-                "a counter"
-            )
+            raise feature("explain").state_error(stage.label, leaf)
     return Outputs(y, aux, state, copies)
 
 

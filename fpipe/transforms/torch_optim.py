@@ -82,14 +82,7 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
         return updates, TorchState(at.tree(memories, base=state.memory))
 
     rate = _instance(optimizer, [torch.zeros(1, 1)], options).defaults.get("lr")
-    if rate is None:
-        constant = None
-    else:
-
-        def constant(state):
-            return float(rate)
-
-    return replace(leafwise(init, step), rate=constant)
+    return replace(leafwise(init, step), rate=None if rate is None else lambda state: float(rate))
 
 
 def _instance(

@@ -55,7 +55,7 @@ PACKAGES = {
     "programs": Entry(
         "a function -> its programs F, B, I, W",
         "ranks, schedules",
-        "actions devices errors stage tree",
+        "actions errors stage tree",
     ),
     "lowering": Entry(
         "schedule + programs -> the instructions of one rank",
@@ -157,6 +157,7 @@ PRIVATE_TORCH = {
         "_subclasses",
         "_version",
     },
+    "programs.tensor_state": {"_C", "_functorch", "_is_zerotensor", "_version"},
     "transforms.foreach": {"_foreach_"},
 }
 PRIVATE_FILE_TOKENS = 2300
@@ -275,9 +276,9 @@ def test_heart_does_not_grow():
     )
     assert done.returncode == 0, done.stderr
     heart = json.loads(done.stdout)
-    assert heart["count"] <= 36
-    assert heart["tokens"] <= 52_200
-    assert heart["run"] / heart["lines"] >= 0.44
+    assert heart["count"] <= 32
+    assert heart["tokens"] <= 47_500
+    assert heart["run"] / heart["lines"] >= 0.5
     page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The heart")[2].partition("\n## ")[0]
     listed = re.findall(r"`([a-z_/]+\.py)`", section.partition("1. The values")[2])
@@ -288,8 +289,8 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 306_000
-    assert tokens / lines <= 9.43
+    assert tokens <= 292_500
+    assert tokens / lines <= 9.06
     assert PACKAGE.total("anys") <= 450
 
 
@@ -315,7 +316,7 @@ def test_the_core_does_not_grow():
         for name, module in MODULES.items()
         if module.entry in CORE and not name.startswith("collectives.shared_memory")
     ]
-    assert sum(core) <= 113_400
+    assert sum(core) <= 110_000
 
 
 def test_no_regression():
@@ -327,7 +328,7 @@ def test_no_regression():
     # three have interfaces of torch.distributed.pipelining and verl, three the state of the solver,
     # one its choices, one the members of elastic copies, five what is under way in a connection
     assert len(PACKAGE.mutated_classes) <= 32
-    assert len(PACKAGE.long_functions) <= 7
+    assert len(PACKAGE.long_functions) <= 9
     assert PACKAGE.total("ignores") <= 30
 
 
