@@ -149,6 +149,9 @@ def global_norm(
     Returns:
         A tensor without axes.
 
+    Raises:
+        TransformError: if an option is wrong, or the tree does not fit the pipeline.
+
     >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
     5.0
     >>> global_norm([torch.tensor([3.0]), torch.tensor([-4.0])], p=float("inf")).item()
