@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue: schedules by name, and how a name, a file, a function or a ``Schedule`` becomes a
-``Schedule``.
+"""The catalogue: how a name, a file, a function or a ``Schedule`` becomes a ``Schedule``.
 
-A new schedule is one function and one row in ``TABLE`` or, for users, one call of
-:func:`register_schedule`. The file of a generator is loaded when its schedule is made.
+A new schedule is one function and one row in ``TABLE``. A user registers one with
+:func:`register_schedule`. The file of a generator is loaded when its schedule is first made.
 """
 
 from __future__ import annotations
@@ -22,19 +21,24 @@ from .wrong_counts import too_large, wrong_count, wrong_stages
 
 
 class Entry(NamedTuple):
-    """A schedule with a name: its generator, and how many stages it places on a rank."""
+    """A schedule with a name: its generator, and how many stages it places on a rank.
+
+    ``generator`` is the file and the function. A rank gets ``per_rank`` stages by default, or any
+    multiple of ``step`` that the caller asks for. A ``fixed`` number is the only one.
+    ``orders_slices``: the generator takes ``slices=`` and has an order for slices.
+    """
 
     name: str
-    where: str  #: file and function of the generator
-    per_rank: int = 1  #: stages by default
-    step: int = 1  #: any multiple of this number
-    exactly: bool = False  #: or only the default
-    sliced: bool = False  #: whether it takes ``slices=``: an order of its own for slices
+    generator: str
+    per_rank: int = 1
+    step: int = 1
+    fixed: bool = False
+    orders_slices: bool = False
 
     @property
     def make(self) -> Callable[..., Schedule]:
-        """The generator."""
-        file, _, function = self.where.partition(".")
+        """The function of the generator."""
+        file, _, function = self.generator.partition(".")
         return getattr(import_module(f"{__package__}.{file}"), function)
 
 
@@ -44,31 +48,31 @@ TABLE = (
     Entry("Interleaved1F1B", "interleaved.make_interleaved_one_f_one_b", 2),
     Entry("LoopedBFS", "interleaved.make_looped_bfs", 2),
     Entry("InterleavedZeroBubble", "zero_bubble.make_interleaved_zero_bubble", 2),
-    Entry("ZBVZeroBubble", "zbv.make_zbv", 2, exactly=True),
-    Entry("DualPipeV", "dualpipe.make_dual_pipe_v", 2, exactly=True),
+    Entry("ZBVZeroBubble", "zbv.make_zbv", 2, fixed=True),
+    Entry("DualPipeV", "dualpipe.make_dual_pipe_v", 2, fixed=True),
     Entry("Eager1F1B", "one_f_one_b.make_eager_one_f_one_b"),
-    Entry("Overlapped1F1B", "one_f_one_b.make_overlapped_one_f_one_b", exactly=True),
+    Entry("Overlapped1F1B", "one_f_one_b.make_overlapped_one_f_one_b", fixed=True),
     Entry("ZBH1", "zero_bubble.make_zb_h1"),
     Entry("ZBH2", "zero_bubble.make_zb_h2"),
     Entry("ZB1P", "zb_1p_2p.make_zb_1p"),
     Entry("ZB2P", "zb_1p_2p.make_zb_2p"),
-    Entry("VHalf", "v_family.make_v_half", 2, exactly=True),
-    Entry("VMin", "v_family.make_v_min", 2, exactly=True),
-    Entry("DualPipe", "dualpipe.make_dual_pipe", exactly=True),
-    Entry("Chimera", "chimera.make_chimera", exactly=True),
+    Entry("VHalf", "v_family.make_v_half", 2, fixed=True),
+    Entry("VMin", "v_family.make_v_min", 2, fixed=True),
+    Entry("DualPipe", "dualpipe.make_dual_pipe", fixed=True),
+    Entry("Chimera", "chimera.make_chimera", fixed=True),
     Entry("BitPipe", "bitpipe.make_bitpipe", 2),
     Entry("Hanayo", "hanayo.make_hanayo", 2, step=2),
-    Entry("Seq1F1B", "slices.make_seq_one_f_one_b", sliced=True),
-    Entry("SeqZBH1", "slices.make_seq_zb_h1", sliced=True),
+    Entry("Seq1F1B", "slices.make_seq_one_f_one_b", orders_slices=True),
+    Entry("SeqZBH1", "slices.make_seq_zb_h1", orders_slices=True),
 )
-#: Other names of these.
-ALSO = {"ZBV": "ZBVZeroBubble"}
-#: Forwards and backwards of the largest schedule: it takes some gigabytes.
+#: Other names for schedules of the table.
+ALIASES = {"ZBV": "ZBVZeroBubble"}
+#: The forwards and backwards of the largest schedule, which takes some gigabytes.
 MOST_ACTIONS = 1 << 24
 
 
 def key(name: object) -> str:
-    """What remains of a name without case, blanks, ``-`` and ``_``, which do not matter.
+    """A name without case, blanks, ``-`` and ``_``: names with equal keys are the same name.
 
     >>> key("Zero-Bubble V")
     'zerobubblev'
@@ -77,7 +81,7 @@ def key(name: object) -> str:
 
 
 BUILT_IN = {key(entry.name): entry for entry in TABLE}
-BUILT_IN |= {key(other): BUILT_IN[key(name)] for other, name in ALSO.items()}
+BUILT_IN |= {key(other): BUILT_IN[key(name)] for other, name in ALIASES.items()}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -104,8 +108,8 @@ def make_schedule(
         stages: how many stages there are in all; by default one or two for each rank, depending on
             the schedule.
         slices: into how many slices the sequence of each microbatch is cut. "Seq1F1B" and "SeqZBH1"
-            order slices as others do microbatches; of any other schedule, each action becomes one
-            for each slice (see ``Schedule.sliced``).
+            order slices as others order microbatches. In any other schedule, each action becomes
+            one action for each slice (see ``Schedule.sliced``).
 
     Returns:
         A ``Schedule``.
@@ -127,18 +131,19 @@ def make_schedule(
             raise wrong_count(what, count)
     entry = BUILT_IN.get(key(name))
     if entry is None:
-        found = REGISTERED.get(key(name))
-        if found is None:
-            raise unknown_name(name, {key(known): known for known in (*schedule_names(), *ALSO)})
-        return make_registered(found, ranks, microbatches, stages, slices)
+        registered = REGISTERED.get(key(name))
+        if registered is None:
+            names = (*schedule_names(), *ALIASES)
+            raise unknown_name(name, {key(known): known for known in names})
+        return make_registered(registered, ranks, microbatches, stages, slices)
     default = ranks * entry.per_rank
     count = default if stages is None else stages
-    if count % (ranks * entry.step) or (entry.exactly and count != default):
-        raise wrong_stages(entry.name, ranks, count, default if entry.exactly else 0, entry.step)
+    if count % (ranks * entry.step) or (entry.fixed and count != default):
+        raise wrong_stages(entry.name, ranks, count, default if entry.fixed else 0, entry.step)
     if 2 * count * microbatches * slices > MOST_ACTIONS:
         raise too_large(count, microbatches, slices, MOST_ACTIONS)
     with uncollected():
-        if entry.sliced:
+        if entry.orders_slices:
             return entry.make(ranks, microbatches, count, slices)
         return entry.make(ranks, microbatches, count).sliced(slices)
 
@@ -152,10 +157,10 @@ def schedule_from(
 ) -> Schedule:
     """The schedule that ``source`` describes; not yet checked.
 
-    ``source`` is a name for :func:`make_schedule`, the path of a file (see :func:`is_path`), a
-    function ``(ranks, microbatches) -> Schedule``, or a Schedule, which is returned as it is. A
-    name is made with these counts, and a function is called with them. A file and a Schedule have
-    their own counts, and a function may return others: the caller compares them with what it needs.
+    ``source`` is one of these: a name for :func:`make_schedule`; the path of a file (see
+    :func:`is_path`); a function ``(ranks, microbatches) -> Schedule``; or a Schedule, which is
+    returned as it is. The counts are for a name and a function. A file and a Schedule have other
+    counts, and so may the result of a function: the caller compares them with what it needs.
 
     >>> schedule_from("1F1B", ranks=2, microbatches=3)
     Schedule(1F1B, ranks=2, microbatches=3, stages=2)
@@ -175,8 +180,10 @@ def schedule_from(
 
 
 def is_path(source: str) -> bool:
-    """Whether :func:`schedule_from` reads ``source`` as a path: it ends in .csv or .txt, contains a
-    separator of folders, or is an existing file whose name is no schedule's.
+    """Whether :func:`schedule_from` reads ``source`` as a path.
+
+    A path ends in .csv or .txt, contains a separator of folders, or is an existing file whose name
+    is not that of a schedule.
 
     >>> is_path("plan.csv"), is_path("1F1B")
     (True, False)

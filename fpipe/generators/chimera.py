@@ -2,21 +2,25 @@
 """Chimera: two pipelines in opposite directions, each in the gaps of the other.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
-Pipelines", 2021 (arXiv:2107.06925). Every stage is on two ranks; half of the microbatches go down
-and half up, p in a unit. With a forward as long as a backward, microbatch i of a unit goes down
-through stage s at s + 2i and comes back at 2p - 1 - s + 2i, and those that go up take the other
-parity. Two units for 4 ranks; capitals are the direction that enters at the nearer end, and each
-unit's last backwards lie among the next unit's first forwards:
+Pipelines", 2021 (arXiv:2107.06925).
+
+Every stage is on two ranks. Half of the microbatches go down the ranks and half go up; p of them
+make a unit. Two units for 4 ranks, with capitals for the direction that enters at the nearer end:
 
     rank 0   F F f b f b B F B F f b f b B B
     rank 1   F f F f b B b F B f F f b B b B
     rank 2   as rank 1 }
     rank 3   as rank 0 }  with both directions changed
 
-So a row is two streams, one for each parity: F of the unit and then b, and f and then B. Where m is
-no multiple of p the units are a little larger, which costs no time; for fewer than p microbatches a
-unit is drawn and the last ones are left out. At F = B a rank idles for p - 2 passes; it holds p/2 +
-1 (the outermost) to p activations.
+The last backwards of a unit lie among the first forwards of the next one.
+
+Let a forward take as long as a backward. Then microbatch i of a unit goes down through stage s at
+time s + 2i and comes back at 2p - 1 - s + 2i. Those that go up run at times of the other parity. So
+a row is two streams, one for each parity: F of the unit and then b; f of the unit and then B.
+
+If m is no multiple of p the units are a little larger, which costs no time. For fewer than p
+microbatches a unit is made and the last ones are left out. At F = B a rank is idle for p - 2
+passes. It holds from p/2 + 1 activations (the outermost rank) to p.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from typing import TypeAlias
 from ..actions.action import Action, Row
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
-from .patterns import deal, keep, tape
-from .shapes import evenly, in_pairs
+from .patterns import keep_microbatches, row_of, tape
+from .shapes import even_parts, two_directions_in_pairs
 
-Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit
+#: A crossing of the ranks by one stage's op: stage, op, and the microbatches of each unit.
+Leg: TypeAlias = tuple[int, Op, Sequence[range]]
 
 
 def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -52,9 +57,11 @@ def two_directions(
     stages: int,
     row: Callable[[int, int, Sequence[range], Sequence[range]], Row],
 ) -> Schedule:
-    """The schedule whose microbatches go down and up in units: ``row(near, far, first, second)`` is
-    that of a rank which is the ``near``-th of the ranks from one end and the ``far``-th from the
-    other; the microbatches that enter at the nearer end, and the others, are by unit.
+    """A schedule whose microbatches go down and up the ranks in units.
+
+    ``row(near, far, first, second)`` makes the row of a rank. ``near`` is its distance from the
+    nearer end, ``far`` that from the other end. ``first`` are the microbatches that enter at the
+    nearer end, ``second`` the others, each as a range for every unit.
     """
 
     def rows(going_down: int, going_up: int) -> Sequence[Row]:
@@ -62,14 +69,14 @@ def two_directions(
         units = max(1, going_up // half)
         drawn_down = max(going_down, half)
         drawn = max(going_down, half) + max(going_up, half)
-        down = evenly(range(drawn_down), units)
-        up = evenly(range(drawn_down, drawn), units)
+        down = even_parts(range(drawn_down), units)
+        up = even_parts(range(drawn_down, drawn), units)
         upper = [row(near, ranks - 1 - near, down, up) for near in range(half)]
         lower = [row(near, ranks - 1 - near, up, down) for near in range(half)]
         kept = (*range(going_down), *range(drawn_down, drawn_down + going_up))
-        return keep(upper + lower[::-1], drawn, kept)
+        return keep_microbatches(upper + lower[::-1], drawn, kept)
 
-    return in_pairs(name, ranks, microbatches, rows, stages=stages)
+    return two_directions_in_pairs(name, ranks, microbatches, rows, stages=stages)
 
 
 def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
@@ -80,7 +87,7 @@ def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -
 
 
 def stream(legs: Iterable[Leg]) -> Iterator[Action]:
-    """All legs for one unit after another.
+    """The actions of all legs for the first unit, then for the next one.
 
     >>> list(stream([(0, "F", [range(0, 2), range(2, 3)]), (3, "B", [range(0, 2), range(2, 3)])]))
     [0F0, 0F1, 3B0, 3B1, 0F2, 3B2]
@@ -90,10 +97,11 @@ def stream(legs: Iterable[Leg]) -> Iterator[Action]:
 
 
 def two_streams(lead: int, count: int, even: Iterator[Action], odd: Iterator[Action]) -> Row:
-    """Two streams of ``count`` actions in the order of 1F1B: ``lead`` of the first, then one of
-    each, then the rest.
+    """Two streams of ``count`` actions in the order of 1F1B.
+
+    The row begins with ``lead`` actions of ``even``. Then actions of both alternate.
 
     >>> two_streams(1, 2, tape(0, "F", range(2)), tape(0, "B", range(2)))
     (0F0, 0B0, 0F1, 0B1)
     """
-    return deal("E" * lead + "OE" * (count - lead) + "O" * lead, {"E": even, "O": odd})
+    return row_of("E" * lead + "OE" * (count - lead) + "O" * lead, {"E": even, "O": odd})

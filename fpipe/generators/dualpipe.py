@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DualPipe and DualPipeV: a forward and a backward run as one, so that each hides the other's
-communication.
+"""DualPipe and DualPipeV: a forward and a backward run as one, so that the computation of each
+hides the communication of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), and the DualPipe repository
-published with it; the V is DualPipe cut in half.
+published with it. The V is DualPipe cut in half.
 
-DualPipeV: the model goes down the ranks and up again; capitals are a rank's first chunk, small
-letters its second. ``X`` is F and b as one, ``Y`` is f and B as one. Three ranks, seven
+**DualPipeV.** The model goes down the ranks and up again. Capitals are the first chunk of a rank,
+small letters its second. ``X`` is F and b as one, ``Y`` is f and B as one. Three ranks, seven
 microbatches, phase by phase:
 
     rank 0   FFFF  Ff      iWfiWf  XYXY      bYbY  bI      WIWI  W
     rank 1   FF    FfFf    iWf     XYXYXY    bY    bBiI    WI    WW
     rank 2         FfFfFf          FbYXYXYXY       bBbIiI        WWW
 
-The Ws leave first in, first out. All of this is there when there are two microbatches a rank; with
-fewer, it is drawn for that many and the first ones are left out (with the last ones left out it
-would be slower), and a fused action that loses a half becomes the other half.
+Ws run in the order of their Is. The rows need two microbatches for each rank. For fewer, rows are
+made for that many and the first microbatches are left out: without the last ones, the rows would
+take longer. A fused action that loses a part becomes the other part.
 
-DualPipe: every stage is on two ranks, one for each direction, and half of the microbatches go each
-way. Each half of the ranks, from its outer end inwards, runs the patterns above with capitals for
-the direction that enters at that end. Six ranks run the patterns of three, in each half:
+**DualPipe.** Every stage is on two ranks, one for each direction, and half of the microbatches go
+each way. Each half of the ranks, from its outer end inwards, runs the patterns above. Capitals are
+then the direction that enters at that end. Six ranks run the patterns of three in each half:
 
-    stages   0 and 5 | 1 and 4 | 2 and 3 | 3 and 2 | 4 and 1 | 5 and 0     of the microbatches going
-    down and up pattern     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
+    on rank                     0     1     2     3     4     5
+    stage, microbatches down    0     1     2     3     4     5
+    stage, microbatches up      5     4     3     2     1     0
+    pattern above of rank       0     1     2     2     1     0
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..actions.action import Action, Placement, Row
 from ..schedule import Schedule
-from .patterns import Tape, deal, fused, keep, tape
-from .shapes import in_pairs
+from .patterns import Tape, fused, keep_microbatches, row_of, tape
+from .shapes import two_directions_in_pairs
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -49,7 +51,7 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
         _row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches))
         for r in range(ranks)
     ]
-    rows = keep(rows, drawn, batches[drawn - microbatches :])
+    rows = keep_microbatches(rows, drawn, batches[drawn - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
 
 
@@ -73,11 +75,11 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
         lower = [
             _row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)
         ]
-        return keep(
+        return keep_microbatches(
             upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :])
         )
 
-    return in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
+    return two_directions_in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
 
 
 def _pattern(p: int, r: int, m: int) -> str:
@@ -85,10 +87,8 @@ def _pattern(p: int, r: int, m: int) -> str:
     gap = p - r - 1
     near = r + 1
     main = "XY" * (m - 2 * p + near)
-    if gap == 0:
-        main = (
-            "Fb" + main[1:]
-        )  # at the bottom of the V fusing the first pair would only make it wait
+    if gap == 0:  # at the bottom of the V, fusing the first pair would only make it wait
+        main = "Fb" + main[1:]
     turn = "bB" * near
     turn = turn[:near] + turn[near:].replace("b", "i").replace("B", "I")
     return (
@@ -108,7 +108,7 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
     queue: deque[Action] = deque()
     f0, b0, i0 = _chunk(*first, queue)
     f1, b1, i1 = _chunk(*second, queue)
-    hand: dict[str, Tape] = {
+    tapes: dict[str, Tape] = {
         "F": f0,
         "B": b0,
         "I": i0,
@@ -117,24 +117,24 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
         "i": i1,
         "W": _oldest(queue),
     }
-    return deal(pattern, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
+    return row_of(pattern, tapes | {"X": fused(f0, b1), "Y": fused(f1, b0)})
 
 
 def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[Action], ...]:
-    """The tapes of a stage's F, B and I; I goes on with the microbatch at which B stopped."""
-    back = iter(batches)
+    """The tapes of F, B and I of a stage. I goes on with the microbatch at which B stopped."""
+    backwards = iter(batches)
     return (
         tape(stage, "F", batches),
-        tape(stage, "B", back),
-        _queueing(tape(stage, "I", back), queue),
+        tape(stage, "B", backwards),
+        _queueing(tape(stage, "I", backwards), queue),
     )
 
 
 def _queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]:
-    """``inputs`` (of I), each putting its W at the end of ``queue`` as it is dealt.
+    """Yield ``inputs``, which are Is, and put the W of each at the end of ``queue``.
 
     >>> queue = deque()
-    >>> deal("IIWW", {"I": _queueing(tape(0, "I", range(2)), queue), "W": _oldest(queue)})
+    >>> row_of("IIWW", {"I": _queueing(tape(0, "I", range(2)), queue), "W": _oldest(queue)})
     (0I0, 0I1, 0W0, 0W1)
     """
     for action in inputs:

@@ -8,13 +8,13 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     rank 1   . 0 1 2 3 . . . 0 0 1 1 2 2 3 3          a forward takes one place, a backward two
     rank 2   . . 0 1 2 3 0 0 1 1 2 2 3 3
 
-Idle (p - 1)(F + B) a rank; a rank holds the activations of all m microbatches.
+Idle (p - 1)(F + B) on each rank. A rank holds the activations of all m microbatches.
 """
 
 from __future__ import annotations
 
 from ..schedule import Schedule
-from .shapes import one_a_rank
+from .shapes import one_chunk_a_rank
 
 
 def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -24,6 +24,6 @@ def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1F1, 1B0, 1B1]
     """
-    return one_a_rank(
+    return one_chunk_a_rank(
         "GPipe", ["F" * microbatches + "B" * microbatches] * ranks, microbatches, stages
     )

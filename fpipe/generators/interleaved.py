@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of the model on each rank, dealt in a loop: stage s on rank s % p.
+"""Several chunks of the model on each rank, in a loop: stage s is on rank s % p.
 
-Interleaved 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM", 2021 (arXiv:2104.04473). Microbatches go in groups of about p: the first chunk
-for the whole group, then the next chunk; backwards take the chunks from the last. For v = 2 and p =
-2 (capitals the first chunk, small ones the second):
+**Interleaved 1F1B.** Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", 2021 (arXiv:2104.04473). Microbatches run in groups of g, about p each.
+A group runs through the first chunk, then through the next one. Its backwards begin with the last
+chunk. For v = 2 and p = 2, with capitals for the first chunk and small letters for the second:
 
-    rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 ...        warm-up: 2(p - r - 1) + (v - 1) g
-    forwards rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 ...        then F, B, F, B, then the
-    backwards that are left
+    rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 ...
+    rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 ...
 
-Idle (p - 1)(F + B)/v a rank; p + (p - 1)/v activations.
+A rank warms up with 2(p - r - 1) + (v - 1) g forwards, runs F, B, F, B, ..., and then the backwards
+that are left. Idle (p - 1)(F + B)/v on each rank, which holds p + (p - 1)/v activations.
 
-Looped BFS: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023 (arXiv:2211.05953). All
-microbatches of a chunk, then the next chunk, and the way back in exactly the opposite order. The
-same idle time, m activations; a chunk's parameters are needed only twice, which suits sharded ones.
+**Looped BFS.** Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023 (arXiv:2211.05953). All
+microbatches run through a chunk, then through the next one. Backwards run in the opposite order.
 
     rank 0   F0 F1 f0 f1 b1 b0 B1 B0
+
+The idle time is the same, and a rank holds m activations. The parameters of a chunk are needed only
+twice, which suits sharded parameters.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from ..actions.action import Placement, Row
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .patterns import deal, tape
-from .shapes import evenly
+from .patterns import row_of, tape
+from .shapes import even_parts
 
 _Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
 
@@ -42,20 +44,20 @@ def by_groups(
     stages: int,
     groups: int = 0,
 ) -> Schedule:
-    """Microbatches in even groups, by default of ``ranks`` or a little more: each group through
-    every chunk, backwards from the last.
+    """A schedule of microbatches in groups, each of which runs through every chunk.
 
-    ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has
-    ``ahead`` of them before its last chunk.
+    There are ``groups`` of about equal size; by default each has ``ranks`` microbatches or a little
+    more. Backwards begin with the last chunk. ``pattern(rank, total, ahead)`` is the pattern of a
+    rank with ``total`` forwards, of which ``ahead`` come before the last chunk of the first group.
 
     >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
     chunks = stages // ranks
-    parts = evenly(range(microbatches), groups or max(1, microbatches // ranks))
-    order = [(c, m) for part in parts for c in range(chunks) for m in part]
-    back = [(chunks - 1 - c, m) for c, m in order]
+    parts = even_parts(range(microbatches), groups or max(1, microbatches // ranks))
+    order = [(chunk, m) for part in parts for chunk in range(chunks) for m in part]
+    back = [(chunks - 1 - chunk, m) for chunk, m in order]
     ahead = (chunks - 1) * len(parts[0])
     rows = [
         _row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)
@@ -64,13 +66,13 @@ def by_groups(
 
 
 def _row(pattern: str, rank: int, ranks: int, order: _Order, back: _Order) -> Row:
-    """A rank's row: forwards in one order of (chunk, microbatch), backwards in another."""
+    """The row of a rank, with forwards in ``order`` and backwards in the order ``back``."""
     orders: dict[Op, _Order] = {"F": order, "B": back, "I": back, "W": back}
     tapes = {
-        op: tape([c * ranks + rank for c, _ in o], op, [m for _, m in o])
-        for op, o in orders.items()
+        op: tape([chunk * ranks + rank for chunk, _ in units], op, [m for _, m in units])
+        for op, units in orders.items()
     }
-    return deal(pattern, tapes)
+    return row_of(pattern, tapes)
 
 
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -88,7 +90,7 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
 
 
 def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Breadth first: chunk by chunk down, and back the way it came.
+    """Breadth first: all microbatches through one chunk after another, and back in reverse.
 
     >>> print(make_looped_bfs(2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B1, 2B0, 0B1, 0B0]

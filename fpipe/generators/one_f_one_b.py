@@ -8,24 +8,26 @@ Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-F
     rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 ...      then B, F, B, F
     rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 ...      then the backwards that are left
 
-Idle (p - 1)(F + B) a rank, as in GPipe; rank r holds p - r activations.
+Idle (p - 1)(F + B) on each rank, as in GPipe. Rank r holds p - r activations.
 
-The eager form ("Eager 1F1B": Zhuang et al., "On Optimizing the Communication of Model Parallelism",
-2022, arXiv:2211.05322) warms up with 2(p - r) - 1 forwards: the same idle time, about twice the
-activations, and each value has a step's time to travel in.
+The eager form warms up with 2(p - r) - 1 forwards ("Eager 1F1B": Zhuang et al., "On Optimizing the
+Communication of Model Parallelism", 2022, arXiv:2211.05322). It has the same idle time and about
+twice the activations, and a message has the time of a forward and a backward to arrive.
 
-The overlapped form warms up as the eager one, and fuses each further forward with a backward that
-does not need it, so that one's communication can run beside the other's computation:
+The overlapped form warms up as the eager one. It fuses each further forward with a backward that
+does not need it, so that the communication of one can run beside the computation of the other:
 
     rank 0   F0 F1 F2 .. .. F3B0 F4B1 F5B2 B3 ...
-    rank 1   .. F0 .. F1B0 F2B1 F3B2 ...           one more forward than 1F1B here, two more on the
-    rank before
+    rank 1   .. F0 .. F1B0 F2B1 F3B2 ...
+
+When its first backward ends, the last rank has run one more forward than in 1F1B, and the rank
+before it two more.
 """
 
 from __future__ import annotations
 
 from ..schedule import Schedule
-from .shapes import one_a_rank
+from .shapes import one_chunk_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -36,11 +38,11 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
     patterns = [one_forward_one_backward(microbatches, ranks - rank) for rank in range(ranks)]
-    return one_a_rank("1F1B", patterns, microbatches, stages)
+    return one_chunk_a_rank("1F1B", patterns, microbatches, stages)
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """1F1B after ``2 * (ranks - r) - 1`` forwards, so that communication hides behind them.
+    """1F1B after ``2 * (ranks - r) - 1`` forwards, which hide communication.
 
     >>> print(make_eager_one_f_one_b(2, 4, 2))
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
@@ -49,7 +51,7 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     patterns = [
         one_forward_one_backward(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)
     ]
-    return one_a_rank("Eager1F1B", patterns, microbatches, stages)
+    return one_chunk_a_rank("Eager1F1B", patterns, microbatches, stages)
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -61,7 +63,7 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
     """
     firsts = [min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
     patterns = ["F" * first + "X" * (microbatches - first) + "B" * first for first in firsts]
-    return one_a_rank("Overlapped1F1B", patterns, microbatches, stages)
+    return one_chunk_a_rank("Overlapped1F1B", patterns, microbatches, stages)
 
 
 def one_forward_one_backward(microbatches: int, warm_up: int) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a string of letters to a row of actions.
 
-A rank's row is a pattern: ``"FFBFBB"`` is two forwards, a backward, and so on. Each letter has a
-tape: an iterator over its actions. :func:`deal` takes, for each letter of the pattern, the next
-action of its tape. Capital letters are a rank's first chunk, small ones its second.
+The row of a rank is a pattern: ``"FFBFBB"`` is two forwards, a backward, and so on. Each letter has
+a tape, which is an iterator over its actions. :func:`row_of` takes, for each letter of the pattern,
+the next action of its tape. Capital letters are the first chunk of a rank, small ones its second.
 
 This file knows letters and tapes. It knows no particular schedule and no dependencies.
 """
@@ -23,87 +23,83 @@ Tape: TypeAlias = Iterator[AnyAction]
 
 
 def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
-    """The actions ``op`` of a stage (or of one stage each) on microbatches.
+    """The actions ``op`` on microbatches, of one stage or of a stage for each microbatch.
 
     >>> list(tape(3, "F", range(2)))
     [3F0, 3F1]
     """
     stages = repeat(stage) if isinstance(stage, int) else stage
-    return map(
-        tuple.__new__, repeat(Action), zip(stages, repeat(op), microbatches, strict=False)
-    )  # Action, in C
+    fields = zip(stages, repeat(op), microbatches, strict=False)
+    return map(tuple.__new__, repeat(Action), fields)  # a faster Action(*fields)
 
 
 def tapes(
     stage: int, microbatches: int, *, small: bool = False, slices: int = 1
 ) -> dict[str, Tape]:
-    """One tape an op, each counting its own microbatches from 0, and X, which fuses the next F and
-    B.
+    """The tapes of a stage: one for each op, on all microbatches, and X for the next F and B fused.
 
-    Slices of a microbatch go forwards in order, and backwards from the last one.
+    F runs the slices of a microbatch in order, the others run them from the last one. ``small``
+    gives small letters.
 
-    >>> deal("FFBFBB", tapes(0, 3)), deal("FXB", tapes(0, 2))
+    >>> row_of("FFBFBB", tapes(0, 3)), row_of("FXB", tapes(0, 2))
     ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (0F0, (0F1;0B0)OVERLAP_F_B, 0B1))
     """
     ops: Sequence[Op] = ("F", "B", "I", "W")
 
-    def way(op):
-        return range(slices) if op == "F" else range(slices - 1, -1, -1)
+    def units(op):
+        if slices == 1:
+            return _numbers(microbatches)
+        order = range(slices) if op == "F" else range(slices - 1, -1, -1)
+        return (Slice(m, s, slices) for m in range(microbatches) for s in order)
 
-    def order(op):
-        return (
-            _numbers(microbatches)
-            if slices == 1
-            else (Slice(m, s, slices) for m in range(microbatches) for s in way(op))
-        )
-
-    by_op = {op: tape(stage, op, order(op)) for op in ops}
+    by_op = {op: tape(stage, op, units(op)) for op in ops}
     by_letter: dict[str, Tape] = {**by_op, "X": fused(by_op["F"], by_op["B"])}
     return {letter.lower() if small else letter: tape for letter, tape in by_letter.items()}
 
 
 @lru_cache(maxsize=16)
 def _numbers(microbatches: int) -> tuple[int, ...]:
-    """The numbers of microbatches, one object each for all rows: a large schedule is read faster by
-    a tenth.
+    """The numbers of microbatches. All rows share these objects, which makes reading a large
+    schedule faster by a tenth.
     """
     return tuple(range(microbatches))
 
 
 def fused(*sources: Iterable[Action]) -> Iterator[Fused]:
-    """Actions fused of parts taken from these tapes.
+    """Fused actions, each of the next action of every source.
 
     >>> f, b = tape(0, "F", range(2)), tape(3, "B", range(2))
-    >>> deal("FXB", {"F": f, "X": fused(f, b), "B": b})
+    >>> row_of("FXB", {"F": f, "X": fused(f, b), "B": b})
     (0F0, (0F1;3B0)OVERLAP_F_B, 3B1)
     """
     return map(Fused, zip(*sources, strict=False))
 
 
-def deal(pattern: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
-    """The row of ``pattern``."""
+def row_of(pattern: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
+    """The row of a pattern: for each letter the next action of its tape."""
     return tuple([next(tapes[letter]) for letter in pattern])
 
 
-def keep(rows: Iterable[Row], drawn: int, microbatches: Sequence[int]) -> tuple[Row, ...]:
-    """The rows of ``drawn`` microbatches with only these, numbered anew from 0; a fused action that
-    loses parts keeps the others.
+def keep_microbatches(
+    rows: Iterable[Row], drawn: int, microbatches: Sequence[int]
+) -> tuple[Row, ...]:
+    """Rows for ``drawn`` microbatches without all but these, which are numbered from 0 again.
 
-    Microbatches do not depend on each other, so a valid schedule without some of them is valid. A
-    schedule built for many microbatches becomes one for few.
+    A schedule for many microbatches becomes one for few. It stays valid, because microbatches do
+    not depend on each other. A fused action that loses parts keeps the others.
 
-    >>> keep([deal("FFBB", tapes(0, 2))], 2, [1])
+    >>> keep_microbatches([row_of("FFBB", tapes(0, 2))], 2, [1])
     ((0F0, 0B0),)
     """
     if len(microbatches) == drawn:
         return tuple(rows)
     number = {old: new for new, old in enumerate(microbatches)}
 
-    def kept(action):
+    def kept_parts(action):
         return [
-            p._replace(microbatch=number[p.microbatch])
-            for p in action.parts
-            if p.microbatch in number
+            part._replace(microbatch=number[part.microbatch])
+            for part in action.parts
+            if part.microbatch in number
         ]
 
-    return tuple(tuple(map(joined, filter(None, map(kept, row)))) for row in rows)
+    return tuple(tuple(map(joined, filter(None, map(kept_parts, row)))) for row in rows)

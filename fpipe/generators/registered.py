@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules whose functions users registered, and the error for a name that nobody knows."""
+"""Schedules of functions that users registered, and the errors for unknown names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Registered(NamedTuple):
     make: Callable[..., Schedule]
 
 
-#: By key of the name.
+#: The registered functions, by the keys of their names.
 REGISTERED: dict[str, Registered] = {}
 
 
 def make_registered(
     entry: Registered, ranks: int, microbatches: int, stages: int | None, slices: int
 ) -> Schedule:
-    """The schedule of a registered function, if it is one for these counts."""
+    """The schedule of a registered function; ScheduleError if it is for other counts."""
     who = f"the function registered as {entry.name!r}"
     if _takes_stages(entry.make):
         keywords = {"stages": stages}
@@ -49,7 +49,7 @@ def make_registered(
 
 
 def returned(result: object, who: str) -> Schedule:
-    """What a function of the user returned, if that is a Schedule."""
+    """The Schedule that a function of the user returned; ScheduleError for anything else."""
     if not isinstance(result, Schedule):
         raise refuse_name(
             f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule"
@@ -58,7 +58,7 @@ def returned(result: object, who: str) -> Schedule:
 
 
 def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
-    """The error for a name that is not ``known``, which has names by their keys."""
+    """The error for an unknown name. ``known`` maps the keys of the known names to the names."""
     close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
     remedy = f"there are {', '.join(known.values())}"
     if close:

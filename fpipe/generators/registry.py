@@ -16,7 +16,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 
 
 def about_schedule(name: str) -> str:
-    """One line on a schedule: the first sentences of its function's docstring.
+    """One line about a schedule: the first paragraph of the docstring of its function.
 
     >>> about_schedule("GPipe")
     'All forwards, then all backwards, both in ascending order.'
@@ -32,7 +32,7 @@ def orders_slices(name: str) -> bool:
     >>> orders_slices("Seq1F1B"), orders_slices("1F1B")
     (True, False)
     """
-    return key(name) in BUILT_IN and BUILT_IN[key(name)].sliced
+    return key(name) in BUILT_IN and BUILT_IN[key(name)].orders_slices
 
 
 @overload
@@ -40,13 +40,12 @@ def register_schedule(name: str, fn: Maker) -> Maker: ...
 @overload
 def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
 def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
-    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`;
-    also a decorator.
+    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`.
 
     Args:
-        name: of the schedule; a registered name is replaced, a built-in one is refused.
-        fn: ``fn(ranks, microbatches)``, which may take ``stages=`` too, the requested number or
-            None.
+        name: of the schedule. A registered name is replaced, a built-in one is refused.
+        fn: a function of ranks and microbatches. It may also take ``stages=``, which is the
+            requested number or None.
 
     Returns:
         ``fn``; without ``fn`` a decorator.

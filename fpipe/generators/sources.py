@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule can be made from; and schedules in files."""
+"""From what a schedule can be made, and how one is read from a file."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int],
 
 
 def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
-    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it; ``track``
-    yields its lines.
+    """The schedule in a text file: CSV, or the text of ``str(schedule)``.
+
+    ``track`` yields the lines, and may show how many were read.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plan.txt")

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """V-Min and V-Half: the V of ZBV with a third and a half of its memory.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). A microbatch is
-a building block: the slots of its four passes (F of a rank's first chunk, f of its second, i, I) on
-every rank, placed so that the block can be repeated every six slots without a clash. How long
-activations live in it decides the memory. V-Min on 4 ranks:
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362).
+
+A microbatch has four passes on each rank: F of the first chunk, f of the second, then i and I. A
+*building block* is the slots of these passes on every rank. They are placed so that the block can
+be repeated every six slots without a clash. How long activations live in it decides the memory.
+V-Min on 4 ranks:
 
     slot     0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
-    rank 0   F                           f   i                           I       down, up, down
-    again and up again, rank 1       F                   f           i                   I
-    a slot a rank; V-Half takes two slots rank 2           F           f                   i
-    I               a rank on its ways down rank 3               F   f                           i
-    I
+    rank 0   F                           f   i                           I
+    rank 1       F                   f           i                   I
+    rank 2           F           f                   i           I
+    rank 3               F   f                           i   I
 
-Then all is squeezed: every rank runs its passes in the order of the repeated blocks, each as soon
-as it can. While the pass whose turn it is cannot run yet, an I, an i or (where the block has slack,
-and never above the memory limit) an F comes early. W runs where there is nothing else to do, or
-where a forward must wait for its memory.
+The microbatch goes down the ranks, up, down again and up again, one slot for each rank. In V-Half
+it takes two slots for each rank on its ways down.
 
-With k chunk activations held, 2((p + 4) // 3) in V-Min and 2((p + 2) // 2) in V-Half, a rank idles
-at unit cost for 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) chunk passes, from about p
+The rows then run without the gaps: every rank runs its passes in the order of the repeated blocks,
+each as soon as it can. If the pass whose turn it is cannot run yet, an I or an i comes early. An F
+comes early where the block has slack, and never above the memory limit. W runs if nothing else can,
+or if a forward must wait for its memory.
+
+A rank holds k activations of a chunk: 2((p + 4) // 3) in V-Min, 2((p + 2) // 2) in V-Half. At unit
+cost it is idle for 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2))) passes of a chunk, from about p
 microbatches on.
 """
 
@@ -41,13 +45,16 @@ _PERIOD = 6  #: of slots: F, f, i, I and their two W
 
 
 class Block(NamedTuple):
-    """Where the passes F, f, i, I of microbatch 0 stand, for each rank; and what a rank may hold,
-    in chunks.
+    """A building block.
+
+    ``places`` are the slots of F, f, i and I of microbatch 0, for each rank. A rank may hold
+    ``limit`` activations of a chunk. ``slack`` is the number of slots by which i and I come later
+    than they could, so that passes do not clash.
     """
 
     places: Sequence[tuple[int, int, int, int]]
     limit: int
-    slack: int  #: slots by which i and I come later than they could, so that passes do not clash
+    slack: int
 
 
 def v_min(p: int) -> Block:
@@ -100,11 +107,13 @@ def _make(name: str, block: Block, microbatches: int, stages: int) -> Schedule:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One of a rank's four passes: its next microbatch, and the slot from which each microbatch can
-    run.
+    """One of the four passes of a rank, and its next microbatch.
+
+    ``place`` is the slot of that microbatch in the repeated blocks. ``can`` is the slot from which
+    each microbatch can run, ``done`` the slot after which it has run.
     """
 
-    place: int  #: of the next microbatch in the repeated blocks
+    place: int
     stage: int
     op: Op
     can: list[float]
@@ -113,26 +122,26 @@ class _Pass:
 
 
 def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
-    """F, f, i and I of every rank; ``done`` of one is ``can`` of another."""
+    """F, f, i and I of every rank. The ``done`` of a pass is the ``can`` of the pass after it."""
     forward, backward = ([[inf] * microbatches for _ in range(stages)] for _ in "FI")
     at_once: list[float] = [0] * microbatches
     ranks = []
     for rank, places in enumerate(block.places):
         one = rank
         two = stages - 1 - rank
-        first = _Pass(places[0], one, "F", forward[one - 1] if rank else at_once, forward[one])
+        inputs = forward[one - 1] if rank else at_once
+        cotangents = backward[two + 1] if rank else forward[two]
+        first = _Pass(places[0], one, "F", inputs, forward[one])
         second = _Pass(places[1], two, "F", forward[two - 1], forward[two])
-        second_back = _Pass(
-            places[2], two, "I", backward[two + 1] if rank else forward[two], backward[two]
-        )
+        second_back = _Pass(places[2], two, "I", cotangents, backward[two])
         first_back = _Pass(places[3], one, "I", backward[one + 1], backward[one])
         ranks.append([first, second, second_back, first_back])
     return ranks
 
 
 def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
-    """What a rank runs in each slot: the pass whose turn it is, an early one, the oldest W, or
-    nothing.
+    """What a rank runs in each slot: the pass whose turn it is, an early pass, the oldest W, or
+    nothing (None).
     """
     first, _, second_back, first_back = passes
     if block.slack:
@@ -146,15 +155,11 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
     for slot in count():
         chosen: _Pass | None = turn
         if turn.can[turn.microbatch] > slot:
-            ready = (one for one in early if one in left and one.can[one.microbatch] <= slot)
-            chosen = next(
-                (
-                    one
-                    for one in ready
-                    if one.op != "F" or _fits(one, left, held, live, block.limit)
-                ),
-                None,
+            able = (one for one in early if one in left and one.can[one.microbatch] <= slot)
+            ready = (
+                one for one in able if one.op == "I" or _fits(one, left, held, live, block.limit)
             )
+            chosen = next(ready, None)
         elif turn.op == "F" and held == block.limit:
             chosen = None
         if chosen is None:
@@ -182,9 +187,7 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
 
 
 def _fits(forward: _Pass, passes: list[_Pass], held: int, live: int, limit: int) -> bool:
-    """Whether this forward can come now and leave enough memory for every pass between now and its
-    turn.
-    """
+    """Whether a forward can come early and leave enough memory for the passes before its turn."""
     between = sorted(
         (place, one.op)
         for one in passes

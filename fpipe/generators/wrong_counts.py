@@ -7,15 +7,16 @@ from ..errors import ScheduleError
 
 
 def wrong_count(what: str, value: object) -> ScheduleError:
-    """The error for a number of ranks, microbatches, stages or slices that is none."""
+    """The error for a value that is no number of ranks, microbatches, stages or slices."""
     return ScheduleError(
         f"{what}={value!r}, but there must be a whole number of {what}, 1 or more", rule=what
     )
 
 
 def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> ScheduleError:
-    """The error for a number of stages that a schedule cannot place: other than ``only``, or no
-    multiple of ``step`` for each rank.
+    """The error for a number of stages that a schedule cannot place.
+
+    The schedule takes ``only`` stages or, if that is 0, a multiple of ``step`` for each rank.
     """
     if only:
         return ScheduleError(
@@ -37,7 +38,7 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
 
 
 def too_large(stages: int, microbatches: int, slices: int, most: int) -> ScheduleError:
-    """The error for a schedule of more than so many forwards and backwards."""
+    """The error for a schedule with more than ``most`` forwards and backwards."""
     of_slices = f" of {slices} slices" if slices > 1 else ""
     actions = 2 * stages * microbatches * slices
     return ScheduleError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZB-1p and ZB-2p: the passes of 1F1B, and W wherever a rank would wait: nothing waits for W.
+"""ZB-1p and ZB-2p: F and I in the order of 1F1B, and W where a rank would wait.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. ZB-2p on 4 ranks:
 
@@ -8,7 +8,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 
     rank 2   . . F F F I F I F I F I F I W F I W ...
     rank 3   . . . F I F I F I F I F I F I F I W ...
 
-ZB-1p warms up as 1F1B does and holds p activations, ZB-2p as its eager form and holds 2p.
+ZB-1p warms up as 1F1B and holds p activations. ZB-2p warms up as the eager form and holds 2p.
 
 ``fpipe.solve`` finds schedules for measured costs and any memory, also with several stages a rank.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .shapes import one_a_rank
+from .shapes import one_chunk_a_rank
 
 
 def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -32,7 +32,7 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-2p: twice that, and no idle time within a rank's span if there are enough microbatches.
+    """ZB-2p: twice the memory of 1F1B, and no idle time of a rank with enough microbatches.
 
     >>> make_zb_2p(4, 8, 4).simulate().span
     24.0
@@ -41,15 +41,17 @@ def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def _made(name: str, ranks: int, microbatches: int, stages: int, step: int) -> Schedule:
-    """A warm-up that is shorter by ``step`` forwards from rank to rank, within ``step * ranks``."""
+    """The schedule whose ranks hold at most ``step * ranks`` activations.
+
+    The warm-up of a rank has ``step`` forwards fewer than that of the rank before it.
+    """
     warm_ups = [1 + step * (ranks - 1 - rank) for rank in range(ranks)]
     whole = [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
-    return one_a_rank(name, split_backwards(whole, step * ranks), microbatches, stages)
+    return one_chunk_a_rank(name, split_backwards(whole, step * ranks), microbatches, stages)
 
 
 def split_backwards(patterns: Sequence[str], limit: int) -> list[str]:
-    """The patterns of ranks with I in the place of each B, and W where a rank would wait or lack
-    memory.
+    """The patterns of ranks with I in place of B, and W where a rank would wait or lack memory.
 
     Each pass takes one slot, and a rank holds at most ``limit`` activations from F to W.
 

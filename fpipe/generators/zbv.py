@@ -9,15 +9,15 @@ letters). Three ranks, six microbatches:
     rank 1   F F F f F f i w f i w F I W f i w F I W f i w I W f i w I i I W I W w W
     rank 2   F f F f F f i w F I W f i w F I W f i w F I W f i w I i I i I W w w W W
 
-At unit cost no rank idles between its first action and its last; a rank holds p activations. It is
-drawn for at least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
+At unit cost no rank is idle between its first action and its last. A rank holds p activations. The
+rows are made for at least 2p - 1 microbatches. For fewer, the last microbatches are left out.
 """
 
 from __future__ import annotations
 
 from ..actions.action import Placement
 from ..schedule import Schedule
-from .patterns import deal, keep, tapes
+from .patterns import keep_microbatches, row_of, tapes
 
 
 def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -28,14 +28,17 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     drawn = max(2 * ranks - 1, microbatches)
     rows = (
-        deal(
+        row_of(
             _pattern(ranks, rank, drawn),
             tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True),
         )
         for rank in range(ranks)
     )
     return Schedule(
-        keep(rows, drawn, range(microbatches)), Placement.v(ranks), microbatches, "ZBVZeroBubble"
+        keep_microbatches(rows, drawn, range(microbatches)),
+        Placement.v(ranks),
+        microbatches,
+        "ZBVZeroBubble",
     )
 
 

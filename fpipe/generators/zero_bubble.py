@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero bubble: the backward cut in two, and the half that nothing waits for (W) put where a rank
-would idle.
+"""Zero bubble: a backward in two parts, I and W. Nothing waits for W, so it fills idle time.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241).
 
-ZB-H1 keeps the memory of 1F1B: p - r forwards first, then I, W, F, I, W, F ..., where rank r lags r
-Ws behind.
+ZB-H1 keeps the memory of 1F1B. A rank runs p - r forwards first, then I, W, F, I, W, F, .... On
+rank r the Ws are r microbatches behind the Is:
 
     rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 ...
     rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 ...      idle (p - 1)(F + I - W)
     rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 ...
 
-ZB-H2 warms up with 2(p - r) - 1 forwards and lags 2r behind: no idle time on a rank between its own
-first action and its last at unit cost, for 2p - 1 activations.
+ZB-H2 warms up with 2(p - r) - 1 forwards, and its Ws are 2r behind. At unit cost a rank is not idle
+between its first action and its last. It holds 2p - 1 activations.
 
 The interleaved form does the same with several chunks on each rank, in the order of Interleaved
-1F1B; its warm-up is (p - r - 1) + (v - 1) g forwards, as I is half as long as B.
+1F1B. It warms up with (p - r) + (v - 1) g forwards, since I is half as long as B.
 """
 
 from __future__ import annotations
 
 from ..schedule import Schedule
 from .interleaved import by_groups
-from .shapes import one_a_rank
+from .shapes import one_chunk_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -33,11 +32,11 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
     patterns = [zero_bubble(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
-    return one_a_rank("ZBH1", patterns, microbatches, stages)
+    return one_chunk_a_rank("ZBH1", patterns, microbatches, stages)
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H2: about twice that memory, and no idle time within a rank's own span.
+    """ZB-H2: about twice the memory of 1F1B, and no idle time within the span of a rank.
 
     >>> print(make_zb_h2(2, 3, 2))
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
@@ -46,19 +45,22 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
     patterns = [
         zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)
     ]
-    return one_a_rank("ZBH2", patterns, microbatches, stages)
+    return one_chunk_a_rank("ZBH2", patterns, microbatches, stages)
 
 
 def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
-    """The pattern of a rank that runs I, W, F, I, W, F, ... after its first forwards, ``lag`` Ws
-    behind.
+    """The pattern of a rank that runs I, W, F, I, W, F, ... after its first forwards.
+
+    The first ``lag`` Ws are left out there and run at the end of the row.
 
     >>> zero_bubble(3, warm_up=2, lag=1)
     'FFIFIWIWW'
     """
     first = min(microbatches, warm_up)
-    steps = ["I" + "W" * (b >= lag) + "F" * (b < microbatches - first) for b in range(microbatches)]
-    return "F" * first + "".join(steps) + "W" * min(lag, microbatches)
+    pattern = "F" * first
+    for backward in range(microbatches):
+        pattern += "I" + "W" * (backward >= lag) + "F" * (backward < microbatches - first)
+    return pattern + "W" * min(lag, microbatches)
 
 
 def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Schedule:

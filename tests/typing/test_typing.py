@@ -83,5 +83,5 @@ def test_options_for_type_checkers_are_those_of_the_function():
 
 
 def test_names_of_schedules_for_type_checkers_are_those_of_the_catalogue():
-    names = {entry.name for entry in catalogue.TABLE} | set(catalogue.ALSO)
+    names = {entry.name for entry in catalogue.TABLE} | set(catalogue.ALIASES)
     assert set(get_args(sources.Name)) == names | {"auto"}
