@@ -22,7 +22,7 @@ from ...programs.tracing import traced
 from ...stage import Stage
 from ...tree import AbstractTree, Aval, arriving
 from ..explain import first_line, where, where_in
-from .formulas import Formulas, Numbers, Recorder, at, programs_at
+from .formulas import Formulas, Numbers, SymbolicSizes, at, programs_at
 from .symbols import Symbols, products_in_python
 
 #: How many symbolic traces of one function and signature are kept, under different conditions.
@@ -186,7 +186,7 @@ def _traced(
     """
     symbols = Symbols()
     given = _with_symbols(signature, axes, symbols)
-    sizes = Recorder(symbols)
+    sizes = SymbolicSizes(symbols)
     with timed("tracing"), products_in_python():
         programs = traced(stage, given, unused, sizes, shown=str(signature))
     family = Family(

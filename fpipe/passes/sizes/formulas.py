@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of a trace that depend on the sizes of its inputs, and other values in their place.
 
-In programs that were traced with symbolic sizes each such number is a ``Size`` (or ``Real``): the
-number at the sizes of the trace, with its place among the trace's formulas. The programs of other
-sizes are the same with other numbers. Knows programs, no stages.
+In programs that were traced with symbolic sizes each such number is ``Placed``: the number at the
+sizes of the trace, with its place among the trace's formulas. The programs of other sizes are the
+same with other numbers. Knows programs, no stages.
 """
 
 from __future__ import annotations
@@ -21,40 +21,10 @@ from ...programs.operations import Operation
 from ...programs.program import Program, Programs
 from ...tree import Aval
 from .replacing import replaced
-from .symbols import NAMES, Computed, SymbolicFake, Symbols, computed, is_symbolic, text_of
+from .symbols import NAMES, Computed, Placed, SymbolicFake, Symbols, computed, is_symbolic, text_of
 
 #: The values of all formulas.
 Numbers: TypeAlias = tuple[Any, ...]
-
-
-class Placed:
-    """A number that depends on the sizes of the inputs, with its place among the formulas."""
-
-    place: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the source of a program."""
-        return f"n{self.place}"
-
-
-class Size(Placed, int):
-    """An integer that depends on the sizes of the inputs."""
-
-
-class Real(Placed, float):
-    """A float that depends on the sizes of the inputs."""
-
-
-def sized(value: int | float, place: int) -> Size | Real:
-    """A number with its place among the formulas.
-
-    >>> sized(7, 2), sized(7, 2).name
-    (7, 'n2')
-    """
-    number = (Size if isinstance(value, int) else Real)(value)
-    number.place = place
-    return number
 
 
 @dataclass(frozen=True)
@@ -88,15 +58,11 @@ class Formulas:
         return self._function(*symbols)
 
 
-class Recorder(Sizes):
-    """Collects the numbers of a trace with symbolic sizes."""
+@dataclass(frozen=True, eq=False)
+class SymbolicSizes(Sizes):
+    """The numbers of a trace with symbolic sizes."""
 
-    def __init__(self, symbols: Symbols) -> None:
-        self.symbols = symbols
-        self.places = {
-            name: sized(hint, place)
-            for place, (name, hint) in enumerate(zip(symbols.names, symbols.hints, strict=True))
-        }
+    symbols: Symbols
 
     def mode(self) -> Fake:
         """A mode whose tensors have symbolic sizes."""
@@ -121,12 +87,10 @@ class Recorder(Sizes):
         if not is_symbolic(value) and not isinstance(value, Computed):
             return value
         text, hint = text_of(value)
-        if text not in self.places:
-            try:
-                return type(hint)(text)  # a constant after all
-            except ValueError:
-                self.places[text] = sized(hint, len(self.places))
-        return self.places[text]
+        try:
+            return type(hint)(text)  # a constant after all
+        except ValueError:
+            return self.symbols.number(text, hint)
 
     def aval(self, aval: Aval) -> Aval:
         """An abstract tensor with the numbers of the trace."""
@@ -138,9 +102,11 @@ class Recorder(Sizes):
         """The formulas of all numbers; ValueError where they do not give the numbers of the
         trace.
         """
-        formulas = Formulas(self.symbols.names, tuple(self.places), self.symbols.conditions())
-        traced = tuple(self.places.values())
-        found = formulas.at(self.symbols.hints)
+        names = self.symbols.names
+        numbers = self.symbols.numbers
+        formulas = Formulas(names, tuple(numbers), self.symbols.conditions())
+        traced = tuple(numbers.values())
+        found = formulas.at([int(number) for number in traced[: len(names)]])
         if found != traced:
             raise ValueError(
                 f"the formulas {formulas.texts} give {found} where the trace has {traced}"
@@ -152,6 +118,7 @@ class Recorder(Sizes):
 def at(value: Any, numbers: Numbers) -> Any:
     """A value with other numbers in place of its sizes; the same object where it has none.
 
+    >>> from fpipe.passes.sizes.symbols import sized
     >>> at([sized(7, 0), 1, "a"], (8,))
     [8, 1, 'a']
     """

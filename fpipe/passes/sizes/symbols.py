@@ -57,16 +57,48 @@ class _Input(Source):
         return f"n{self.place}"
 
 
+class Placed:
+    """A number that depends on the sizes of the inputs, with its place among the formulas."""
+
+    place: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the source of a program."""
+        return f"n{self.place}"
+
+
+class Size(Placed, int):
+    """An integer that depends on the sizes of the inputs."""
+
+
+class Real(Placed, float):
+    """A float that depends on the sizes of the inputs."""
+
+
+def sized(value: int | float, place: int) -> Size | Real:
+    """A number with its place among the formulas.
+
+    >>> sized(7, 2), sized(7, 2).name
+    (7, 'n2')
+    """
+    number = (Size if isinstance(value, int) else Real)(value)
+    number.place = place
+    return number
+
+
 class Symbols(ShapeEnv):
-    """The symbols of one trace, what was assumed of them, and where a symbol was first taken for
-    something else.
+    """The symbols of one trace and the numbers that are computed from them, what was assumed of
+    symbols, and where one was first taken for something else.
+
+    The first ``numbers``, by their text, are the symbols themselves.
     """
 
     def __init__(self) -> None:
         super().__init__(duck_shape=False)
         self.symbols: list[sympy.Symbol] = []
-        self.hints: list[int] = []
-        self.places: dict[sympy.Symbol, list[FrameSummary]] = {}
+        self.numbers: dict[str, Size | Real] = {}
+        self.stacks: dict[sympy.Symbol, list[FrameSummary]] = {}
 
     def new(self, hint: int) -> int:
         """A number that stands for any size of 2 or more; ``hint`` decides where a condition needs
@@ -76,16 +108,22 @@ class Symbols(ShapeEnv):
         symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
         assert isinstance(symbol, sympy.Symbol)
         self.symbols.append(symbol)
-        self.hints.append(hint)
-        number: Any = self.create_symintnode(symbol, hint=hint, source=source)
-        return number
+        self.number(str(symbol), hint)
+        symbolic: Any = self.create_symintnode(symbol, hint=hint, source=source)
+        return symbolic
+
+    def number(self, text: str, hint: float) -> Size | Real:
+        """A number of the trace by its text, with its place among the others."""
+        if text not in self.numbers:
+            self.numbers[text] = sized(hint, len(self.numbers))
+        return self.numbers[text]
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         """Torch's, which decides a condition; remembers the stack where that fixes a symbol."""
         before = set(self.replacements)
         value = super().evaluate_expr(*args, **kwargs)
         for symbol in self.replacements.keys() - before:
-            self.places[symbol] = list(extract_stack())
+            self.stacks[symbol] = list(extract_stack())
         return value
 
     @property
@@ -115,7 +153,7 @@ class Symbols(ShapeEnv):
         """
         for symbol in self.symbols[:count]:
             if isinstance(self.replacements.get(symbol), sympy.Integer):
-                return self.places.get(symbol, [])
+                return self.stacks.get(symbol, [])
         return None
 
 
