@@ -40,33 +40,21 @@ _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 
 class _Message(NamedTuple):
-    """A message under way: the buffers of the sender, none once it may change them, copies of them,
-    and when they arrive.
-    """
+    """A message: copies of the buffers of the sender, and when they arrive."""
 
     specs: Specs
-    buffers: list[Tensor]
     copies: list[Tensor]
     arrival: float
-
-    def release(self, src: int, dst: int) -> None:
-        """Check that the sender did not change the tensors until now; from now on it may."""
-        for now, then in zip(self.buffers, self.copies, strict=False):
-            if not torch.equal(_bytes(now), _bytes(then)):
-                raise GroupError(
-                    f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
-                    "wait for the send"
-                )
-        self.buffers.clear()
 
 
 @dataclass
 class _Channel:
-    """From one rank to another: what arrives, in order, None once received or lost, and counts of
-    both sides.
+    """From one rank to another: what arrives, in order, None once received or lost; the buffers of
+    the sender by message, until it may change them; and counts of both sides.
     """
 
     arrivals: list[_Message | None] = field(default_factory=list)
+    unreleased: dict[int, list[Tensor]] = field(default_factory=dict)
     requested: int = 0
     settled: int = 0
     last_arrival: float = 0.0
@@ -78,28 +66,24 @@ _Announced: TypeAlias = dict[int, tuple[int, Callable[[], Facts]]]
 _Call: TypeAlias = dict[int, tuple[str, Any]]
 
 
+@dataclass(frozen=True, eq=False)
 class Network:
-    """The channels, collective calls and faults that the fake ranks of one world share."""
+    """What the fake ranks of one world share, and write: messages, collective calls, and which of
+    the faults occurred.
 
-    def __init__(self, world: World, order: str, faults: Sequence[Fault]):
-        self.world = world
-        self.faults = tuple(faults)
-        self.occurred = set[Fault]()
-        self.lockstep = order == "lockstep"
-        #: By epoch, source and destination; an epoch ends with a call that a rank refused.
-        self.channels: defaultdict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
-        self.calls: defaultdict[tuple[int, int], _Call] = defaultdict(dict)
-        self.announced: defaultdict[int, _Announced] = defaultdict(dict)
+    ``channels`` are by epoch, source and destination; an epoch ends with a call that a rank
+    refused.
+    """
 
-    def occurring(self, kind: type[F], *where: object) -> list[F]:
-        """The faults of a kind whose first fields are these; they occur now."""
-        faults = [
-            fault
-            for fault in self.faults
-            if isinstance(fault, kind) and astuple(fault)[: len(where)] == where
-        ]
-        self.occurred.update(faults)
-        return faults
+    world: World
+    faults: Sequence[Fault]
+    lockstep: bool
+    occurred: set[Fault] = field(default_factory=set)
+    channels: defaultdict[tuple[int, int, int], _Channel] = field(
+        default_factory=lambda: defaultdict(_Channel)
+    )
+    calls: defaultdict[tuple[int, int], _Call] = field(default_factory=lambda: defaultdict(dict))
+    announced: defaultdict[int, _Announced] = field(default_factory=lambda: defaultdict(dict))
 
     def unused(self) -> str:
         """What a test with a fault that never occurred should know; "" if all occurred."""
@@ -143,13 +127,23 @@ class FakeGroup(Group):
     def _enter(self, name: str) -> None:
         """Start of every call: applies Kill and Refuse, and lets another rank run first."""
         state = self._world.ranks[self.rank]
-        network = self._network
-        number, state.calls = state.calls, state.calls + 1
-        if network.occurring(Kill, self.rank, number):
+        number = state.calls
+        state.calls += 1
+        if self._occurring(Kill, self.rank, number):
             raise Killed(f"rank {self.rank} was killed before call {number}")
-        if network.occurring(Refuse, name, self.rank) or network.occurring(Refuse, name, None):
+        if self._occurring(Refuse, name, self.rank) or self._occurring(Refuse, name, None):
             raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
         self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
+
+    def _occurring(self, kind: type[F], *where: object) -> list[F]:
+        """The faults of a kind whose first fields are these; they occur now."""
+        faults = [
+            fault
+            for fault in self._network.faults
+            if isinstance(fault, kind) and astuple(fault)[: len(where)] == where
+        ]
+        self._network.occurred.update(faults)
+        return faults
 
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
@@ -239,33 +233,32 @@ class FakeGroup(Group):
             raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
         channel = self._channel(src, dst)
         world = self._world
-        network = self._network
         self._enter("send")
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
         number = len(channel.arrivals)
         where = src, dst, number
-        if network.occurring(Drop, *where):
+        if self._occurring(Drop, *where):
             channel.arrivals.append(None)
             world.lost += 1
             return Done()
-        late = sum(fault.seconds for fault in network.occurring(Delay, *where))
+        late = sum(fault.seconds for fault in self._occurring(Delay, *where))
         if self.strict:
             spread = 0.0
         else:
             spread = world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
-        channel.arrivals.append(message)
+        channel.arrivals.append(_Message(specs, [buffer.clone() for buffer in buffers], arrival))
+        channel.unreleased[number] = buffers
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(
                 lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}"
             )
-            message.release(src, dst)
+            _release(channel, number, src, dst)
 
         def ready() -> bool:
             if world.clock >= arrival:
-                message.release(src, dst)
+                _release(channel, number, src, dst)
             return world.clock >= arrival
 
         def finish() -> Tensors:
@@ -299,9 +292,10 @@ class FakeGroup(Group):
 
         def finish() -> Tensors:
             self._until(arrived, src, f"for message {number} of rank {src}")
-            message, channel.arrivals[number] = channel.arrivals[number], None
+            message = channel.arrivals[number]
             assert message is not None
-            message.release(src, dst)
+            _release(channel, number, src, dst)
+            channel.arrivals[number] = None
             tensors = wire_format(message.specs).unpack(message.copies, _CPU)
             return as_planned(tensors, specs, src, dst)
 
@@ -329,9 +323,8 @@ class FakeGroup(Group):
                 dst,
                 f"to send to rank {dst}",
             )
-            for message in channel.arrivals:
-                if message is not None:
-                    message.release(src, dst)
+            for number in list(channel.unreleased):
+                _release(channel, number, src, dst)
 
     # ---- all ranks ----
     def _start(self, name: str, value: Any) -> Callable[[], list[Any]]:
@@ -409,6 +402,20 @@ class FakeGroup(Group):
 
     def failed(self, error: BaseException) -> None:
         """The world records errors itself."""
+
+
+def _release(channel: _Channel, number: int, src: int, dst: int) -> None:
+    """Check that the sender did not change a message until now; from now on it may."""
+    message = channel.arrivals[number]
+    if message is None or number not in channel.unreleased:
+        return
+    for now, then in zip(channel.unreleased[number], message.copies, strict=True):
+        if not torch.equal(_bytes(now), _bytes(then)):
+            raise GroupError(
+                f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
+                "wait for the send"
+            )
+    del channel.unreleased[number]
 
 
 def _bytes(buffer: Tensor) -> Tensor:

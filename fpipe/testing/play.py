@@ -108,7 +108,7 @@ def outcomes(
     if order not in get_args(Order):
         raise GroupError(f"order={order!r}; the orders are {' and '.join(get_args(Order))}")
     world = World(ranks, seed, timeout)
-    network = Network(world, order, faults)
+    network = Network(world, faults, lockstep=order == "lockstep")
     world.play([partial(fn, FakeGroup(network, rank)) for rank in range(ranks)])
     ends = [state.outcome for state in world.ranks if state.outcome is not None]
     unused = network.unused()
