@@ -56,12 +56,21 @@ class Call(NamedTuple):
                 written[name] = new
         return tree.flatten((out, written))
 
-    def output(self, structure: tree.Structure, leaves: Sequence[Tree]) -> Tree:
-        """Return its output from the leaves; the entries that it writes are written."""
-        out, written = tree.unflatten(structure, leaves)
-        for name, entries in written.items():
-            self.dicts[name].update(entries)
-        return out
+
+def returned(call: Call, structure: tree.Structure, leaves: Sequence[Tree]) -> Tree:
+    """Do what a call does, by the leaves that :meth:`Call.run` returned: write the new entries into
+    the dicts that it was passed, and return its output.
+
+    >>> more = {}
+    >>> leaves, structure = tree.flatten(("out", {"more": {"key": "entry"}}))
+    >>> returned(Call("", print, (), {"more": more}), structure, leaves), more
+    ('out', {'key': 'entry'})
+    """
+    out, written = tree.unflatten(structure, leaves)
+    dicts = call.dicts
+    for name, entries in written.items():
+        dicts[name].update(entries)
+    return out
 
 
 #: A function of a call that returns its output.

@@ -10,9 +10,8 @@ on them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from ...programs import remat
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
-from .calls import Call, Forward, observe, observed_by, result_of
+from .calls import Call, Forward, observe, observed_by, result_of, returned
 from .crossing import Flow, Part, Sizes
 from .recording import INPUT, Value
 from .units import Units, outside
@@ -31,27 +30,28 @@ from .units import Units, outside
 
 # ---- one call of a stage ----
 class _DoneError(BaseException):
-    """The calls of a stage have run: leaves the model's forward."""
+    """The calls of a stage have run: leaves the model's forward, with the values that it sends."""
+
+    def __init__(self, sent: tuple[Tensor, ...]):
+        self.sent = sent
 
 
-class _Run:
-    """One call of a stage: the values that it has, and what blanks of others look like."""
+class _Received:
+    """The values that a stage received in one call, and what blanks of others look like."""
 
-    def __init__(self, stage: ModelPart, values: dict[Value, Tensor], side: Mapping[str, Tree]):
-        self.stage = stage
-        self.flow = stage.flow
+    def __init__(self, flow: Flow, values: Mapping[Value, Tensor], side: Mapping[str, Tree]):
+        self.flow = flow
         self.values = values
-        self.numbers = count()
         self.device = next(iter(values.values())).device
-        self.dtypes = {self.flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
+        self.dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
         self.sizes = dict[Sizes, int]()
         for source, tensor in {**side, **values}.items():
             if isinstance(tensor, Tensor):
-                axes = self.flow.sizes.get(source, ())
+                axes = flow.sizes.get(source, ())
                 self.sizes.update(zip(axes, tensor.shape, strict=False))
 
     def value(self, value: Value) -> Tensor:
-        """Return a value that is known, or a blank: not a number, so that a use of it shows."""
+        """Return a received value, or a blank: not a number, so that a use of it shows."""
         if value in self.values:
             return self.values[value]
         axes = self.flow.sizes[value]
@@ -60,27 +60,6 @@ class _Run:
         filling = float("nan") if dtype.is_floating_point else 0
         dtype = self.dtypes.get(dtype, dtype)
         return torch.full(shape, filling, dtype=dtype, device=self.device)
-
-    def visit(self, call: Call) -> Tree:
-        """Run a call of a unit, or return the values of one that runs in a stage before."""
-        number = next(self.numbers)
-        part = self.stage.part
-        visits = self.flow.visits
-        if number >= len(visits) or visits[number].unit != call.unit:
-            raise StageError(
-                f"{self.stage.name} runs {call.unit!r} where the model did not when it was cut; "
-                "which modules run must not depend on the inputs"
-            )
-        visit = visits[number]
-        if number < part.first:
-            values = [self.value(v) if isinstance(v, Value) else v for v in visit.leaves]
-            return call.output(visit.structure, values)
-        leaves, structure = call.run()
-        results = zip(visit.leaves, leaves, strict=True)
-        self.values.update((value, leaf) for value, leaf in results if value in part.sends)
-        if number + 1 == part.stop < len(visits):
-            raise _DoneError
-        return call.output(structure, leaves)
 
 
 # ---- the module of a stage ----
@@ -180,24 +159,51 @@ class ModelPart(ModuleFunction):
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the layers on token ids, or on the output of the stage before."""
-        run = _Run(self, self._received(x), side)
+        received = _Received(self.flow, self._values(x), side)
         # what code between units of other stages computes with these is not used
         for name, like in self.unused.items():
-            blank = torch.full((), float("nan"), dtype=like.dtype, device=run.device)
+            blank = torch.full((), float("nan"), dtype=like.dtype, device=received.device)
             tensors[name] = blank.expand(like.shape)
-        inputs = {name: run.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
+        inputs = {name: received.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}
+        visits = self._visits(received)
+        next(visits)
         try:
-            with observed_by(run.visit):
+            with observed_by(visits.send):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
-        except _DoneError:
-            sent = tuple(run.values[value] for value in self.part.sends)
-            if len(sent) == 1:
-                return sent[0]
-            return sent
+        except _DoneError as done:
+            if len(done.sent) == 1:
+                return done.sent[0]
+            return done.sent
         return result_of(out)
 
-    def _received(self, x: Tree) -> dict[Value, Tensor]:
+    def _visits(self, received: _Received) -> Generator[Tree, Call]:
+        """Take the calls of units, in their order, and yield what each returns: run those of this
+        stage, and look up the values of those before.
+        """
+        part = self.part
+        visits = self.flow.visits
+        values = dict(received.values)
+        call = yield None
+        for number, visit in enumerate(visits):
+            if visit.unit != call.unit:
+                break
+            if number < part.first:
+                leaves = [received.value(v) if isinstance(v, Value) else v for v in visit.leaves]
+                structure = visit.structure
+            else:
+                leaves, structure = call.run()
+                results = zip(visit.leaves, leaves, strict=True)
+                values.update((value, leaf) for value, leaf in results if value in part.sends)
+                if number + 1 == part.stop < len(visits):
+                    raise _DoneError(tuple(values[value] for value in part.sends))
+            call = yield returned(call, structure, leaves)
+        raise StageError(
+            f"{self.name} runs {call.unit!r} where the model did not when it was cut; which "
+            "modules run must not depend on the inputs"
+        )
+
+    def _values(self, x: Tree) -> dict[Value, Tensor]:
         """Return the values that a stage gets."""
         if self.part.first:
             leaves = x if isinstance(x, tuple) else (x,)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import tree
 from ...tree import Tree
-from .calls import Call, is_between_units, observed_by, result_of
+from .calls import Call, is_between_units, observed_by, result_of, returned
 
 #: Operations whose results depend on the sizes of their inputs alone.
 _SIZES = {
@@ -174,7 +174,7 @@ class _Notes(TorchDispatchMode):
             else:
                 noted.append(leaf if isinstance(leaf, int | float | str) else None)
         self.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
-        return call.output(structure, leaves)
+        return returned(call, structure, leaves)
 
 
 def _is_dense(leaf: Tree) -> TypeGuard[Tensor]:
