@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from inspect import Parameter, Signature
 from typing import NamedTuple
 
@@ -202,7 +203,8 @@ class ModuleFunction:
             if name not in state and name not in aliases
         }
         self.training: bool | None = None
-        self._moved: dict[torch.device, dict[str, Tensor]] = {}
+        #: The constant buffers on a device, which are copied there once.
+        self.constants_on = cache(partial(_moved, self.constants))
         self.__qualname__ = name
         if state:
             positional = ["params", "state", "x"]
@@ -255,15 +257,16 @@ class ModuleFunction:
         function.training = training
         return function
 
-    def constants_on(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Return the constant buffers on a device."""
-        if device is None or all(value.device == device for value in self.constants.values()):
-            return self.constants
-        if device not in self._moved:
-            # real copies, also if the first call is a trace with fake tensors
-            with _disable_current_modes():
-                self._moved[device] = {n: value.to(device) for n, value in self.constants.items()}
-        return self._moved[device]
+
+def _moved(buffers: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    """Return buffers on a device; None: where they are.
+
+    They are real ones, also if the first call is a trace with fake tensors.
+    """
+    if device is None or all(value.device == device for value in buffers.values()):
+        return buffers
+    with _disable_current_modes():
+        return {name: value.to(device) for name, value in buffers.items()}
 
 
 @contextmanager
