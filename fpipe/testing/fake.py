@@ -66,7 +66,7 @@ _Announced: TypeAlias = dict[int, tuple[int, Callable[[], Facts]]]
 _Call: TypeAlias = dict[int, tuple[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Network:
     """What the fake ranks of one world share, and write: messages, collective calls, and which of
     the faults occurred.

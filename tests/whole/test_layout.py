@@ -324,7 +324,7 @@ def test_no_regression():
     assert PACKAGE.total("group_getattrs") == 0
     # three have interfaces of torch.distributed.pipelining and verl, three the state of the solver,
     # one its choices, one the members of elastic copies, five what is under way in a connection
-    assert len(PACKAGE.mutated_classes) <= 32
+    assert len(PACKAGE.mutated_classes) <= 26
     assert len(PACKAGE.long_functions) <= 9
     assert PACKAGE.total("ignores") <= 30
 
