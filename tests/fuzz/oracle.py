@@ -169,7 +169,7 @@ def has_gaps(t: Tensor) -> bool:
 
 
 def _note_limits(leaf: Tensor, limits: set[str]) -> None:
-    """Note what docs/design.md lists under "Limits", for the output leaf of a stage."""
+    """Note what docs/design/limits.md lists, for the output leaf of a stage."""
     if has_gaps(leaf):
         limits.add("view with gaps")
     if leaf.requires_grad:
