@@ -65,7 +65,7 @@ def main(
     total, minutes = counts.total(), (time.monotonic() - began) / 60
     click.echo(f"{total} cases, {total / minutes:.0f} a minute: " + _listed(counts))
     if reasons:
-        click.echo(f"limits, where last bits may differ (see docs/design/limits.md): {_listed(reasons)}")
+        click.echo(f"limits (see docs/design/limits.md): {_listed(reasons)}")
     raise SystemExit(bool(counts["different"] or counts["error"]))
 
 
