@@ -12,8 +12,8 @@
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     ├── PlanError            a model, a machine or a job for which no layout can be planned
     └── GroupError           the processes or their devices
-        ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or
-        options, or versions ├── PeerError        a peer that died or raised
+        ├── MismatchError    ranks that disagree about a call or about versions
+        ├── PeerError        a peer that died or raised
         ├── StalledError     a peer that was waited for longer than the time-out
         ├── DeadlockError    every rank of a local group waits
         ├── UnsupportedError an operation that the backend cannot do and no adaptor can replace
@@ -24,7 +24,7 @@ A message names the value, the rule it broke and the remedy. This module knows n
 
 
 class FpipeError(Exception):
-    """Base of all deliberate errors.
+    """The base class of all errors that fpipe raises on purpose.
 
     >>> issubclass(ScheduleError, FpipeError)
     True
@@ -34,8 +34,8 @@ class FpipeError(Exception):
 class ScheduleError(FpipeError, ValueError):
     """A schedule that is malformed, unknown or cannot run.
 
-    ``rank`` and ``position`` (index in the rank's row), where known, point at the place; ``rule``
-    names the broken rule in one word.
+    ``rank`` and ``position`` (the index in the row of the rank) are the place of the mistake, if it
+    has one. ``rule`` names the broken rule in one word.
 
     >>> ScheduleError("no such schedule").rank is None
     True

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of
-torch.
+"""``Schedule``: which rank computes what, in which order. Frozen, printable, and free of torch.
 
 A schedule is only compute: lowering adds sends, receives, frees and reductions. This module holds
-the value and its properties; the modules of ``schedules`` do the work: ``text`` (parse, format),
-``check`` (validity), ``simulation`` (time and memory) and ``pictures``.
+the value and its properties. The files of ``actions`` do the work: ``text`` parses and formats,
+``check`` finds broken rules, and ``simulation`` computes time and memory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Schedule:
         slices: how many slices each microbatch has; by default derived from the rows.
 
     Raises:
-        ScheduleError: if a row contains something else than actions, or no placement fits.
+        ScheduleError: if a row contains anything but actions, or no placement fits.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
     >>> s.ranks, s.microbatches, s.stages
@@ -64,7 +63,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rows = tuple(tuple(row) for row in self.rows)
-        if not rows or not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
+        types = set[type]().union(*(map(type, row) for row in rows))
+        if not rows or not types <= {Action, Fused}:
             raise broken_rules.no_action(rows)
         object.__setattr__(self, "rows", rows)
         try:
@@ -108,15 +108,13 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """How many units of work each stage has: microbatches or, where these have slices, slices
-        of all of them.
-        """
+        """How many units of work each stage has: the microbatches, or all their slices."""
         return self.microbatches * self.slices
 
     @property
     def output_rank(self) -> int:
-        """The rank of the last stage, or of its first replica: the loss and the outputs are
-        computed there.
+        """The rank of the last stage, which computes the loss and the outputs. Of a stage with
+        replicas it is the rank of the first one.
 
         >>> Schedule.parse("[0F0, 2F0]\\n[1F0]").output_rank
         0
@@ -189,8 +187,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
-        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are
-        dropped.
+        """Read a CSV of fpipe or of torch.distributed.pipelining, without communication actions.
 
         Args:
             path: of the file.
@@ -211,8 +208,8 @@ class Schedule:
 
     # ---- parts ----
     def only(self, ops: Iterable[str]) -> Schedule:
-        """The same schedule with only the actions of these ops, order kept; fused ones shrink or
-        fall apart.
+        """The same schedule with only the actions of these ops, in the same order. A fused action
+        keeps its parts of these ops.
 
         Args:
             ops: such as ``"F"`` or ``"BIW"``.
@@ -232,8 +229,9 @@ class Schedule:
         return Schedule(rows, self.placement, self.microbatches, self.name)
 
     def sliced(self, slices: int) -> Schedule:
-        """The same schedule for microbatches in slices of the sequence: each action becomes one for
-        each slice, in order for F and in reverse for B, I and W.
+        """The same schedule for microbatches in slices of the sequence.
+
+        Each action becomes one for each slice: in order for F, in reverse for B, I and W.
 
         Args:
             slices: how many slices each microbatch gets.
@@ -319,16 +317,18 @@ class Schedule:
         )
 
     def _repr_html_(self) -> str:
-        """The picture that a notebook shows, for a rank's whole share of F = I = W = 1; text if
-        this cannot run.
+        """The picture that a notebook shows. F, I and W take 1 for all stages of a rank together. A
+        schedule that cannot run is shown as text.
         """
-        part = self.ranks / self.stages if self.stages else 1.0
+        share = self.ranks / self.stages if self.stages else 1.0
         try:
-            return product("pictures").figure(self.simulate(Costs(part, part, part, saved=part)))
+            return product("pictures").figure(
+                self.simulate(Costs(share, share, share, saved=share))
+            )
         except ScheduleError as error:
             return product("pictures").folded(repr(self), f"{error}\n\n{self}")
 
     @cached_property
     def _inspection(self) -> Inspection:
-        """What ``check`` and ``simulate`` share."""
+        """The walk through the rows, which ``check`` and ``simulate`` share."""
         return inspect_rows(self.rows, self.placement, self.units, self.slices)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Stage``: a stage function with what a pipeline should know about it, and ``remat``.
+"""``Stage``: a stage function with its options.
 
 A stage is a pure function of its parameters and its input. This module knows neither programs,
 schedules nor ranks.
@@ -10,14 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-    get_args,
-)
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -25,16 +18,14 @@ from .errors import StageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Engine: TypeAlias = Literal["trace", "eager"]
-#: Which axes of inputs may have any size: those that differ (None), none, the first two, or those
-#: named.
+#: The axes of inputs that may have any size; see ``dynamic`` of :class:`Stage`.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
-#: The numbers of the blocks of a stage in the model, of its parameters or of lists in them by path;
-#: or names of parts.
+#: The numbers of blocks in the model; see ``layers`` of :class:`Stage`.
 Layers: TypeAlias = Sequence[int] | Mapping[str, Sequence[int] | str] | None
 
 
 class _Missing:
-    """Stands for an argument that was not given, where None is a value."""
+    """The type of MISSING: an argument that was not given, where None is a value."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -47,8 +38,10 @@ MISSING = _Missing()
 
 
 class Weight(NamedTuple):
-    """A parameter of a module: its name in the whole model, and a tensor of its shape and dtype
-    without data.
+    """A parameter of a module.
+
+    ``key`` is its name in the whole model. ``like`` is a tensor without data, of its shape and
+    dtype.
     """
 
     key: str
@@ -57,13 +50,15 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The function of a stage of another process: how that process describes it, and the names of
-    its side inputs.
+    """Stands for the function of a stage that is on another process.
+
+    ``text`` is the description that this process gave. If the function has modes, ``moded`` is the
+    description for one of them. ``sides`` are the names of the side inputs.
     """
 
     text: str = ""
     sides: tuple[str, ...] = ()
-    moded: str = ""  # its description in one of its modes, if it has modes
+    moded: str = ""
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         raise StageError(
@@ -73,8 +68,7 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage function with what the pipeline should know about it. A function without options
-    needs none.
+    """A stage function with its options. A function without options can be passed as it is.
 
     Args:
         fn: ``fn(params, x, *, side)``; keyword-only arguments are side inputs.
@@ -82,30 +76,30 @@ class Stage:
         state: ``fn(params, state, x)`` returns ``(y, state)``. If a stage has replicas, each
             updates its state from the microbatches that it runs, and the state of the first replica
             is returned.
-        engine: overrides that of the pipeline.
-        compile: overrides that of the pipeline.
+        engine: overrides the engine of the pipeline.
+        compile: overrides the compiler of the pipeline.
         frozen: patterns of leaves of this stage that get no gradient: dotted paths within the
             stage, such as ``"attention.*"``.
-        ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one
-            parameter.
-        name: of the stage, in messages and checkpoints.
+        ties: pairs of the path of a leaf and the name of a group. The leaves of a group, on any
+            stages, are one parameter.
+        name: the name of the stage in messages and checkpoints.
         initial_state: the first state, where the caller passes none.
         carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a
             sequence, see ``slices`` of ``fpipe.pipeline``. The carry of the last slice is dropped.
             With ``state``, ``fn(params, state, carry, x)`` returns ``(y, carry, state)``.
         initial_carry: what the first slice of each microbatch gets: a pytree of tensors and
             numbers, None, or a function of x that returns one.
-        like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends
-            on values of tensors: a function of the same arguments whose result has the same
-            structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
+        like: a function of the same arguments whose result has the structure, shapes and dtypes of
+            the result of ``fn``; ``lambda p, x: x`` for most blocks. For ``engine="eager"``, if the
+            control flow of ``fn`` depends on values of tensors.
         dynamic: which axes of inputs may have any size without another trace: ``True``, axes, or
             axes by leaf, ``{"x": (0, 1), "mask": (2, 3)}``. None: those that differ between calls.
             ``False`` traces every size.
-        layers: the numbers of the equal blocks of the stage within the model, so that checkpoints
-            do not depend on where the model is cut: ``range(4, 8)`` where the parameters are a list
-            of four blocks, ``{"blocks": range(4, 8), "wte": "embed"}`` where ``params["blocks"]``
-            is such a list, and ``params["wte"]`` is called ``embed`` in the model.
-        weights: those of a module, by their names in the stage; ``from_module`` sets them.
+        layers: the numbers in the model of the equal blocks of the stage. Checkpoints then do not
+            depend on where the model is cut. If the parameters are a list of four blocks, give
+            ``range(4, 8)``. If ``params["blocks"]`` is such a list, and ``params["wte"]`` is called
+            ``embed`` in the model, give ``{"blocks": range(4, 8), "wte": "embed"}``.
+        weights: the parameters of a module, by their names in the stage; ``from_module`` sets them.
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
@@ -149,10 +143,10 @@ class Stage:
 
     @classmethod
     def elsewhere(cls) -> Stage:
-        """Stands for a stage that only other processes have: every process lists all stages.
+        """A stage that only other processes have, for the list of all stages in this process.
 
-        The processes that have the stage describe it to the others when ``fpipe.pipeline`` builds
-        the pipeline, which every process then calls.
+        Every process must then call ``fpipe.pipeline``: those that have the stage describe it to
+        the others.
 
         Returns:
             A stage that cannot be called.
@@ -177,7 +171,7 @@ class Stage:
 
 
 def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
-    """A function as a Stage; a Stage as it is."""
+    """A Stage of a function; a Stage itself."""
     if isinstance(fn, Stage):
         return fn
     if isinstance(fn, torch.nn.Module) and not _takes_params(fn):
@@ -195,7 +189,7 @@ def check_function(what: str, arguments: str, fn: object) -> None:
 
 
 def _names_axes(dynamic: object) -> bool:
-    """Whether a value is what ``dynamic=`` takes."""
+    """Whether a value is valid for ``dynamic=``."""
     if dynamic is None or isinstance(dynamic, bool):
         return True
     by_leaf = dynamic if isinstance(dynamic, Mapping) else {"": dynamic}
@@ -206,8 +200,9 @@ def _names_axes(dynamic: object) -> bool:
 
 
 def patterns(option: str, names: object) -> tuple[str, ...]:
-    """The patterns of names that an option takes; one text would be read letter by letter, and "*"
-    fits all leaves.
+    """The patterns of names in the value of an option.
+
+    A single text is refused, because its letters would be read as patterns.
 
     >>> patterns("frozen", ["0.*", "3.norm"])
     ('0.*', '3.norm')
@@ -224,7 +219,7 @@ def patterns(option: str, names: object) -> tuple[str, ...]:
     return listed
 
 
-#: What to do with modules.
+#: The remedy where a module was passed as a stage.
 OF_MODULES = (
     "stages, params = fpipe.from_module(model, cuts) cuts a module, and "
     "fpipe.interop.bind(modules) takes one for each "
@@ -233,7 +228,7 @@ OF_MODULES = (
 
 
 def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the keyword-only arguments of a function.
+    """The names of the keyword-only arguments of a function.
 
     >>> def block(p, x, *, mask): ...
     >>> keyword_only(block)
@@ -249,15 +244,14 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
-    """A stage with the pipeline's engine and compiler where it names none itself."""
+    """The stage with the engine and the compiler of the pipeline, if it has none."""
     engine = stage.engine or engine
-    return replace(
-        stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None)
-    )
+    default = compile if engine == "trace" else None
+    return replace(stage, engine=engine, compile=stage.compile or default)
 
 
 def _takes_params(module: torch.nn.Module) -> bool:
-    """Whether a module is called as a stage is: with parameters, perhaps a state, and x."""
+    """Whether a module can be called as a stage: with parameters and x."""
     try:
         inspect.signature(module.forward).bind(None, None)
     except TypeError:

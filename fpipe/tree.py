@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees and their abstract form: structure, shapes and dtypes without data, and strides of what
-is sent.
+"""Pytrees and their abstract form: structure, shapes, strides and dtypes without data.
 
 optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs
-no special case. The user's classes are nodes where they are registered under the namespace "fpipe",
-as by ``@optree.dataclasses.dataclass(namespace="fpipe")``. This module knows nothing of stages or
-ranks.
+no special case. A user registers classes as nodes under the namespace "fpipe", as
+``@optree.dataclasses.dataclass(namespace="fpipe")`` does. A :class:`Spec` describes a tensor of a
+message. This module knows nothing of stages or ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ leaves: Callable[[Tree], list[Any]] = partial(optree.tree_leaves, namespace=NAME
 tree_map: Callable[..., Tree] = partial(optree.tree_map, namespace=NAMESPACE)
 
 
-def together(specs: Sequence[Structure]) -> Structure:
+def tuple_structure(specs: Sequence[Structure]) -> Structure:
     """The structure of a tuple of trees.
 
-    >>> unflatten(together([flatten([1])[1], flatten(2)[1]]), [3, 4])
+    >>> unflatten(tuple_structure([flatten([1])[1], flatten(2)[1]]), [3, 4])
     ([3], 4)
     """
     return optree.treespec_tuple(specs, namespace=NAMESPACE)
@@ -55,24 +54,25 @@ def names(tree: Tree) -> list[str]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a dotted path matches one of the shell patterns; a pattern that names a subtree
-    matches all of it.
+    """Whether a dotted path matches one of the shell patterns. A pattern that matches a subtree
+    matches every path in it.
 
     >>> matches("0.norm.w", ["0.*"]), matches("3.norm.w", ["3.norm"]), matches("3.wte", ["0.*"])
     (True, True, False)
     """
     return any(
-        fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*")
-        for p in patterns
+        fnmatchcase(name, pattern)
+        or name.startswith(pattern + ".")
+        or fnmatchcase(name, pattern + ".*")
+        for pattern in patterns
     )
 
 
 def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[str] = ()) -> str:
-    """What is wrong with the first pattern that matches nothing, for a message; "" if there is
-    none.
+    """A message about the first pattern that matches no name; "" if every pattern matches.
 
-    ``missing`` are paths without a value here, such as stages of other processes: a pattern that
-    may match a leaf below one of them is accepted.
+    ``missing`` are paths whose leaves are unknown, such as stages of other processes. A pattern
+    that may match a leaf below one of them is accepted.
 
     >>> unmatched(["*.ww", "0.*"], ["0.w", "0.b"])
     "'*.ww' matches no leaf; near names: 0.w"
@@ -80,22 +80,23 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[s
     ('', '')
     """
     for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names) and not any(
-            _below(pattern, p) for p in missing
-        ):
-            near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
-            return f"{pattern!r} matches no leaf; near names: {', '.join(near)}"
+        if any(matches(name, [pattern]) for name in names):
+            continue
+        if any(_may_match_below(pattern, path) for path in missing):
+            continue
+        near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
+        return f"{pattern!r} matches no leaf; near names: {', '.join(near)}"
     return ""
 
 
-def _below(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path, or may match a longer one."""
-    literal = re.split(r"[*?\[]", pattern)[0]
-    longer = f"{path}." if path else ""
+def _may_match_below(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a path, or may match a path below it."""
+    literal = re.split(r"[*?\[]", pattern)[0]  # what stands before the first wildcard
+    below = f"{path}." if path else ""
     return (
         matches(path, [pattern])
-        or literal.startswith(longer)
-        or (literal != pattern and longer.startswith(literal))
+        or literal.startswith(below)
+        or (literal != pattern and below.startswith(literal))
     )
 
 
@@ -110,7 +111,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of a dtype are added up, where ``accumulate=`` names ``wide``.
+    """The dtype in which gradients of ``dtype`` are added; ``wide`` is the option ``accumulate=``.
 
     >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.complex64, torch.float64)
     (torch.float32, torch.complex128)
@@ -121,7 +122,7 @@ def sum_dtype(dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
 
 
 def describe(leaves: Sequence[Any]) -> str:
-    """Leaves for a message.
+    """The dtypes and shapes of tensors, and the values of other leaves, for an error message.
 
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
@@ -135,14 +136,14 @@ def _brief(tensor: torch.Tensor | Aval | Spec) -> str:
 
 
 # ---- tensor subclasses that contain tensors ----
-#: The class of a tensor with inner tensors; those by name, described by an ``Aval``, and its other
-#: members by name (a mesh, for example) as they are; the context of ``__tensor_flatten__``. All of
-#: it is hashable.
+#: The kind of a tensor with inner tensors: its class, its members by name, and the context of
+#: ``__tensor_flatten__``. A member that is a tensor is described by an ``Aval``; others, such as a
+#: mesh, are kept as they are. All of it is hashable.
 Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
 
 
 def kind_of(tensor: torch.Tensor) -> Kind | None:
-    """The class and the members of a tensor with inner tensors; ``None`` for an ordinary tensor.
+    """The kind of a tensor with inner tensors; ``None`` for an ordinary tensor.
 
     >>> kind_of(torch.ones(2)) is None
     True
@@ -151,16 +152,16 @@ def kind_of(tensor: torch.Tensor) -> Kind | None:
     if cls is torch.Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__tensor_flatten__"):
         return None
     names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = ((name, getattr(tensor, name)) for name in names)
-    return (
-        cls,
-        tuple((name, Aval.like(v) if isinstance(v, torch.Tensor) else v) for name, v in inner),
-        context,
+    values = ((name, getattr(tensor, name)) for name in names)
+    members = tuple(
+        (name, Aval.like(value) if isinstance(value, torch.Tensor) else value)
+        for name, value in values
     )
+    return cls, members, context
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The ordinary tensors inside a tensor; an ordinary tensor itself.
+    """Yield the ordinary tensors inside a tensor; an ordinary tensor yields itself.
 
     >>> [part.shape for part in parts(torch.ones(2))]
     [torch.Size([2])]
@@ -175,7 +176,9 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins, which is that of its views too; 0 where it has none.
+    """The address at which the storage of a tensor begins; 0 if the tensor has no memory.
+
+    A tensor and its views have the same address.
 
     >>> x = torch.ones(4)
     >>> address(x) == address(x[2:]), address(x) == address(x.clone())
@@ -187,8 +190,8 @@ def address(tensor: torch.Tensor) -> int:
 
 # ---- abstract leaves and trees ----
 class Aval(NamedTuple):
-    """An abstract tensor: shape, strides, dtype, device, whether a gradient is wanted, and its
-    ``Kind``, if any.
+    """An abstract tensor. ``grad``: whether a gradient is wanted. ``kind``: that of a tensor with
+    inner tensors.
     """
 
     shape: tuple[int, ...]
@@ -200,7 +203,7 @@ class Aval(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
-        """The aval of a tensor."""
+        """The abstract tensor of a tensor."""
         kind = None if type(tensor) is torch.Tensor else kind_of(tensor)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad, kind)
 
@@ -210,9 +213,7 @@ class Aval(NamedTuple):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
-        """A tensor of this description; ``plain`` builds the ordinary tensors inside it, or the
-        tensor itself.
-        """
+        """Build a tensor of this description. ``plain`` builds an ordinary tensor from its Aval."""
         if self.kind is None:
             return plain(self)
         cls, members, context = self.kind
@@ -223,19 +224,19 @@ class Aval(NamedTuple):
         return cls.__tensor_unflatten__(inner, context, torch.Size(self.shape), self.stride)  # type: ignore[attr-defined]
 
     def arrived(self) -> Aval:
-        """The aval with the strides with which it arrives on another rank."""
+        """The same tensor with the strides that it has after it was sent to another rank."""
         return self._replace(stride=arriving(self.shape, self.stride))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the smallest storage that holds it."""
+        """The bytes of the smallest storage that holds the tensor."""
         if self.kind is not None:
             return sum(inner.nbytes for _, inner in self.kind[1] if isinstance(inner, Aval))
         if 0 in self.shape:
             return 0
-        return self.dtype.itemsize * (
-            1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        )
+        axes = zip(self.shape, self.stride, strict=True)
+        last_element = sum((size - 1) * step for size, step in axes)
+        return self.dtype.itemsize * (last_element + 1)
 
     def __str__(self) -> str:
         return ("" if self.kind is None else f"{self.kind[0].__name__} ") + _brief(self)
@@ -254,7 +255,7 @@ class Static(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Static:
-        """A leaf with what distinguishes it from equal values."""
+        """The abstract form of a leaf."""
         return cls(type(value), value, repr(value) if isinstance(value, (float, complex)) else "")
 
     def __str__(self) -> str:
@@ -265,20 +266,19 @@ AbstractLeaf: TypeAlias = Aval | Static
 
 
 def abstract(leaf: Any, grad: bool = False) -> AbstractLeaf:
-    """What a trace may depend on: an ``Aval`` of a tensor, type and value of anything else.
+    """What a trace may depend on: the ``Aval`` of a tensor, type and value of another leaf.
 
     ``grad``: whether a gradient is wanted, if the dtype can carry one.
     """
-    return (
-        Aval.like(leaf, grad and is_floating(leaf))
-        if isinstance(leaf, torch.Tensor)
-        else Static.of(leaf)
-    )
+    if isinstance(leaf, torch.Tensor):
+        return Aval.like(leaf, grad and is_floating(leaf))
+    return Static.of(leaf)
 
 
 def cache_keys(leaves: Iterable[Any]) -> list[Any]:
-    """Hashables that are equal for leaves with equal ``abstract(leaf)``: the same at less cost, for
-    each call.
+    """Keys of leaves: two are equal if ``abstract`` of the leaves is equal.
+
+    Every call computes them, so they cost less than ``abstract``.
     """
     return [
         (
@@ -298,8 +298,8 @@ def cache_keys(leaves: Iterable[Any]) -> list[Any]:
 class AbstractTree:
     """The structure of a pytree with its abstract leaves.
 
-    ``computed``: a stage computes it, the caller does not pass it. ``repeats`` are the leaves that
-    are the same tensor as an earlier one, each with that one.
+    ``computed``: a stage computes the tree, and the caller does not pass it. ``repeats`` has a pair
+    for each leaf that is the same tensor as an earlier leaf: its index, and the earlier index.
 
     >>> str(AbstractTree.of({"x": torch.ones(2), "n": 3}))
     '3, float32[2]'
@@ -312,9 +312,7 @@ class AbstractTree:
 
     @classmethod
     def of(cls, value: Tree, grad: bool = False) -> AbstractTree:
-        """The abstract tree of a pytree; ``grad``: whether a gradient of its floating leaves is
-        wanted.
-        """
+        """The abstract tree of a pytree. ``grad``: whether floating leaves want gradients."""
         flat, spec = flatten(value)
         return cls.flat(spec, flat, grad)
 
@@ -322,7 +320,7 @@ class AbstractTree:
     def flat(
         cls, spec: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False
     ) -> AbstractTree:
-        """The same from flat leaves; ``grads`` may differ by leaf."""
+        """The abstract tree of a structure and leaves. ``grads`` may have a value for each leaf."""
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
         return cls(spec, tuple(map(abstract, leaves, flags)))
 
@@ -342,23 +340,22 @@ class AbstractTree:
         return tuple(i for i, aval in self.avals.items() if aval.grad)
 
     def map(self, fn: Callable[[Aval], Any]) -> list[Any]:
-        """The leaves: ``fn`` of each aval, and the values of all others."""
+        """The leaves: ``fn`` of each abstract tensor, and the values of other leaves."""
         return [fn(leaf) if isinstance(leaf, Aval) else leaf.value for leaf in self.leaves]
 
     def fill(self, tensors: Iterable[Any]) -> Tree:
-        """The pytree with these tensors, in order, and the other leaves as they are."""
+        """The pytree with these tensors in order, and the values of other leaves."""
         following = iter(tensors)
         return unflatten(self.spec, self.map(lambda _: next(following)))
 
     def with_avals(self, fn: Callable[[Aval], Aval]) -> AbstractTree:
-        """The same tree with ``fn`` of each aval."""
-        return replace(
-            self, leaves=tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)
-        )
+        """The same tree with ``fn`` of each abstract tensor."""
+        leaves = tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)
+        return replace(self, leaves=leaves)
 
-    def handed_on(self) -> AbstractTree:
-        """The same tree as the input of what follows. The gradient of a repeated leaf is that of
-        the earlier one.
+    def as_input(self) -> AbstractTree:
+        """The same tree as the input of the next stage. Repeated leaves want no gradient: it is
+        that of the earlier leaf.
         """
         repeated = {leaf: self.avals[leaf]._replace(grad=False) for leaf, _ in self.repeats}
         leaves = tuple(repeated.get(i, leaf) for i, leaf in enumerate(self.leaves))
@@ -369,17 +366,16 @@ class AbstractTree:
         return self.with_avals(lambda aval: aval._replace(device=device))
 
     def __str__(self) -> str:
-        """The first leaves, and the number of those left out."""
-        shown = self.leaves[: 6 if len(self.leaves) > 7 else 7]
-        more = (
-            [f"and {len(self.leaves) - len(shown)} more"] if len(self.leaves) > len(shown) else []
-        )
-        return ", ".join([*map(str, shown), *more])
+        """The first leaves, and the number of the others."""
+        count = len(self.leaves)
+        if count <= 7:
+            return ", ".join(map(str, self.leaves))
+        return ", ".join([*map(str, self.leaves[:6]), f"and {count - 6} more"])
 
 
 # ---- one tensor as it is stored and sent ----
 class Spec(NamedTuple):
-    """One tensor of a message: what sender and receiver must agree on before it is sent.
+    """A tensor of a message, as sender and receiver agree on it before it is sent.
 
     >>> Spec.of(torch.zeros(2, 3).T)
     Spec(shape=(3, 2), stride=(1, 3), dtype=torch.float32)
@@ -395,7 +391,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        """The Spec under which a tensor (fake tensors included) arrives at its receiver."""
+        """The Spec with which a tensor arrives at its receiver; the tensor may be a fake one."""
         shape = tuple(tensor.shape)
         return cls(shape, arriving(shape, tuple(tensor.stride())), tensor.dtype)
 
@@ -417,11 +413,11 @@ class Spec(NamedTuple):
 
 
 def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides with which a tensor arrives: unchanged where its memory has no gaps, contiguous
-    otherwise.
+    """The strides with which a tensor arrives at its receiver.
 
+    A tensor whose memory has no gaps keeps its strides. Any other tensor arrives contiguous.
     Strides of 0 are kept: only what is stored is sent. Axes of one element, and tensors without
-    elements, do not determine a memory layout and get the strides of a contiguous tensor.
+    elements, get the strides of a contiguous tensor.
 
     >>> arriving((2, 3), (1, 2)), arriving((2, 3), (8, 2)), arriving((4, 3), (0, 1))
     ((1, 2), (3, 1), (0, 1))
@@ -431,15 +427,18 @@ def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     repeats = [step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)]
     stored = [1 if repeat else size for size, repeat in zip(shape, repeats, strict=True)]
     plain = contiguous(stored)
+    axes = [(step, size) for step, size in zip(stride, stored, strict=True) if size > 1]
     expected = 1
-    dense = True
-    for step, size in sorted(
-        (step, size) for step, size in zip(stride, stored, strict=True) if size > 1
-    ):
-        dense = dense and step == expected
+    for step, size in sorted(axes):
+        if step != expected:  # a gap
+            stride = plain
+            break
         expected *= size
-    axes = zip(stored, stride if dense else plain, plain, repeats, strict=True)
-    return tuple(0 if repeat else step if size > 1 else other for size, step, other, repeat in axes)
+    steps = [
+        step if size > 1 else plain_step
+        for size, step, plain_step in zip(stored, stride, plain, strict=True)
+    ]
+    return tuple(0 if repeat else step for step, repeat in zip(steps, repeats, strict=True))
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

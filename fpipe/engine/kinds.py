@@ -74,7 +74,7 @@ class TracedKind:
         """What a stage of this process carries to the next slice."""
         programs = self.local(stage)
         assert programs is not None
-        return feature("slices").parted(programs.outputs.y)[1].handed_on()
+        return feature("slices").parted(programs.outputs.y)[1].as_input()
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
@@ -146,7 +146,7 @@ def with_stage(
     params = request.params[stage]
     if params is None:
         raise no_params(stage, ranks[0])
-    x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
+    x = traced.interfaces[stage - 1].y.as_input() if stage else traced.kind[0]
     function = config.functions[stage]
     carry = before.carry(stage) if function.carry and before is not None else None
     x = x if carry is None else feature("slices").with_carry(x, carry)
@@ -175,10 +175,10 @@ def loss_programs(config: Config, request: Request, traced: TracedKind) -> Progr
     """The loss's programs. Every process traces them: what they return is then known everywhere."""
     assert config.loss is not None
     _, targets, sides = traced.kind
-    trees = [traced.output().handed_on(), *targets]
+    trees = [traced.output().as_input(), *targets]
     x = replace(
         trees[0],
-        spec=tree.together([t.spec for t in trees]),
+        spec=tree.tuple_structure([t.spec for t in trees]),
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)

@@ -161,7 +161,9 @@ def with_carry(x: AbstractTree, carry: AbstractTree) -> AbstractTree:
     """The input of a slice behind the first one."""
     count = len(x.leaves)
     repeats = (*x.repeats, *((leaf + count, first + count) for leaf, first in carry.repeats))
-    return AbstractTree(tree.together([x.spec, carry.spec]), x.leaves + carry.leaves, True, repeats)
+    return AbstractTree(
+        tree.tuple_structure([x.spec, carry.spec]), x.leaves + carry.leaves, True, repeats
+    )
 
 
 def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
