@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,11 +35,10 @@ class Alone:
         finally:
             WATCH.reset(before)
 
-    def _watch(self, bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
-        return [
-            self._noting(step, ins)
-            for step, ins in zip(steps, bound.plan.instructions, strict=True)
-        ]
+    def _watch(self, bound: Any, phase: int | None) -> Iterable[tuple[int, Any]]:
+        assert phase is None
+        pairs = zip(bound.steps, bound.plan.instructions, strict=True)
+        return enumerate([self._noting(step, ins) for step, ins in pairs])
 
     def _noting(self, step: Callable[[Any], Any], ins: Any) -> Callable[[Any], Any]:
         """Keep what programs of the first microbatch read."""

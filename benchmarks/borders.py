@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fpipe.engine.execute import WATCH
@@ -51,9 +51,10 @@ class Borders:
         finally:
             WATCH.reset(before)
 
-    def _watch(self, bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
+    def _watch(self, bound: Any, phase: int | None) -> Iterable[tuple[int, Any]]:
+        assert phase is None
         self._instructions = bound.plan.instructions
-        return [self._timed(step) for step in steps]
+        return enumerate([self._timed(step) for step in bound.steps])
 
     def _timed(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         clock, note = time.perf_counter, self._times.append

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,7 @@ from fpipe.collectives._store import set_timeout
 from fpipe.engine import first_call
 from fpipe.engine.execute import WATCH
 from fpipe.engine.results import Results
+from fpipe.passes.profile.recording import steps_of
 from fpipe.products.training.outcome import store
 
 HOST, FIRST, SECOND = "host", "namespace a", "namespace b"
@@ -119,16 +120,19 @@ class Fate:
 
         setattr(module, name, struck)
 
-    def within(self, share: float) -> Callable[[Any, Sequence[Any], int], Sequence[Any]]:
+    def within(self, share: float) -> Callable[[Any, int | None], Iterable[tuple[int, Any]]]:
         """For ``WATCH``: strike before one instruction of a plan."""
 
-        def steps(bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
-            at = int(share * len(steps))
-            if not self.armed or not steps:
-                return steps
-            return [*steps[:at], lambda r: (self.strike(), steps[at](r))[1], *steps[at + 1 :]]
+        def watch(bound: Any, phase: int | None) -> Iterable[tuple[int, Any]]:
+            first, given = steps_of(bound, phase)
+            steps = list(given)
+            if self.armed and steps:
+                at = int(share * len(steps))
+                struck = steps[at]
+                steps[at] = lambda r: (self.strike(), struck(r))[1]
+            return enumerate(steps, first)
 
-        return steps
+        return watch
 
 
 def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:

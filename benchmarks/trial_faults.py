@@ -80,7 +80,7 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
             if number == 2:
                 _shorten(group, timeout)
             if number == 2 and rank == point.victim:
-                WATCH.set(lambda bound, steps, first: _fated(steps, point, folder))
+                WATCH.set(lambda bound, phase: enumerate(_fated(bound.steps, point, folder)))
             step(params, x, x)
             time.sleep(0.15)  # the journals are written
     except Exception as error:

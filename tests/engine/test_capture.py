@@ -119,10 +119,9 @@ def test_parameters_that_are_written_in_place_are_read_where_they_are(recorder: 
 
 
 def fpipe_graphs(step: Any) -> list[capture.Graph]:
-    cache = next(
-        cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "graphs")
-    )
-    return list(cache.graphs.values())
+    cells = [cell.cell_contents for cell in step.__closure__]
+    (pipe,) = (value for value in cells if isinstance(value, fpipe.Pipeline))
+    return list(pipe.cache.graphs.values())
 
 
 def test_parameters_that_move_later_are_copied_from_then_on(recorder: Recorder):
