@@ -323,7 +323,11 @@ def test_a_lighthouse_that_dies_with_a_request(monkeypatch: pytest.MonkeyPatch):
     def returns() -> Any:
         time.sleep(1)
         server.shutdown()
-        return serve(f"127.0.0.1:{port}")
+        while True:  # the port is free a moment later
+            try:
+                return serve(f"127.0.0.1:{port}")
+            except RuntimeError:
+                time.sleep(0.1)
 
     found, server = together(lambda: one.join([0], 4), returns)
     assert found == ([0], 4)
