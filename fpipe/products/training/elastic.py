@@ -240,18 +240,9 @@ class Members:
                     ) from error
                 step = self._manager.current_step()
                 self._manager.shutdown()  # after an error it has no further quorum
-                self._manager = self._connected_again(end)
+                _wait_for(self._elastic.lighthouse, end)
+                self._manager = self._connected()
                 self._go_to(step)
-
-    def _connected_again(self, end: float) -> _Manager:
-        """A new manager, once the lighthouse is there again: one that ends may still accept."""
-        while True:
-            _wait_for(self._elastic.lighthouse, end)
-            try:
-                return self._connected()
-            except GroupError:
-                if time.monotonic() > end:
-                    raise
 
     def _marks(self, waits: bool) -> list[tuple[int, bool]] | None:
         """Of each member: the quorum of its last step, and whether it waits for more members;
