@@ -29,24 +29,22 @@ from .request import Kind, Mode, Request
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
 LossScale: TypeAlias = float | torch.Tensor | None
-#: By stage, the leaves of a tree and its structure.
+#: A tree for each stage: its leaves and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
-
-
-#: By argument that is elsewhere on some rank: its microbatches in abstract form, or one for all of
-#: a whole batch.
-Offers: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
+#: The microbatches of each argument that is elsewhere on some rank, in abstract form. Those of a
+#: whole batch are alike: one describes all.
+Descriptions: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a pipeline.
+    """One call of a pipeline: its arguments, checked.
 
-    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts
-    the microbatches or, where these have slices, the slices of all of them: here, slices are meant
-    where microbatches are written. ``leaves`` and ``state_leaves`` are the parameters and the
-    states of the stages of this process. ``offers`` are what other processes said of arguments that
-    are elsewhere.
+    ``argnums`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` is the
+    number of microbatches. Where microbatches are cut into slices, it is the number of slices, and
+    "microbatch" means a slice in this class. ``leaves`` and ``state_leaves`` are the parameters and
+    the states of the stages of this process. ``descriptions`` come from other processes, for
+    arguments that are elsewhere.
     """
 
     config: Config
@@ -60,11 +58,11 @@ class Call:
     targets: tuple[Parts, ...]
     sides: Mapping[str, Parts]
     seed: int | None = None
-    wanted: tuple[int, ...] = (0,)
+    argnums: tuple[int, ...] = (0,)
     has_aux: bool = False
     each: Each | None = None
     loss_scale: LossScale = None
-    offers: Offers = field(default_factory=dict)
+    descriptions: Descriptions = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -77,12 +75,12 @@ class Call:
         side: Mapping[str, Tree],
         *,
         seed: int | None = None,
-        wanted: tuple[int, ...] = (0,),
+        argnums: tuple[int, ...] = (0,),
         has_aux: bool = False,
         each: Each | None = None,
         loss_scale: LossScale = None,
     ) -> Call:
-        """Check the arguments of a call and cut its batch."""
+        """Check the arguments of a call, and cut its batch into microbatches."""
         config.check_params(params)
         if has_aux or each is not None or loss_scale is not None:
             mistakes.check_call(config.loss is not None, has_aux, each, loss_scale)
@@ -90,18 +88,22 @@ class Call:
         state = side_inputs.states(config, side.pop("state", None)) if config.stateful else None
         if config.loss is None and targets:
             raise mistakes.no_loss_for(targets)
-        m = count([x, *targets, *side.values()], config.microbatches)
-        k = config.slices
-        batch = Parts(x, m, "x", slices=k)
-        parts = tuple(Parts(target, m, f"target {i}", slices=k) for i, target in enumerate(targets))
-        if k > 1 and not batch.absent:
-            mistakes.check_sliced(batch.leaves, k)
-        sides = side_inputs.cut(config, side, m) if side else {}
-        if any(part.absent for part in (batch, *parts, *sides.values())):
-            feature("elsewhere.arguments").check(config, batch, parts, sides)
-        if seed is not None:
+        microbatches = count([x, *targets, *side.values()], config.microbatches)
+        slices = config.slices
+        x_parts = Parts(x, microbatches, "x", slices=slices)
+        target_parts = tuple(
+            Parts(target, microbatches, f"target {i}", slices=slices)
+            for i, target in enumerate(targets)
+        )
+        if slices > 1 and not x_parts.absent:
+            mistakes.check_sliced(x_parts.leaves, slices)
+        sides = side_inputs.cut(config, side, microbatches) if side else {}
+        if any(part.absent for part in (x_parts, *target_parts, *sides.values())):
+            feature("elsewhere.arguments").check(config, x_parts, target_parts, sides)
+        if seed is None:
+            seed = config.seed
+        else:
             mistakes.check_seed(seed)
-        seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
         state_leaves = {} if state is None else {s: tree.flatten(state[s]) for s in config.here}
         return cls(
@@ -111,12 +113,12 @@ class Call:
             state,
             leaves,
             state_leaves,
-            m * k,
-            batch,
-            parts,
+            microbatches * slices,
+            x_parts,
+            target_parts,
             sides,
             seed,
-            wanted,
+            argnums,
             has_aux,
             each,
             loss_scale,
@@ -129,11 +131,12 @@ class Call:
 
     @property
     def wants_outputs(self) -> bool:
-        """Whether more is wanted than the loss and the gradients of parameters."""
-        plain = self.wanted == (0,) and not self.has_aux and self.each is None
-        return not plain or self.state is not None or self.config.loss is None
+        """Whether the call returns more than the loss and the gradients of parameters."""
+        if self.config.loss is None or self.state is not None:
+            return True
+        return self.argnums != (0,) or self.has_aux or self.each is not None
 
-    # ---- what other processes have ----
+    # ---- the parts of the batch ----
     @property
     def batch_parts(self) -> tuple[Parts, ...]:
         """The batch, the targets and the side inputs."""
@@ -141,88 +144,93 @@ class Call:
 
     @property
     def absent(self) -> list[str]:
-        """The arguments that are elsewhere."""
+        """The names of the arguments that are elsewhere."""
         return [part.name for part in self.batch_parts if part.absent]
 
     def abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
-        """A microbatch of an argument, as another process described it where it is elsewhere."""
-        if part.absent and part.name in self.offers:
-            trees = self.offers[part.name]
-            found = trees[m if len(trees) > 1 else 0]
-            return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
+        """A microbatch of an argument in abstract form.
+
+        The description is another process's where the argument is elsewhere.
+        """
+        if part.absent and part.name in self.descriptions:
+            trees = self.descriptions[part.name]
+            described = trees[m if len(trees) > 1 else 0]
+            return described.with_avals(
+                lambda aval: aval._replace(grad=grad and aval.differentiable)
+            )
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
-    # ---- its parts ----
     @cached_property
     def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
-        """The leaves of the side inputs by stage and microbatch."""
+        """The leaves of the side inputs, by stage and microbatch."""
         if not self.sides:
             return {}
         return side_inputs.leaves(self.config.sides, self.sides, self.number)
 
     @property
     def batch_leaves(self) -> list[Any]:
-        """The leaves of the batch, the targets, the side inputs and the states."""
+        """The leaves of the states, the batch, the targets and the side inputs."""
         states = [leaf for leaves, _ in self.state_leaves.values() for leaf in leaves]
         return [*states, *(leaf for part in self.batch_parts for leaf in part.leaves)]
 
+    # ---- the loss ----
     def weights(self) -> Weights | None:
-        """The weights of the microbatches' losses; None without a loss, or where only other ranks
-        need them.
+        """Compute the weights of the microbatches' losses; copies of the pipeline communicate.
 
-        Copies of the pipeline communicate here.
+        Returns None without a loss, or where only other ranks need the weights.
         """
         config = self.config
         if config.loss is None or any(part.absent for part in self._weighted):
             return None
         reduction = config.reduction
-        scale = self.loss_scale
-        if isinstance(reduction, str):
-            return Weights(1.0 / self.number if reduction == "mean" else 1.0, (), scale)
+        if reduction == "mean":
+            return Weights(1.0 / self.number, (), self.loss_scale)
+        if reduction == "sum":
+            return Weights(1.0, (), self.loss_scale)
         weights_of = feature("weighting").weights_of
-        each = weights_of(reduction, self.targets, self.sides, self.number, config.copies)
-        return Weights(None, each, scale)
+        weights = weights_of(reduction, self.targets, self.sides, self.number, config.copies)
+        return Weights(None, weights, self.loss_scale)
 
     @property
     def _weighted(self) -> list[Parts]:
-        """The arguments that the weights of microbatches are computed from."""
+        """The arguments from which ``fpipe.weighted`` computes the weights."""
         names = getattr(self.config.reduction, "sides", None)
-        return (
-            []
-            if names is None
-            else [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
-        )
-
-    def misplaced(self) -> str | None:
-        """What to say where a value is on a device of no rank here, such as meta, where tensors
-        hold no numbers.
-        """
-        group = self.config.group
-        named = [
-            (f"the parameters of stage {stage}", leaves)
-            for stage, (leaves, _) in self.leaves.items()
-        ]
-        named += [(p.name, row) for p in self.batch_parts if not p.absent for row in p.rows]
-        devices = {group.device(rank).type: group.device(rank) for rank in group.here}
-        if "meta" in devices:
-            return None
-        for name, leaves in named:
-            for leaf in filter(tree.is_tensor, leaves):
-                if leaf.device.type not in ("cpu", *devices):
-                    return mistakes.misplaced(name, leaf, group, [*devices.values()])
-        return None
+        if names is None:
+            return []
+        return [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
 
     @property
     def scale(self) -> float | None:
         """The loss scale as a number that ranks can compare; 0 for a tensor on an accelerator."""
         scale = self.loss_scale
-        if isinstance(scale, torch.Tensor):
-            return scale.item() if scale.device.type == "cpu" else 0.0
-        return scale
+        if not isinstance(scale, torch.Tensor):
+            return scale
+        return scale.item() if scale.device.type == "cpu" else 0.0
 
-    # ---- its signature ----
+    # ---- devices ----
+    def misplaced(self) -> str | None:
+        """Explain which tensor is on a device that no rank of this process can read.
+
+        Ranks read tensors on the CPU and on their own device. Returns None if all are there.
+        """
+        group = self.config.group
+        devices = {group.device(rank).type: group.device(rank) for rank in group.here}
+        if "meta" in devices:
+            return None
+        arguments = [(f"the parameters of stage {s}", flat[0]) for s, flat in self.leaves.items()]
+        arguments += [(part.name, part.leaves) for part in self.batch_parts if not part.absent]
+        for name, leaves in arguments:
+            for leaf in filter(tree.is_tensor, leaves):
+                if leaf.device.type not in ("cpu", *devices):
+                    return mistakes.misplaced(name, leaf, group, [*devices.values()])
+        return None
+
+    # ---- the signature ----
     def signature(self) -> tuple[Any, ...]:
-        """Everything that plans depend on, as a key: cheap, since each call computes it."""
+        """Everything that plans depend on, as a key of a cache.
+
+        Every call computes it, so it must be cheap.
+        """
         try:
             return self._signature()
         except RuntimeError as error:  # torch has no strides for these
@@ -231,16 +239,16 @@ class Call:
 
     def _signature(self) -> tuple[Any, ...]:
         structures: list[Any] = []
-        every: list[Any] = []
-        for leaves, spec in (*self.leaves.values(), *self.state_leaves.values()):
-            structures.append(spec)
-            every += leaves
+        all_leaves: list[Any] = []
+        for leaves, structure in (*self.leaves.values(), *self.state_leaves.values()):
+            structures.append(structure)
+            all_leaves += leaves
         for part in self.batch_parts:
             structures.append(part.structure)
-            every += part.leaves
+            all_leaves += part.leaves
         return (
             self.mode,
-            self.wanted,
+            self.argnums,
             self.has_aux,
             self.each is None,
             self.number,
@@ -248,34 +256,34 @@ class Call:
             ambient(),
             tuple(self.sides),
             tuple(structures),
-            tuple(tree.cache_keys(every)),
+            tuple(tree.cache_keys(all_leaves)),
         )
 
     def request(self, shares: Any) -> Request:
-        """The same in full, for preparing the plans."""
+        """What the plans of this signature depend on, in full.
+
+        ``shares`` are the shards of parameters that copies of the pipeline hold.
+        """
         config = self.config
         training = self.mode != "forward"
         params: list[AbstractTree | None] = [None] * config.stages
         states: list[AbstractTree | None] = [None] * config.stages
         layouts: dict[int, Any] = {}
-        for stage, (leaves, spec) in self.leaves.items():
-            wanted = training and 0 in self.wanted
-            trained = config.trained(stage, self.params[stage]) if wanted else [False] * len(leaves)
+        for stage, (leaves, structure) in self.leaves.items():
+            trained = [False] * len(leaves)
+            if training and 0 in self.argnums:
+                trained = config.trained(stage, self.params[stage])
             if shares is not None:
                 leaves, layouts[stage] = shares.seen(
                     stage, self.params[stage], leaves, config.frozen
                 )
-            params[stage] = AbstractTree.flat(spec, leaves, trained)
-        for stage, (leaves, spec) in self.state_leaves.items():
-            states[stage] = AbstractTree.flat(spec, leaves)
-        dx = training and 1 in self.wanted
-        several = any(len(trees) > 1 for trees in self.offers.values())
-        uniform = not several and all(part.uniform for part in self.batch_parts)
+            params[stage] = AbstractTree.flat(structure, leaves, trained)
+        for stage, (leaves, structure) in self.state_leaves.items():
+            states[stage] = AbstractTree.flat(structure, leaves)
+        wants_dx = training and 1 in self.argnums
         schedule = config.schedule_for(self.microbatches)
         chain = schedule.slices if config.carries else 1
-        kinds, kind_of = _kinds(
-            [self._kind(m, dx) for m in range(chain if uniform else self.number)], chain
-        )
+        kinds, kind_of = self._kinds(wants_dx, chain)
         if not training:
             schedule = forwards_of(schedule, config.schedule)
         elif self.mode == "vjp":
@@ -286,8 +294,8 @@ class Call:
             tuple(params),
             tuple(states),
             tuple(kinds),
-            tuple(kind_of * (self.number // chain if uniform else 1)),
-            dx,
+            tuple(kind_of),
+            wants_dx,
             layouts,
             self.each is not None,
             self.has_aux,
@@ -296,26 +304,31 @@ class Call:
             chain,
         )
 
-    def _kind(self, m: int, dx: bool) -> Kind:
-        x = self.abstract(self.x, m, dx)
+    def _kinds(self, wants_dx: bool, chain: int) -> tuple[list[Kind], list[int]]:
+        """The kinds of microbatches, and the number of each microbatch's kind.
+
+        A chain is the slices of one microbatch, of which each passes a carry to the next. Its kinds
+        have consecutive numbers. Without carries a chain is one slice or microbatch.
+        """
+        described_one_by_one = any(len(trees) > 1 for trees in self.descriptions.values())
+        if not described_one_by_one and all(part.uniform for part in self.batch_parts):
+            kinds = [self._kind(m, wants_dx) for m in range(chain)]
+            return kinds, [*range(chain)] * (self.number // chain)
+        first_numbers: dict[tuple[Kind, ...], int] = {}
+        kind_of: list[int] = []
+        for start in range(0, self.number, chain):
+            kinds = tuple(self._kind(m, wants_dx) for m in range(start, start + chain))
+            first = first_numbers.setdefault(kinds, len(first_numbers) * chain)
+            kind_of += range(first, first + chain)
+        return [kind for kinds in first_numbers for kind in kinds], kind_of
+
+    def _kind(self, m: int, wants_dx: bool) -> Kind:
+        x = self.abstract(self.x, m, wants_dx)
         targets = tuple(self.abstract(target, m) for target in self.targets)
-        takers = range(self.config.stages + 1)
+        readers = range(self.config.stages + 1)
         if not self.sides:
-            return x, targets, tuple(AbstractTree.of({}) for _ in takers)
+            return x, targets, tuple(AbstractTree.of({}) for _ in readers)
         names = self.config.sides
         abstract = side_inputs.abstract
-        sides = tuple(abstract(names[s], self.sides, m, self.offers) for s in takers)
+        sides = tuple(abstract(names[s], self.sides, m, self.descriptions) for s in readers)
         return x, targets, sides
-
-
-def _kinds(found: Sequence[Kind], chain: int) -> tuple[list[Kind], list[int]]:
-    """The kinds of microbatches, and that of each. With a chain, the slices of a microbatch have
-    kinds in a row.
-    """
-    places: dict[tuple[Kind, ...], int] = {}
-    kind_of = []
-    for first in range(0, len(found), chain):
-        group = tuple(found[first : first + chain])
-        start = places.setdefault(group, len(places) * chain)
-        kind_of += range(start, start + chain)
-    return [kind for group in places for kind in group], kind_of

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm path: feed the plans of a call, run them, and read the results.
+"""Every call comes through here: get its plans, feed them, run them, and read the results.
 
-Nothing is kept between calls but the ``Cache`` of plans. Knows configurations, plans and registers;
-no schedules.
+Only the ``Cache`` of plans is kept between calls. Knows configurations, plans and registers; no
+schedules.
 """
 
 from __future__ import annotations
@@ -32,34 +32,44 @@ from .results import Results
 AllRegisters: TypeAlias = dict[int, Registers]
 
 
-# ---- what can be done with a call ----
+# ---- the two kinds of calls ----
 def forward(call: Call, cache: Cache) -> Tree:
-    """Loss or outputs, forward alone."""
+    """Run the forwards alone, and return the loss or the outputs."""
     with call.config.claim:
-        plans, _ = announced(call, cache)
-        with Reported(call.config):
+        plans, _ = announce(call, cache)
+        with ErrorReporter(call.config):
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            y = outputs(results) if call.each is None else feature("each").in_order(call, returned)
-            return y if call.state is None else (y, of(results).states())
+            if call.each is None:
+                y = outputs(results)
+            else:
+                y = feature("each").in_order(call, returned)
+            if call.state is None:
+                return y
+            return y, of(results).states()
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
-    """The value, where it is wanted, and gradients in the order of ``call.wanted``."""
+    """Run the schedule, and return the value and the gradients of ``call.argnums``.
+
+    Without ``value`` the caller drops the value, so it is not computed.
+    """
     with call.config.claim:
-        plans, _ = announced(call, cache)
-        with Reported(call.config):
+        plans, _ = announce(call, cache)
+        with ErrorReporter(call.config):
             results, returned = _run_all(call, plans)
-            loss = _value(call, results, returned) if value else results.leave_loss()
-            by_argument = {0: results.param_grads, 1: lambda: input_grads(results)}
-            grads = {n: by_argument[n]() for n in call.wanted}
-            return loss, tuple(grads[n] for n in call.wanted)
+            loss = _value(call, results, returned) if value else results.discard_loss()
+            grads: dict[int, Tree] = {}
+            for number in call.argnums:
+                grads[number] = results.param_grads() if number == 0 else input_grads(results)
+            return loss, tuple(grads[number] for number in call.argnums)
 
 
 def surrounded() -> bool:
-    """Whether the caller is a stage, a loss or a torch.func transform, which differentiates a call
-    as a function.
+    """Whether the caller is a stage, a loss or a torch.func transform.
+
+    These differentiate a call, which a plan does not support.
     """
     return transforming() or stage_that_runs() is not None
 
@@ -71,14 +81,15 @@ def refuse_surrounded() -> None:
 
 
 def observed() -> bool:
-    """Whether somebody watches single instructions: they must run."""
+    """Whether a profiler or ``fpipe.debug`` observes the instructions, so that each must run."""
     return WATCH.get() is not None or DEBUGGING.get()
 
 
 # ---- running ----
-class Reported:
-    """Around what follows the announcement of a call: an error of this rank is reported to the
-    others, which wait.
+class ErrorReporter:
+    """Reports an error of this rank to the ranks that wait for it.
+
+    A call that is announced runs in a ``with`` block of this.
     """
 
     __slots__ = ("config",)
@@ -90,35 +101,43 @@ class Reported:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            group = self.config.group
-            copies = self.config.copies
-            for each in (group,) if copies is None else (group, copies.group):
-                each.failed(error)
-            group.reset()
+        if error is None:
+            return
+        group = self.config.group
+        group.failed(error)
+        if self.config.copies is not None:
+            self.config.copies.group.failed(error)
+        group.reset()
 
 
 def refuse(config: Config, error: Exception) -> None:
-    """Report that this rank raised before it announced a call, unless the group is in use by
-    another one.
+    """Report that this rank raised before it announced a call.
+
+    Where another call uses the group, nothing is reported.
     """
     if not config.local and not surrounded():
         with suppress(GroupError), config.claim:
             refused(config, error)
 
 
-def announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
-    """The plans of a call, and its number. From now on the other ranks expect its messages."""
+def announce(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
+    """Announce a call to the other ranks, which then expect its messages.
+
+    Returns its plans and its number.
+    """
     refuse_surrounded()
-    return cache.announced(call)
+    return cache.announce(call)
 
 
 def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
-    """Run the whole schedule. Returns its results, and what ``each`` returned by microbatch."""
+    """Run the whole schedule.
+
+    Returns its results, and what the function ``each=`` returned for each microbatch.
+    """
     weights = call.weights()
     regs: AllRegisters = {}
-    kind = Outputs if call.wants_outputs else Results
-    results = kind(plans.layout, regs, call, weights)
+    results_class = Outputs if call.wants_outputs else Results
+    results = results_class(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
     each = None
     if call.each is not None:
@@ -126,7 +145,8 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
-        r.send_loss, r.each = results.pipeline_loss, each
+        r.send_loss = results.pipeline_loss
+        r.each = each
 
     run(call, plans, regs, feed)
     return results, returned
@@ -139,7 +159,10 @@ def run(
     feed: Callable[[Feeder, Registers], None],
     phase: int | None = None,
 ) -> None:
-    """Feed and drive the ranks of this process, wholly or in one of two phases."""
+    """Feed the registers of the ranks of this process, and run their plans.
+
+    With a ``phase``, run one of the two phases of ``fpipe.vjp``.
+    """
     group = call.config.group
     executables = plans.prepared.executables
     runs = {}
@@ -158,17 +181,21 @@ def run(
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
     finally:
+        # These functions refer to the registers: a cycle would keep gradients alive.
         for r in regs.values():
-            r.send_loss = r.each = (
-                None  # they refer to the registers: a cycle keeps gradients until a collection
-            )
+            r.send_loss = None
+            r.each = None
 
 
 # ---- values ----
 def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
-    # first: it may be on its way, and what one rank sends is received in order
-    loss = results.loss()
-    extras: list[Any] = [of(results).aux()] if call.has_aux and call.each is None else []
-    extras += [feature("each").in_order(call, returned)] if call.each is not None else []
-    extras += [of(results).states()] if call.state is not None else []
-    return (loss, *extras) if extras else loss
+    """The loss or, with more results, a tuple of the loss and these."""
+    # The loss is read first: it may be on its way, and messages of a rank arrive in order.
+    value: list[Any] = [results.loss()]
+    if call.each is not None:
+        value.append(feature("each").in_order(call, returned))
+    elif call.has_aux:
+        value.append(of(results).aux())
+    if call.state is not None:
+        value.append(of(results).states())
+    return tuple(value) if len(value) > 1 else value[0]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a pipeline: what ``fpipe.pipeline`` was called with, checked and frozen.
+"""The configuration of a pipeline: the arguments of ``fpipe.pipeline``, frozen, and what follows
+from them.
 
-A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no
-plan and no call.
+A variant of a pipeline has a ``dataclasses.replace`` of the configuration. Knows stages, schedules
+and groups; no plan and no call.
 """
 
 from __future__ import annotations
@@ -35,12 +36,10 @@ Loss: TypeAlias = Callable[..., Any] | Stage
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Config:
-    """Everything that a pipeline is built from. ``schedule`` is a name, a Schedule, a CSV file or a
-    function.
-    """
+    """Everything that a pipeline is built from."""
 
     functions: tuple[Stage, ...]
-    schedule: Source
+    schedule: Source  # a name, a Schedule, the path of a CSV file or a function
     group: Group
     loss: Loss | None = None
     microbatches: int | None = None
@@ -52,17 +51,21 @@ class Config:
     accumulate: torch.dtype | None = None
     overlap: Overlap = "weave"
     copies: Copies | None = None
-    sliced: int | None = None
+    requested_slices: int | None = None  # None: as many as the schedule has
     capture: bool = False
-    more: tuple[Option, ...] = ()  # those of passes
+    more: tuple[Option, ...] = ()  # the options of passes
 
     def __repr__(self) -> str:
-        name = getattr(self.schedule, "name", "custom")
-        name = self.schedule if isinstance(self.schedule, str) else name
-        name = "auto" if isinstance(self.schedule, Chosen) else name
+        schedule = self.schedule
+        if isinstance(schedule, Chosen):
+            name = "auto"
+        elif isinstance(schedule, str):
+            name = schedule
+        else:
+            name = getattr(schedule, "name", "custom")
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
-    # ---- what follows from it ----
+    # ---- what follows from the arguments ----
     @property
     def stages(self) -> int:
         """The number of stages."""
@@ -70,19 +73,23 @@ class Config:
 
     @cached_property
     def identity(self) -> object:
-        """What is of this pipeline alone, and keeps nothing of it alive."""
+        """A key for caches that no other pipeline has, and that keeps nothing of this one alive."""
         return object()
 
     @cached_property
     def plain(self) -> bool:
-        """Whether there is nothing to check: options that are not given, plain functions, and the
-        name of a schedule.
+        """Whether no argument needs a check: the schedule is a name, the loss a function, and
+        options have their defaults.
         """
-        given = any(getattr(self, name) != default for name, default in DEFAULTS.items())
-        special = any(stage.initial_carry is not MISSING for stage in self.functions)
-        function = self.loss is None or isinstance(self.loss, FunctionType)
-        named = isinstance(self.schedule, str) and function
-        return named and not (given or special or self.carries or any(self.sides))
+        if not isinstance(self.schedule, str):
+            return False
+        if self.loss is not None and not isinstance(self.loss, FunctionType):
+            return False
+        if self.carries or any(self.sides):
+            return False
+        if any(stage.initial_carry is not MISSING for stage in self.functions):
+            return False
+        return all(getattr(self, name) == default for name, default in DEFAULTS.items())
 
     @cached_property
     def stateful(self) -> bool:
@@ -91,15 +98,17 @@ class Config:
 
     @cached_property
     def carries(self) -> bool:
-        """Whether a stage carries something from slice to slice."""
+        """Whether a stage passes a carry from slice to slice."""
         return any(stage.carry for stage in self.functions)
 
     @cached_property
     def slices(self) -> int:
         """The number of slices of a microbatch: ``slices=``, or that of the schedule."""
-        if self.sliced is None and isinstance(self.schedule, str) and not is_path(self.schedule):
+        if self.requested_slices is not None:
+            return self.requested_slices
+        if isinstance(self.schedule, str) and not is_path(self.schedule):
             return 1
-        return self.sliced or self._some_schedule.slices
+        return self._any_schedule.slices
 
     @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
@@ -108,20 +117,30 @@ class Config:
 
     @cached_property
     def schedule_for(self) -> Callable[[int], Schedule]:
-        """The checked schedule for a number of microbatches; each is generated once."""
-        made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
-        return made if isinstance(self.schedule, Chosen) else lru_cache(maxsize=None)(made)
+        """Returns the checked schedule for a number of microbatches, and generates each once.
+
+        An automatic choice may change, so its schedules are not cached.
+        """
+        generate = partial(
+            _schedule_for, self.schedule, self.group.size, self.stages, self.requested_slices
+        )
+        if isinstance(self.schedule, Chosen):
+            return generate
+        return lru_cache(maxsize=None)(generate)
 
     @cached_property
     def placement(self) -> Placement:
-        """Which ranks hold which stages, whatever the number of microbatches."""
-        return self._some_schedule.placement
+        """Which ranks hold which stages. It is the same for any number of microbatches."""
+        return self._any_schedule.placement
 
     @property
-    def _some_schedule(self) -> Schedule:
-        return self.schedule_for(
-            2 * self.group.size if self.microbatches is None else self.microbatches
-        )
+    def _any_schedule(self) -> Schedule:
+        """The schedule for the pipeline's number of microbatches or, without one, for some number
+        that every schedule takes.
+        """
+        if self.microbatches is None:
+            return self.schedule_for(2 * self.group.size)
+        return self.schedule_for(self.microbatches)
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -138,7 +157,7 @@ class Config:
 
     @cached_property
     def claim(self) -> Claim:
-        """The groups that a call uses, for the length of the call."""
+        """Keeps other calls from the groups of this pipeline while a call runs."""
         return Claim(self.group) if self.copies is None else Claim(self.group, self.copies.group)
 
     @property
@@ -151,20 +170,22 @@ class Config:
         return next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
 
     def trained(self, stage: int, params: Tree) -> list[bool]:
-        """Which leaves of a stage's parameters no pattern of ``frozen`` names."""
+        """Whether each leaf of a stage's parameters is trained: no pattern of ``frozen`` matches
+        its name.
+        """
         if not self.frozen:
             return [True] * len(tree.leaves(params))
         return [not tree.matches(f"{stage}.{name}", self.frozen) for name in tree.names(params)]
 
     def check_params(self, params: Sequence[Tree]) -> None:
-        """Raise StageError where params is not one entry per stage."""
+        """Raise StageError unless params has one entry for each stage."""
         if not isinstance(params, (list, tuple)) or len(params) != self.stages:
             raise mistakes.wrong_params(params, self.stages)
 
 
-#: The values of options that need no check.
+#: Options and their defaults, which need no check.
 DEFAULTS = {
-    "sliced": None,
+    "requested_slices": None,
     "reduction": "mean",
     "seed": None,
     "tied": (),
@@ -179,20 +200,22 @@ def _schedule_for(
 ) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
     schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)
-    wanted = (ranks, stages, microbatches, slices or schedule.slices)
-    if (schedule.ranks, schedule.stages, schedule.microbatches, schedule.slices) != wanted:
-        raise mistakes.wrong_schedule(schedule, *wanted)
+    expected = (ranks, stages, microbatches, slices or schedule.slices)
+    sizes = (schedule.ranks, schedule.stages, schedule.microbatches, schedule.slices)
+    if sizes != expected:
+        raise mistakes.wrong_schedule(schedule, *expected)
     return schedule.check()
 
 
 # ---- one call at a time ----
-#: The attribute of a group that holds the thread of its call, set in one step that no other thread
-#: interrupts.
+#: The attribute of a group that identifies the thread whose call uses it.
 _CALLER = "caller"
 
 
 class Claim:
-    """Groups for the length of a ``with`` block; raises GroupError where one of them is in use.
+    """Reserves groups for the length of a ``with`` block.
+
+    Raises GroupError where one of them is in use.
 
     >>> from fpipe import local
     >>> group = local(2)
@@ -212,11 +235,12 @@ class Claim:
     def __enter__(self) -> None:
         caller = (get_ident(),)
         for group in self.groups:
-            other = group.__dict__.setdefault(_CALLER, caller)
-            if other is not caller:
-                for taken in self.groups[: self.groups.index(group)]:
-                    del taken.__dict__[_CALLER]
-                raise mistakes.in_use(group, other == caller)
+            # ``setdefault`` is one step that no other thread interrupts.
+            user = group.__dict__.setdefault(_CALLER, caller)
+            if user is not caller:
+                for reserved in self.groups[: self.groups.index(group)]:
+                    del reserved.__dict__[_CALLER]
+                raise mistakes.in_use(group, nested=user == caller)
 
     def __exit__(self, *error: object) -> None:
         for group in self.groups:

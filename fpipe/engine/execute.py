@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter: one short loop over a plan, a generator that yields only where it may have to
-wait.
+"""The interpreter: one short loop over the instructions of a plan.
 
-``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them.
- ``drive`` runs one rank per process, or all ranks of a local group in turn,
-by the same code. Nothing here knows schedules or backends.
+``bind`` turns each instruction into a function of the registers, once. ``execute`` is a generator
+that calls these functions, and yields where it has to wait for a message. ``drive`` runs the
+generator of the only rank of a process, or those of all ranks of a local group in turn. Nothing
+here knows schedules or backends.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from ..lowering.instructions import nothing
 from ..lowering.plan import Plan
 from .mistakes import deadlock
 
-#: Steps with the numbers of their instructions.
-Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
+#: Functions of instructions, with the numbers of these.
+Steps: TypeAlias = tuple[tuple[int, StepFn], ...]
 
 
 @dataclass(frozen=True)
 class Executable:
-    """A plan whose instructions are ready to be called, on one rank of one group."""
+    """A plan, and a function of the registers for each of its instructions, on one rank."""
 
     plan: Plan
     steps: tuple[StepFn, ...]
     group: Group
 
     @cached_property
-    def phases(self) -> tuple[Numbered, Numbered]:
-        """The steps before the split of the plan, and those after it, without those that do
-        nothing.
+    def phases(self) -> tuple[Steps, Steps]:
+        """The steps before the split of the plan, and the steps after it.
+
+        Steps that do nothing are left out.
         """
-        numbered = [(number, step) for number, step in enumerate(self.steps) if step is not nothing]
-        first = sum(number < self.plan.split for number, _ in numbered)
-        return tuple(numbered[:first]), tuple(numbered[first:])
+        steps = [(number, step) for number, step in enumerate(self.steps) if step is not nothing]
+        first = sum(number < self.plan.split for number, _ in steps)
+        return tuple(steps[:first]), tuple(steps[first:])
 
 
-#: A profiler: from a bound plan and a phase of it, or None for both, to steps that record when they
-#: ran, with their numbers.
+#: A profiler: it returns the steps of a plan, wrapped so that they record when they ran. Its second
+#: argument is the phase, or None for both.
 Watch: TypeAlias = Callable[[Executable, int | None], Iterable[tuple[int, StepFn]]]
 WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
 
@@ -57,7 +58,7 @@ DEBUGGING: ContextVar[bool] = ContextVar("DEBUGGING", default=False)
 
 
 def bind(plan: Plan, machine: Machine) -> Executable:
-    """Make every instruction callable."""
+    """Turn every instruction into a function of the registers."""
     steps = tuple(ins.op.bind(ins, machine) for ins in plan.instructions)
     return Executable(plan, steps, machine.group)
 
@@ -65,15 +66,17 @@ def bind(plan: Plan, machine: Machine) -> Executable:
 def execute(
     bound: Executable, r: Registers, phase: int | None = None
 ) -> Generator[Work, None, None]:
-    """Run the steps, all or those of one phase; yields each receive that it waits for."""
+    """Run the steps of a plan, or of one phase of it. Yields each receive that it waits for."""
     number = 0
     slots = r.slots
     watch = WATCH.get()
-    steps: Iterable[tuple[int, StepFn]] = (
-        chain(*bound.phases) if phase is None else bound.phases[phase]
-    )
+    steps: Iterable[tuple[int, StepFn]]
     if watch is not None:
         steps = watch(bound, phase)
+    elif phase is None:
+        steps = chain(*bound.phases)
+    else:
+        steps = bound.phases[phase]
     try:
         for number, step in steps:  # noqa: B007  (an error names the instruction)
             pending = step(r)
@@ -82,36 +85,39 @@ def execute(
                 yield work
                 for slot, tensor in zip(writes, work.wait(), strict=True):
                     slots[slot] = tensor
-                tensor = work = pending = None  # they refer to received tensors
+                tensor = work = pending = None  # they keep received tensors alive
+    except ActionError:
+        raise
     except Exception as error:
-        if isinstance(error, FpipeError) and (
-            isinstance(error, ActionError) or not isinstance(error, StageError)
-        ):
+        # The cause may be a function of the user. Other errors of fpipe explain themselves.
+        if isinstance(error, FpipeError) and not isinstance(error, StageError):
             raise
-        raise feature("explain").action_error(
-            error, bound.plan.instructions[number], bound.plan.rank
-        ) from error
+        instruction = bound.plan.instructions[number]
+        raise feature("explain").action_error(error, instruction, bound.plan.rank) from error
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
-    """Run the ranks of this process, in turn, until all are done."""
+    """Run the ranks of this process in turn, until all are done.
+
+    ``describe`` returns what a rank waits for.
+    """
     if len(runs) == 1:
-        deque(
-            next(iter(runs.values())), maxlen=0
-        )  # the step that follows waits; yielded receives are not kept
+        # A rank alone waits in ``execute``. The deque drops the receives that it yields.
+        (run,) = runs.values()
+        deque(run, maxlen=0)
         return
     waiting: dict[int, Work | None] = dict.fromkeys(runs)
     while waiting:
-        moved = False
+        progress = False
         for rank in list(waiting):
             work = waiting[rank]
             if work is not None and not work.done():
                 continue
-            moved = True
-            waiting[rank] = work = None  # it refers to the tensors that it receives
+            progress = True
+            waiting[rank] = work = None  # the receive keeps its tensors alive
             try:
                 waiting[rank] = next(runs[rank])
             except StopIteration:
                 del waiting[rank]
-        if not moved:
+        if not progress:
             raise deadlock(f"rank {rank}: {describe(rank)}" for rank in waiting)

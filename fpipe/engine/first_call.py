@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first call of a signature, on several processes: ranks compare what they are about to run,
-and complete arguments that only some of them have. Knows calls and facts; no plan.
+"""The first call of a signature on several processes: ranks compare what they are about to run.
+
+Arguments that only some ranks have are described to the others. Later calls are only announced.
+Knows calls and facts; no plan.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from ..actions.product import feature
 from ..collectives.group import Facts
-from .arguments import Call, Offers
+from .arguments import Call, Descriptions
 from .config import Config
 from .facts import facts, of_call, shared
 from .handshake import agree, tag_of, together
@@ -21,15 +23,18 @@ from .kinds import TracedKind
 from .prepare import Prepared
 from .request import Request
 
-#: The number that stands for None in the words of calls.
+#: The number that stands for None in announcements.
 _NONE = -(2**60)
-#: The word of a call that has no plans yet.
+#: The announcement of a call that has no plans yet.
 NEW = 1
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks agree on. ``traced`` are stages that were traced for expected interfaces."""
+    """What all ranks agree on.
+
+    ``traced`` are the stages of this process if all ranks predicted the same interfaces.
+    """
 
     request: Request
     facts: Facts
@@ -39,7 +44,7 @@ class Agreed:
 
 
 class FirstCall:
-    """A call without plans; ``facts`` are what this rank has to say of it."""
+    """A call without plans; ``facts`` describe it as this rank makes it."""
 
     def __init__(self, call: Call, request: Request, shares: Any):
         self.call = call
@@ -47,62 +52,67 @@ class FirstCall:
         self.shares = shares
         self.facts = facts(call.config, request)
 
-    def compared(self, latest: Sequence[Prepared]) -> Agreed:
-        """Announce the call and compare it with the other ranks. Where all expect the same
-        interfaces after the ``latest`` calls, these need no exchange.
+    def compare(self, recent: Sequence[Prepared]) -> Agreed:
+        """Announce the call, and compare it with the other ranks.
+
+        From ``recent`` plans each rank predicts the interfaces of all stages. If all predict the
+        same, they need not be exchanged.
         """
         call = self.call
         request = self.request
-        known = self.facts
+        signature_facts = self.facts
         config = call.config
-        described = of_call(known, call.seed, call.scale, "none yet")
-        number = config.group.enter(NEW, lambda: described)
+        call_facts = of_call(signature_facts, call.seed, call.scale, "none yet")
+        number = config.group.enter(NEW, lambda: call_facts)
 
         def details(fact: str) -> str:
             if fact == "schedule":
                 return str(self.request.schedule)
             return ""
 
-        ready = feature("sizes.prediction").ready
-        guess = ready(config, request, latest)
-        more = (call.absent, guess and guess.word)
-        answers = agree(config.group, shared(described), details, more)
-        absent = [each for each, _ in answers]
+        predict = feature("sizes.prediction").predict
+        prediction = predict(config, request, recent)
+        report = (call.absent, prediction and prediction.digest)
+        reports = agree(config.group, shared(call_facts), details, report)
+        absent = [names for names, _ in reports]
         if any(absent):
-            request = self._completed(absent)
-            known = facts(config, request)
-            guess = ready(config, request, latest)
-            answers = agree(config.group, shared(known), more=((), guess and guess.word))
-        if len({word for _, word in answers}) > 1:
-            guess = None
-        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of
-        # its own.
-        tag = tag_of({**shared(known), "number": str(number)})
-        return Agreed(request, known, number, tag, None if guess is None else guess.traced)
+            request = self._request_with_descriptions(absent)
+            signature_facts = facts(config, request)
+            prediction = predict(config, request, recent)
+            report = ((), prediction and prediction.digest)
+            reports = agree(config.group, shared(signature_facts), more=report)
+        if len({digest for _, digest in reports}) > 1:
+            prediction = None
+        # Two pipelines may have equal facts, but their plans were prepared in different calls. So
+        # the number of the call is a part of the tag.
+        tag = tag_of({**shared(signature_facts), "number": str(number)})
+        traced = None if prediction is None else prediction.traced
+        return Agreed(request, signature_facts, number, tag, traced)
 
-    def _completed(self, absent: Sequence[Sequence[str]]) -> Request:
-        """The request of a call some of whose arguments only other processes have: these describe
-        them.
+    def _request_with_descriptions(self, absent: Sequence[Sequence[str]]) -> Request:
+        """The request of the call, where each rank lacks the arguments in ``absent``.
+
+        Processes that have them describe them.
         """
         arguments = feature("elsewhere.arguments")
         call = self.call
-        names = [name for lacking in absent for name in lacking]
-        offers = together(
-            call.config.group, lambda: arguments.offered(call, names), _as_data, _from_data
+        names = [name for of_rank in absent for name in of_rank]
+        descriptions = together(
+            call.config.group, lambda: arguments.describe(call, names), _as_data, _from_data
         )
-        return arguments.completed(call, absent, offers).request(self.shares)
+        return arguments.completed(call, absent, descriptions).request(self.shares)
 
 
-def _as_data(offers: Offers) -> dict[str, list[Any]]:
-    return {name: list(map(tree_data, trees)) for name, trees in offers.items()}
+def _as_data(descriptions: Descriptions) -> dict[str, list[Any]]:
+    return {name: list(map(tree_data, trees)) for name, trees in descriptions.items()}
 
 
-def _from_data(offers: Any) -> Offers:
-    return {name: tuple(map(tree_from_data, trees)) for name, trees in offers.items()}
+def _from_data(descriptions: Any) -> Descriptions:
+    return {name: tuple(map(tree_from_data, trees)) for name, trees in descriptions.items()}
 
 
 def compare_copies(config: Config) -> None:
-    """Before the first step of all, copies of the pipeline compare their configurations."""
+    """Compare the configurations of the copies of the pipeline, before the first step of all."""
     assert config.copies is not None
     agree(
         config.copies.group,
@@ -117,27 +127,32 @@ def compare_copies(config: Config) -> None:
 
 
 # ---- every call ----
-def enter(call: Call, known: Facts, tag: int, number: int, pullback: int) -> int:
-    """Announce a call that runs plans with this tag, which were prepared for an earlier call, or
-    the pullback of a call; returns its number.
+def enter(call: Call, signature_facts: Facts, tag: int, number: int, pullback: int) -> int:
+    """Announce a call that runs cached plans, and return its number.
+
+    The plans have this ``tag``, and were prepared for the call of this ``number``. A ``pullback``
+    of 0 or more is the number of the call whose pullback runs.
     """
     seed = call.seed
     scale = call.scale
 
-    def described() -> Facts:
-        facts = of_call(known, seed, scale, f"those prepared for call {number}")
+    def call_facts() -> Facts:
+        facts = of_call(signature_facts, seed, scale, f"those prepared for call {number}")
         if pullback < 0:
             return facts
         return facts | {"call": f"the pullback of call {pullback}"}
 
-    # The hash of None is an address.
+    # The hash of None is an address, so it differs between processes.
     numbers = (_NONE if value is None else value for value in (seed, scale))
-    return call.config.group.enter(hash((tag, pullback, *numbers)), described)
+    return call.config.group.enter(hash((tag, pullback, *numbers)), call_facts)
 
 
 def refused(config: Config, error: Exception) -> None:
-    """Report to the other ranks that this one raised before it announced a call."""
-    with suppress(RuntimeError):  # of the group or the store: the next call raises it
+    """Report to the other ranks that this one raised before it announced a call.
+
+    Other copies of the pipeline run the call, and wait for this one.
+    """
+    with suppress(RuntimeError):  # An error of the group is raised by the next call.
         config.group.refuse(error)
     if config.copies is not None:
-        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one
+        config.copies.group.failed(error)

@@ -121,8 +121,8 @@ def value_and_grad(
     >>> step(params, x)[0]
     (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
-    wanted = _wanted(pipe, argnums)
-    return pipe.stepper(wanted, isinstance(argnums, int), has_aux, each)
+    numbers = _argnums_of(pipe, argnums)
+    return pipe.stepper(numbers, isinstance(argnums, int), has_aux, each)
 
 
 def check_pipeline(name: str, pipe: object) -> None:
@@ -131,7 +131,7 @@ def check_pipeline(name: str, pipe: object) -> None:
         raise StageError(f"{name} takes what fpipe.pipeline returns, not {type(pipe).__name__}")
 
 
-def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
+def _argnums_of(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
     """The arguments that are differentiated."""
     check_pipeline("value_and_grad", pipe)
     if pipe.config.loss is None:
@@ -139,13 +139,13 @@ def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
             "this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp"
         )
     given: tuple[object, ...] = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    wanted = tuple(number for number in given if type(number) is int and number in (0, 1))
-    if not wanted or len(wanted) < len(given):
+    numbers = tuple(number for number in given if type(number) is int and number in (0, 1))
+    if not numbers or len(numbers) < len(given):
         raise StageError(
             f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is "
             "differentiated"
         )
-    return wanted
+    return numbers
 
 
 __all__ = ["value_and_grad"]

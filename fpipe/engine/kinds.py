@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kind of microbatch, traced: the interfaces of its stages, and the programs of those of this
-process.
+"""One kind of microbatch, traced: the interfaces of all stages, and the programs of the stages of
+this process.
 
-Slices of a microbatch of which a stage carries something from each to the next are kinds in a row:
-a slice is traced for the carry that the slice before it returns, and a carry that the next slice
-does not use has no cotangent. Knows configurations and requests; no plan.
+Where stages carry something from slice to slice, each slice of a microbatch is a kind. A slice is
+traced for the carry that the slice before it returns. A carry that the next slice does not use has
+no cotangent. Knows configurations and requests; no plan.
 """
 
 from __future__ import annotations
@@ -30,117 +30,114 @@ from .config import Config
 from .mistakes import no_params
 from .request import Kind, Request
 
-#: The programs of stages by device.
-Local: TypeAlias = Mapping[tuple[int, torch.device], Programs]
+#: Programs by stage and device.
+LocalPrograms: TypeAlias = Mapping[tuple[int, torch.device], Programs]
 _NOTHING = tree.flatten(None)[1]
 
 
 @dataclass(frozen=True)
 class TracedKind:
-    """One kind of microbatch: the interfaces of its first stages, and local programs by stage and
-    device.
+    """One kind of microbatch: the interfaces of the stages that were traced so far, and programs of
+    those on this process.
     """
 
     kind: Kind
     interfaces: tuple[Interface, ...] = ()
-    programs: Local = field(default_factory=dict)
+    programs: LocalPrograms = field(default_factory=dict)
     loss: Programs | None = None
-    each: bool = False  # whether the rank of the loss reads all outputs
-    slice: int = 0  # of stages with carries: which slice of a microbatch it is, of how many
-    slices: int = 1
+    each: bool = False  # whether the function each= reads all outputs
+    slice: int = 0  # where stages have carries: the number of this slice in its microbatch
+    slices: int = 1  # where stages have carries: the slices of a microbatch
 
     def output(self) -> AbstractTree:
-        """The output of the last stage whose interface is known, or the batch."""
+        """The output of the last stage that was traced or, without one, the batch."""
         return self.interfaces[-1].y if self.interfaces else self.kind[0]
 
     def updated(self, news: Mapping[int, Interface]) -> TracedKind:
-        """With other interfaces of some stages, or with that of the next one."""
-        known = {**dict(enumerate(self.interfaces)), **news}
-        return replace(self, interfaces=tuple(known[stage] for stage in sorted(known)))
+        """This kind with new interfaces of some stages, or with that of the next one."""
+        interfaces = {**dict(enumerate(self.interfaces)), **news}
+        return replace(self, interfaces=tuple(interfaces[stage] for stage in sorted(interfaces)))
 
     def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
-        """What lowering needs on one rank."""
+        """The programs of one rank, for lowering."""
         device = config.group.device(rank)
         stages = request.schedule.placement.stages_of(rank)
-        return ProgramSet(
-            self.value_graph(), {s: self.programs[s, device] for s in stages}, self.loss
-        )
+        programs = {stage: self.programs[stage, device] for stage in stages}
+        return ProgramSet(self.value_graph(), programs, self.loss)
 
     def local(self, stage: int) -> Programs | None:
-        """The programs of a stage, if it is on this process."""
+        """The programs of a stage on any device; None if it is on another process."""
         return next((programs for (s, _), programs in self.programs.items() if s == stage), None)
 
     def carry(self, stage: int) -> AbstractTree:
-        """What a stage of this process carries to the next slice."""
+        """The carry that a stage of this process passes to the next slice."""
         programs = self.local(stage)
         assert programs is not None
         return feature("slices").parted(programs.outputs.y)[1].as_input()
 
     def value_graph(self) -> ValueGraph:
-        """How values pass between the stages, all of whose interfaces are known."""
+        """How values pass between stages, and to the loss or the caller. All stages are traced."""
         batch = self.kind[0].tensors
-        y = self.output()
         if self.loss is not None:
             loss = Interface.of(self.loss)
-            passed_on = {
-                source for source in loss.ys if isinstance(source, int)
-            }  # the loss returns its input
-            takes = tuple(
-                reads or leaf in passed_on or self.each for leaf, reads in enumerate(loss.takes_x)
+            returned_inputs = {source for source in loss.ys if isinstance(source, int)}
+            reads = tuple(
+                self.each or takes_x or leaf in returned_inputs
+                for leaf, takes_x in enumerate(loss.takes_x)
             )
-            return ValueGraph(self.interfaces, loss.dxs, takes, batch)
+            return ValueGraph(self.interfaces, loss.dxs, reads, batch)
+        y = self.output()
         dxs = tuple(
-            (f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors)
+            (f"dx{leaf}", aval) if aval is not None and aval.grad else None
+            for leaf, aval in enumerate(y.tensors)
         )
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
 
 
-def in_turn(
+def map_slices(
     traced: Sequence[TracedKind], fn: Callable[[TracedKind, TracedKind | None], TracedKind]
 ) -> list[TracedKind]:
-    """``fn`` of each kind and the slice before it, of which ``fn`` has been taken."""
-    found: list[TracedKind] = []
+    """Call ``fn`` for each kind, with what it returned for the previous slice of the microbatch."""
+    results: list[TracedKind] = []
     for kind in traced:
-        found.append(fn(kind, found[-1] if kind.slice else None))
-    return found
+        previous = results[-1] if kind.slice > 0 else None
+        results.append(fn(kind, previous))
+    return results
 
 
-def advanced(
+def trace_next_stages(
     config: Config,
     request: Request,
     traced: TracedKind,
-    before: TracedKind | None,
+    previous: TracedKind | None,
     note: Callable[[str], None],
 ) -> TracedKind:
-    """With the stages that follow those whose interfaces are known, as far as they are on this
-    process.
-    """
+    """Trace the next stages of a kind, up to the first that is on another process."""
     for stage in range(len(traced.interfaces), request.schedule.stages):
         if not ranks_here(config, request, stage):
             break
         note(f"stage {stage + 1} of {request.schedule.stages}")
-        traced = with_stage(config, request, traced, before, stage)
+        traced = trace_stage(config, request, traced, previous, stage)
     return traced
 
 
 def ranks_here(config: Config, request: Request, stage: int) -> list[int]:
-    """The ranks of this process that have a stage."""
-    return [
-        rank for rank in request.schedule.placement.ranks_of(stage) if rank in config.group.here
-    ]
+    """The ranks of this process that hold a stage."""
+    ranks = request.schedule.placement.ranks_of(stage)
+    return [rank for rank in ranks if rank in config.group.here]
 
 
-def with_stage(
+def trace_stage(
     config: Config,
     request: Request,
     traced: TracedKind,
-    before: TracedKind | None,
+    previous: TracedKind | None,
     stage: int,
     unused: frozenset[int] = frozenset(),
 ) -> TracedKind:
-    """With the programs of a stage of this process; its outputs ``unused`` have no cotangent.
+    """Trace a stage of this process, and add its programs and its interface to the kind.
 
-    ``before`` is the slice before this one.
+    Its outputs ``unused`` have no cotangent. ``previous`` is the previous slice of the microbatch.
     """
     ranks = ranks_here(config, request, stage)
     params = request.params[stage]
@@ -148,31 +145,36 @@ def with_stage(
         raise no_params(stage, ranks[0])
     x = traced.interfaces[stage - 1].y.as_input() if stage else traced.kind[0]
     function = config.functions[stage]
-    carry = before.carry(stage) if function.carry and before is not None else None
-    x = x if carry is None else feature("slices").with_carry(x, carry)
+    carry_leaves = 0
+    if function.carry and previous is not None:
+        carry = previous.carry(stage)
+        carry_leaves = len(carry.leaves)
+        x = feature("slices").with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
-    devices = dict.fromkeys(map(config.group.device, ranks))
+    devices = list(dict.fromkeys(map(config.group.device, ranks)))
 
-    def on_devices(called):
+    def programs_on_devices(fn):
         return {
-            (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
+            (stage, device): _programs(config, request, fn, trees, device, stage, unused)
+            for device in devices
         }
 
     y = None
-    inner = 0 if carry is None else len(carry.leaves)
     if function.carry:
-        first = not traced.slice
+        first = traced.slice == 0
         last = traced.slice == traced.slices - 1
-        programs, y = feature("slices").traced_slice(function, first, last, inner, on_devices)
+        programs, y = feature("slices").traced_slice(
+            function, first, last, carry_leaves, programs_on_devices
+        )
     else:
-        programs = on_devices(function)
+        programs = programs_on_devices(function)
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
-    interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths, inner, y)
+    interface = Interface.of(programs[stage, devices[0]], paths, carry_leaves, y)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
 def loss_programs(config: Config, request: Request, traced: TracedKind) -> Programs:
-    """The loss's programs. Every process traces them: what they return is then known everywhere."""
+    """Trace the loss. Every process does, so that each knows what the loss returns."""
     assert config.loss is not None
     _, targets, sides = traced.kind
     trees = [traced.output().as_input(), *targets]
@@ -182,18 +184,11 @@ def loss_programs(config: Config, request: Request, traced: TracedKind) -> Progr
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = [
-        r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here
-    ]
-    device = config.group.device((ranks or config.group.here)[0])
-    programs = _programs(
-        config,
-        request,
-        stage,
-        [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)],
-        device,
-        None,
-    )
+    ranks = ranks_here(config, request, config.stages - 1) or config.group.here
+    device = config.group.device(ranks[0])
+    params = AbstractTree.of({})
+    state = AbstractTree.of(None)
+    programs = _programs(config, request, stage, [params, x, sides[-1], state], device, None)
     check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return programs
 
@@ -207,9 +202,10 @@ def _programs(
     index: int | None,
     unused: frozenset[int] = frozenset(),
 ) -> Programs:
-    """The programs of stage ``index``, or of the loss (None), on a device."""
+    """Trace stage ``index``, or the loss (None), on a device."""
     group = config.group
-    group.notes(group.here[0])(f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
+    name = "the loss" if index is None else f"stage {index}"
+    group.notes(group.here[0])(f"{TRACING} {name}")
     try:
         return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
     except StageError as error:

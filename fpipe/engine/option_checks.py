@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the options of a pipeline. One that is not given needs none.
+"""Checks of the options of a pipeline. A pipeline without options runs none of them.
 
 Knows configurations; no plan.
 """
@@ -20,19 +20,20 @@ from .microbatches import Weighted
 from .mistakes import check_seed
 from .options import Overlap
 
-#: Names that a call takes itself, so that no stage can have a side input of that name.
+#: Arguments of a call, whose names no side input of a stage can have.
 RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
 OUTPUTS = ("zeros", "everywhere", "last")
 
 
 def check(config: Config) -> None:
-    """Raise StageError where an option has a value that it does not take."""
+    """Raise StageError or WeaveError where an option has a value that is not allowed."""
     for index, stage in enumerate(config.functions):
         if stage.carry or stage.initial_carry is not MISSING:
             feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
-    for name, fits, takes in _checks(config):
-        if not fits:
-            raise StageError(f"{name}={getattr(config, _FIELDS.get(name, name))!r}; give {takes}")
+    for name, valid, allowed in _checks(config):
+        if not valid:
+            value = getattr(config, _FIELDS.get(name, name))
+            raise StageError(f"{name}={value!r}; give {allowed}")
     if isinstance(config.loss, Stage) and config.loss.carry:
         raise StageError(
             "the loss has carry=True, and only stages have carries; return what it needs from a "
@@ -43,19 +44,21 @@ def check(config: Config) -> None:
     check_seed(config.seed)
     if config.tied:
         feature("ties").check_frozen_alike(config.tied, config.frozen)
-    for name in {name for names in config.sides for name in names} & RESERVED:
+    side_names = {name for names in config.sides for name in names}
+    for name in side_names & RESERVED:
         raise StageError(
             f"{name!r} cannot be a side input, since a call has an argument of that name; rename it"
         )
 
 
-_FIELDS = {"slices": "sliced"}
+#: Fields of the configuration whose names are not those of their options.
+_FIELDS = {"slices": "requested_slices"}
 
 
 def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
-    """Options by name: whether the value of each fits, and what it takes."""
-    sliced = config.sliced
-    wide = config.accumulate
+    """For each option its name, whether its value is valid, and which values are allowed."""
+    slices = config.requested_slices
+    dtype = config.accumulate
     reduction = config.reduction
     return (
         (
@@ -65,7 +68,7 @@ def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
         ),
         (
             "slices",
-            sliced is None or (type(sliced) is int and sliced >= 1),
+            slices is None or (type(slices) is int and slices >= 1),
             "a number of slices of a sequence, 1 or more",
         ),
         (
@@ -81,15 +84,17 @@ def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
         ("outputs", config.outputs in OUTPUTS, "'zeros', 'everywhere' or 'last'"),
         (
             "accumulate",
-            wide is None or getattr(wide, "is_floating_point", False),
+            dtype is None or getattr(dtype, "is_floating_point", False),
             "a floating dtype, such as torch.float32",
         ),
     )
 
 
 def check_patterns(config: Config, leaves: Sequence[Sequence[str]]) -> None:
-    """Raise StageError for a pattern that matches no leaf: what it should freeze, for instance,
-    would be trained. ``leaves`` are the paths of the parameters of each stage.
+    """Raise StageError for a pattern of ``frozen=`` or ``own=`` that matches no parameter.
+
+    Otherwise a parameter that a misspelled pattern should freeze would be trained. ``leaves`` are
+    the paths of the parameters of each stage.
     """
     names = [f"{stage}.{leaf}" for stage, paths in enumerate(leaves) for leaf in paths]
     own = config.copies.own if config.copies else ()

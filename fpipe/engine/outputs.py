@@ -144,7 +144,7 @@ class Outputs(Results):
                 if shared and source is not None:
                     grads = self._share(grads, [x.avals[index]], rank)
                 if here:
-                    dx = self._of_all(
+                    dx = self._of_all_copies(
                         grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index])
                     )
                     leaves[index] = dx if self.joins else self.apart([dx])[0]

@@ -38,35 +38,40 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
 
 
 def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
-    """Leaves with stand-ins for those that are elsewhere, and whether the argument is."""
+    """Replace leaves that are elsewhere by stand-ins; also returns whether there are any."""
     if not any(isinstance(leaf, Absent) for leaf in leaves):
         return leaves, False
     return feature("elsewhere.arguments").stand_ins(leaves, name)
 
 
 def _can_cut(leaf: torch.Tensor, parts: int, shared_scalars: bool) -> bool:
-    """Whether a tensor has equal parts, or is the same for all."""
+    """Whether a tensor can be cut into equal parts, or every microbatch may share it."""
     if leaf.dim() == 0:
         return shared_scalars
     return leaf.layout is torch.strided and leaf.shape[0] % parts == 0
 
 
 def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or not leaf.shape[0]:
+    """The parts of a leaf. ``chunk`` returns equal ones, since their number divides the rows."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] == 0:
         return [leaf] * parts
-    return leaf.chunk(parts)  # equal ones, since they divide the rows
+    return leaf.chunk(parts)
 
 
 class Parts:
-    """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
+    """A batch argument, cut into microbatches.
 
-    ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its
-    parts. ``uniform`` says that all rows have one shape, so that the first row describes all. A
-    batch is checked at once but cut only when its rows are read: most ranks read none. With
-    ``shared_scalars`` a tensor without axes is the same for every microbatch; without it, it is an
-    error. ``absent``: another process has it, and tensors have no data here. With ``slices`` each
-    row is one slice of a microbatch: leaves with two axes or more are cut along the second one, and
-    others are those of all slices.
+    ``rows[m]`` are the leaves of microbatch m, and ``specs[m]`` is its structure. ``leaves`` are
+    the leaves as they were passed, and ``structure`` is the structure of the batch, or the
+    structures of its ``Microbatches``. The constructor checks the batch. Its rows are cut when they
+    are first read, since most ranks read none.
+
+    * ``uniform``: all rows have the same shapes, so the first row describes all.
+    * ``absent``: another process has the argument. Its tensors have no data on this one.
+    * ``shared_scalars``: a tensor without axes is passed to every microbatch. Otherwise it is an
+      error.
+    * ``slices``: each row is one slice of a microbatch. Leaves with two axes or more are cut along
+      the second one; every slice gets the others whole.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
@@ -87,35 +92,37 @@ class Parts:
                     raise mistakes.uncut(leaf, parts, name)
             if slices > 1:
                 feature("slicing").check(self.leaves, self.structure, name, slices)
-        else:
-            flat = [
-                (*tree.flatten(part), f"{name}[{m}]")
-                for m, part in enumerate(each_of(batch, parts, name))
-            ]
-            rows = [_stand_ins(leaves, which) for leaves, _, which in flat]
-            self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
-            self.absent = any(absent for _, absent in rows)
-            for (leaves, _), (_, spec, which) in zip(rows, flat, strict=True) if slices > 1 else ():
-                feature("slicing").check(leaves, spec, which, slices)
-            self.structure = tuple(spec for _, spec, _ in flat)
-            self.specs = [spec for spec in self.structure for _ in range(slices)]
+            return
+        self.leaves = []
+        self.absent = False
+        structures = []
+        for m, part in enumerate(each_of(batch, parts, name)):
+            leaves, structure = tree.flatten(part)
+            leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
+            if slices > 1:
+                feature("slicing").check(leaves, structure, f"{name}[{m}]", slices)
+            self.leaves += leaves
+            self.absent |= absent
+            structures.append(structure)
+        self.structure = tuple(structures)
+        self.specs = [structure for structure in structures for _ in range(slices)]
 
     @property
     def unknown(self) -> bool:
-        """Whether it is elsewhere and its shapes are not known here."""
+        """Whether the argument is elsewhere and its shapes are not known here."""
         return self.absent and any(isinstance(leaf, Absent) for leaf in self.leaves)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""
+        specs = self.specs[:: self.slices]  # of whole microbatches
+        rows: list[Sequence[Any]] = [()] * len(specs)
         if not self.uniform:
-            following = iter(self.leaves)
-            whole = self.specs[:: self.slices]
-            rows: list[Sequence[Any]] = [list(islice(following, spec.num_leaves)) for spec in whole]
-        else:
-            parts = len(self.specs) // self.slices
-            columns = [_split_leaf(leaf, parts) for leaf in self.leaves]
-            rows = list(zip(*columns, strict=True)) if columns else [()] * parts
+            remaining = iter(self.leaves)
+            rows = [list(islice(remaining, spec.num_leaves)) for spec in specs]
+        elif self.leaves:
+            columns = [_split_leaf(leaf, len(specs)) for leaf in self.leaves]
+            rows = list(zip(*columns, strict=True))
         if self.slices == 1:
             return rows
         sliced = feature("slicing").sliced
@@ -128,24 +135,23 @@ class Parts:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each microbatch's loss: one number for all, or a tensor each.
+    """The weights of the microbatches' losses: a common number, or a tensor for each.
 
-    Gradients, not the value, are multiplied by ``loss_scale`` too.
+    ``loss_scale`` multiplies gradients in addition, but not the value.
     """
 
-    number: float | None
-    each: Sequence[torch.Tensor] = ()
+    common: float | None
+    by_microbatch: Sequence[torch.Tensor] = ()
     loss_scale: float | torch.Tensor | None = None
 
     def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The cotangent of a microbatch's loss."""
-        weight = self.number if self.number is not None else self.each[mb]
-        weight = weight if self.loss_scale is None else weight * self.loss_scale
-        return (
-            weight.to(device, dtype)
-            if isinstance(weight, torch.Tensor)
-            else _constant(weight, dtype, device)
-        )
+        weight = self.by_microbatch[mb] if self.common is None else self.common
+        if self.loss_scale is not None:
+            weight = weight * self.loss_scale
+        if isinstance(weight, torch.Tensor):
+            return weight.to(device, dtype)
+        return _constant(weight, dtype, device)
 
 
 @lru_cache(maxsize=256)
@@ -154,37 +160,39 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 # ---- scalars ----
-# On a CPU they go through Python's own numbers, since a few operations on single elements cost as
-# much as a small stage. A product or a sum of two float32 numbers, taken in float64 and rounded
-# once, has the bits of float32's own.
+# On a CPU, scalars are added as Python's numbers: a few operations of torch on single elements cost
+# as much as a small stage. Python's numbers are float64. A sum or a product of two float32 numbers
+# that is computed in float64, then rounded to float32, has the bits of the operation in float32.
 
-#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are
-#: float64.
+#: The dtypes that are added as Python's numbers, and whether each result is rounded to float32.
 _NARROW = {torch.float64: False, torch.float32: True}
 
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
-    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn
-    adds them.
+    """Multiply scalars by the weight, and add them in order.
+
+    The result has the bits of one process that runs the microbatches in order and adds each loss.
 
     >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
     tensor(1.5000)
     """
-    where = values[0].device
+    device = values[0].device
     dtype = values[0].dtype
     narrow = _NARROW.get(dtype)
     if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
         total = _in_python([value.item() for value in values], weight, narrow)
-        return torch.full((), total, dtype=dtype, device="cpu")  # whatever the default device is
-    row = torch.stack([value.to(where) for value in values])
-    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
-    total = total.clone()
-    for value in rest:
+        return torch.full((), total, dtype=dtype, device="cpu")  # the default may be another device
+    row = torch.stack([value.to(device) for value in values])
+    if weight is not None:
+        row.mul_(weight)
+    total = row[0].clone()
+    for value in row[1:]:
         total.add_(value)
     return total
 
 
 def _in_python(numbers: Sequence[float], weight: float | None, narrow: bool) -> float:
+    """``added`` of Python's numbers; ``narrow`` rounds each result to float32."""
     if weight is not None:
         weight = c_float(weight).value if narrow else weight
         numbers = [number * weight for number in numbers]

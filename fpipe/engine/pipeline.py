@@ -2,8 +2,8 @@
 """``fpipe.pipeline``, and the ``Pipeline`` that it returns: stages, a schedule and a loss as one
 function.
 
-Every option is explained here, and checked where it is stored (``config``, ``stage``). Calls are in
-``calls``, derivatives in ``gradients``; plans are opaque here.
+The docstring of ``pipeline`` explains every option. ``option_checks`` checks their values,
+``calls`` runs a call, and ``gradients`` returns derivatives. Knows no plan.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class Pipeline(PipelineBase[Y, R]):
 
     def __init__(self, config: Config, cache: Cache | None = None):
         if cache is None:
-            copies = config.copies
-            cache = Cache(None if copies is None else feature("copies.sharding").Shares(copies))
+            shares = None
+            if config.copies is not None:
+                shares = feature("copies.sharding").Shares(config.copies)
+            cache = Cache(shares)
         self.config = config
         self.cache = cache
         self.group = config.group
@@ -69,9 +71,8 @@ class Pipeline(PipelineBase[Y, R]):
         self.placement = config.placement
         self.stages = config.stages
         self.here = config.here
-        self.output_rank = self.placement.rank_of(
-            self.stages - 1
-        )  # of the last stage, or its first replica
+        # Of several replicas of the last stage, the first.
+        self.output_rank = self.placement.rank_of(self.stages - 1)
 
     def call(
         self,
@@ -82,30 +83,40 @@ class Pipeline(PipelineBase[Y, R]):
         side: dict[str, Tree],
         **options: Any,
     ) -> Call:
-        """The checked arguments of a call that follows; where they are refused, the other ranks
-        learn it.
+        """Check the arguments of a call. An error is reported to the other ranks.
+
+        With ``schedule="auto"`` the first call that needs gradients chooses the schedule.
         """
         try:
             call = Call.of(self.config, mode, params, x, targets, side, **options)
         except Exception as error:
             self.refuse(error)
             raise
-        auto = self.config.schedule
-        if isinstance(auto, Chosen) and mode == "grad" and call.number not in auto.chosen:
-            self._choose(auto, call, params, x, targets, side)
+        schedule = self.config.schedule
+        if isinstance(schedule, Chosen) and mode == "grad" and call.number not in schedule.chosen:
+            self._choose(schedule, call, params, x, targets, side)
         return call
 
     def stepper(
-        self, wanted: tuple[int, ...], alone: bool, has_aux: bool, each: Each | None
+        self, argnums: tuple[int, ...], single: bool, has_aux: bool, each: Each | None
     ) -> Callable[..., Any]:
-        """The function that ``fpipe.value_and_grad`` returns. ``alone``: its gradients are not in a
-        tuple.
+        """The function that ``fpipe.value_and_grad`` returns.
+
+        With ``single`` it returns the only gradient itself, not a tuple of one.
         """
 
         def prepare(params, x, targets, side, scale, seed):
-            options = {"wanted": wanted, "has_aux": has_aux, "each": each}
             return self.call(
-                "grad", params, x, targets, side, seed=seed, loss_scale=scale, **options
+                "grad",
+                params,
+                x,
+                targets,
+                side,
+                seed=seed,
+                argnums=argnums,
+                has_aux=has_aux,
+                each=each,
+                loss_scale=scale,
             )
 
         def step(
@@ -117,17 +128,18 @@ class Pipeline(PipelineBase[Y, R]):
             _value: bool = True,
             **side: Tree,
         ) -> Any:
-            arguments = params, x, targets, side, loss_scale
+            arguments = (params, x, targets, side, loss_scale)
             call = prepare(*arguments, seed)
             if calls.surrounded():
                 value, grads = feature("derived.nested").value_and_grad(call, x)
             elif self.config.capture and not calls.observed():
-                again = partial(prepare, seed=seed)
+                prepare_again = partial(prepare, seed=seed)
                 steps = feature("capture.steps")
-                value, grads = steps.captured(call, self.cache, again, arguments, _value)
+                value, grads = steps.captured(call, self.cache, prepare_again, arguments, _value)
             else:
                 value, grads = calls.value_and_grad(call, self.cache, _value)
-            return value, grads[0] if alone else grads
+            gradients = grads[0] if single else grads
+            return value, gradients
 
         return step
 
@@ -206,8 +218,8 @@ def pipeline(
             one. Parameters, input and result are pytrees; the result is the input of the next
             stage. Keyword-only arguments are side inputs, which the call takes by name.
         schedule: a name of ``fpipe.schedule_names()``, an ``fpipe.Schedule``, the path of a CSV
-            file, a function ``(ranks, microbatches) -> Schedule``, or ``"auto"``, or
-            ``fpipe.auto(memory=, costs=)``: it is then chosen, and ``pipe.why`` says what and why.
+            file, or a function ``(ranks, microbatches) -> Schedule``. ``"auto"``, or
+            ``fpipe.auto(memory=, costs=)``, chooses one; ``pipe.why`` says which and why.
         loss: a function ``loss(y, *targets, side)`` of one microbatch that returns a scalar, or
             ``(scalar, aux)`` for calls with ``has_aux=True``. It runs on the rank of the last
             stage. None: calls return outputs, and ``fpipe.vjp`` differentiates them.
@@ -255,7 +267,8 @@ def pipeline(
     Raises:
         StageError: if stages or an option are wrong.
         ScheduleError: if the schedule breaks a rule, or does not fit stages, ranks and
-        microbatches. GroupError: if there is no process group to take.
+            microbatches.
+        GroupError: if there is no process group to take.
         MismatchError: if processes describe different stages.
 
     >>> from fpipe import local, value_and_grad
@@ -267,8 +280,8 @@ def pipeline(
     0.0
     """
     if not isinstance(stages, (list, tuple)) or not stages:
-        module = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
-        raise StageError(f"stages must be a list of functions fn(params, x), one at least{module}")
+        hint = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
+        raise StageError(f"stages must be a list of functions fn(params, x), one at least{hint}")
     if group is None:
         group = init()
     if not isinstance(group, Group):
@@ -282,37 +295,40 @@ def pipeline(
             )
         choice: Choice = schedule if isinstance(schedule, Choice) else product("search.auto").auto()
         schedule = choice.bound_to(group, len(stages), microbatches)
-    given = Config(
-        tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches, sliced=slices
-    )
-    parts = given.functions
-    if any(isinstance(stage.fn, Elsewhere) for stage in parts):
-        parts = feature("elsewhere.stages").described(given)
-    functions = [with_defaults(stage, engine, compile) for stage in parts]
+    described = tuple(map(as_stage, stages))
+    if any(isinstance(stage.fn, Elsewhere) for stage in described):
+        incomplete = Config(
+            described, schedule, group, microbatches=microbatches, requested_slices=slices
+        )
+        described = feature("elsewhere.stages").described(incomplete)
+    functions = [with_defaults(stage, engine, compile) for stage in described]
     if any(stage.compile for stage in functions):
         devices = map(group.device, group.here)
         functions = feature("compilers").without_unsafe_compilers(functions, devices, stacklevel=2)
+    if loss is not None and engine != "trace":
+        loss = with_defaults(as_stage(loss), engine)
+    frozen_leaves = [*patterns("frozen", frozen)]
+    for number, stage in enumerate(described):
+        frozen_leaves += [f"{number}.{name}" for name in stage.frozen]
+    tied_leaves = ()
+    if tied != () or any(stage.ties for stage in described):
+        tied_leaves = feature("ties").ties(described, tied)
     config = Config(
         tuple(functions),
         schedule,
         group,
-        loss=loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine),
+        loss=loss,
         microbatches=microbatches,
         reduction=reduction,
         seed=seed,
-        frozen=(
-            *patterns("frozen", frozen),
-            *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen),
-        ),
-        tied=feature("ties").ties(parts, tied)
-        if tied != () or any(stage.ties for stage in parts)
-        else (),
+        frozen=tuple(frozen_leaves),
+        tied=tied_leaves,
         outputs=outputs,
         accumulate=accumulate,
         overlap=overlap,
         copies=_copies(dp, reduction),
-        sliced=slices,
-        more=options_of(more) if more else (),
+        requested_slices=slices,
+        more=options_of(more),
     )
     if not config.plain:
         option_checks.check(config)
@@ -320,11 +336,13 @@ def pipeline(
 
 
 def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:
+    """The value of ``dp=``, with the reduction of the pipeline where it has none."""
     if dp is None:
         return None
-    given = dp if isinstance(dp, Copies) else copies(dp)
-    own = "mean" if reduction == "mean" else "sum"
-    return given if given.reduction is not None else replace(given, reduction=own)
+    value = dp if isinstance(dp, Copies) else copies(dp)
+    if value.reduction is not None:
+        return value
+    return replace(value, reduction="mean" if reduction == "mean" else "sum")
 
 
 __all__ = ["Pipeline"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of a pipeline by signature: found, or prepared together with the other ranks.
+"""The cache of a pipeline's plans: the first call of a signature prepares them, together with the
+other ranks, and later calls use them again.
 
-Knows calls and plans; not what is done with them.
+Knows calls and plans; not how plans run.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from .first_call import FirstCall, compare_copies, enter, refused
 from .prepare import Prepared, prepare
 from .results import ResultLayout
 
-#: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
-KEPT = 128
-#: The number of plans after which a pipeline warns, once, if the later ones took more than these
-#: seconds.
-HINT = 16
-DEAR = 10.0
-#: How many earlier calls are looked at for plans that can be used again, and for sizes to expect.
-SEEN = 6
+#: The number of signatures whose plans are cached. The plans of the least recent calls are dropped.
+MAX_PLANS = 128
+#: With so many plans, a pipeline warns once if those after the first took more than WARN_SECONDS.
+WARN_PLANS = 16
+WARN_SECONDS = 10.0
+#: The number of earlier plans that may be used again for other sizes, or predict other sizes.
+RECENT = 6
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPlans:
-    """Everything about one signature that later calls use again."""
+    """The plans of one signature, and what calls that run them read."""
 
     config: Config
     prepared: Prepared
-    facts: Facts  # of the signature
-    number: int  # of the call for which they were prepared, among those of the group
-    misplaced: str | None  # set where a value is on a device that cannot be used
-    spent: tuple[Spent, ...] = ()  # to prepare them
+    facts: Facts  # that ranks compared
+    number: int  # of the group's call that prepared the plans
+    misplaced: str | None  # why the arguments cannot be used, if a tensor is on a wrong device
+    spent: tuple[Spent, ...] = ()  # seconds, by part of the preparation
 
     def announce(self, call: Call, pullback: int = -1) -> int:
-        """Announce a call that runs these plans, or the pullback of an earlier call; returns its
-        number.
+        """Announce a call that runs these plans, and return its number.
+
+        With ``pullback`` announce the pullback of the call of that number.
         """
         if self.config.local:
             return 0
@@ -54,46 +55,47 @@ class CachedPlans:
 
     @cached_property
     def feeders(self) -> Mapping[int, Feeder]:
-        """Where fed values come from, by rank."""
-        group = self.config.group
-        return {
-            r: Feeder(plan, self.prepared, group.device(r))
-            for r, plan in self.prepared.plans.items()
-        }
+        """The functions that fill the registers, by rank."""
+        device = self.config.group.device
+        plans = self.prepared.plans
+        return {rank: Feeder(plan, self.prepared, device(rank)) for rank, plan in plans.items()}
 
     @cached_property
     def layout(self) -> ResultLayout:
-        """Where the results are."""
+        """Where the registers hold the results."""
         return ResultLayout(self.config, self.prepared)
 
 
 class Cache:
-    """What a pipeline keeps between calls: plans by signature, and the layouts of leaves that
-    copies share.
+    """What a pipeline keeps between calls.
+
+    * ``plans``: by signature
+    * ``shares``: the layouts of parameters that copies of the pipeline share
+    * ``agreed``: whether the copies have compared their configurations
+    * ``graphs``: of captured steps, by signature
+    * ``modes``: the pipeline in training (True) and in evaluation (False)
     """
 
     def __init__(self, shares: Any = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares = shares
         self.agreed = agreed
-        self.graphs: dict[Any, Any] = {}  # of captured steps, by signature
-        self.modes: dict[
-            bool, tuple[Config, Cache]
-        ] = {}  # of the same pipeline in training and in evaluation
+        self.graphs: dict[Any, Any] = {}
+        self.modes: dict[bool, tuple[Config, Cache]] = {}
 
     def plans_for(self, call: Call) -> CachedPlans:
-        """The plans of a call, prepared for the first of its signature."""
+        """The plans of a call that is not run, prepared where they are not cached."""
         key = call.signature()
-        cached = self._find(key)
-        return self._keep(call, key) if cached is None else cached
+        cached = self._lookup(key)
+        return self._add(call, key) if cached is None else cached
 
-    def announced(self, call: Call) -> tuple[CachedPlans, int]:
-        """The plans of a call that is about to run, and its number; it is announced to the other
-        ranks.
+    def announce(self, call: Call) -> tuple[CachedPlans, int]:
+        """Announce a call to the other ranks. Returns its plans, prepared where they are not
+        cached, and its number.
         """
         try:
             key = call.signature()
-            cached = self._find(key)
+            cached = self._lookup(key)
             misplaced = call.misplaced() if cached is None else cached.misplaced
             if misplaced is not None:
                 raise BatchError(misplaced)
@@ -102,47 +104,46 @@ class Cache:
             raise
         if cached is not None:
             return cached, cached.announce(call)
-        cached = self._keep(call, key)
+        cached = self._add(call, key)
         return cached, cached.number
 
-    def _find(self, key: tuple[Any, ...]) -> CachedPlans | None:
+    def _lookup(self, key: tuple[Any, ...]) -> CachedPlans | None:
         try:
             cached = self.plans.get(key)
         except TypeError as error:
             raise mistakes.unhashable(error) from error
-        if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
-            self.plans[key] = self.plans.pop(key)
+        if cached is not None and len(self.plans) > MAX_PLANS // 2:
+            self.plans[key] = self.plans.pop(key)  # the plans of the most recent call are the last
         return cached
 
-    def _keep(self, call: Call, key: tuple[Any, ...]) -> CachedPlans:
-        """Prepare the plans of a call, and warn of the time where many calls needed plans."""
-        with measured() as parts:
-            cached = self._prepared(call)
-        cached = self.plans[key] = replace(cached, spent=tuple(parts))
-        if len(self.plans) == HINT:
-            mistakes.warn_of_shapes([each.spent for each in self.plans.values()], DEAR)
-        if len(self.plans) > KEPT:
+    def _add(self, call: Call, key: tuple[Any, ...]) -> CachedPlans:
+        """Prepare the plans of a call and cache them. Warn where many shapes cost much time."""
+        with measured() as spent:
+            cached = self._prepare(call)
+        cached = replace(cached, spent=tuple(spent))
+        self.plans[key] = cached
+        if len(self.plans) == WARN_PLANS:
+            mistakes.warn_of_shapes([plans.spent for plans in self.plans.values()], WARN_SECONDS)
+        if len(self.plans) > MAX_PLANS:
             del self.plans[next(iter(self.plans))]
         return cached
 
-    def _prepared(self, call: Call) -> CachedPlans:
-        """Prepare the plans of a call, after a comparison with the other ranks where there are any
-        in other processes.
-        """
+    def _prepare(self, call: Call) -> CachedPlans:
+        """Prepare the plans of a call. Ranks in several processes compare the call first."""
         config = call.config
-        latest = [each.prepared for each in list(self.plans.values())[-SEEN:]]
+        recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
         if config.copies is not None and not self.agreed:
             self.agreed = True
             compare_copies(config)
         try:
             request = call.request(self.shares)
-            first = None if config.local else FirstCall(call, request, self.shares)
+            first_call = None if config.local else FirstCall(call, request, self.shares)
         except Exception as error:
             refused(config, error)
             raise
-        if first is None:
-            prepared = prepare(config, request, 0, None, latest)
+        if first_call is None:
+            prepared = prepare(config, request, 0, None, recent)
             return CachedPlans(config, prepared, {}, 0, call.misplaced())
-        agreed = first.compared(latest)
-        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, latest)
+        agreed = first_call.compare(recent)
+        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, recent)
         return CachedPlans(config, prepared, agreed.facts, agreed.number, call.misplaced())

@@ -2,8 +2,8 @@
 """From a call's signature to executable plans: trace the local stages, exchange interfaces, lower,
 bind.
 
-This is the cold path, run once for every new signature; the pipeline caches the result. It uses the
-group only to exchange the interfaces of stages between processes. Knows no values.
+This runs once for each signature; the pipeline caches the result. The group is used only to
+exchange the interfaces of stages between processes. Knows no values.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from . import interfaces, unused
 from .config import Config
 from .execute import Executable, bind
 from .handshake import together
-from .kinds import TracedKind, advanced, in_turn, loss_programs
+from .kinds import TracedKind, loss_programs, map_slices, trace_next_stages
 from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
 
 S = TypeVar("S")
-#: Interfaces of stages that a process found.
-News: TypeAlias = Mapping[int, Interface]
+#: Interfaces of stages that a process traced.
+NewInterfaces: TypeAlias = Mapping[int, Interface]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Executable plans for the ranks of this process, and what is known of every stage."""
+    """Executable plans for the ranks of this process, and the interfaces of all stages."""
 
     request: Request
-    executables: Mapping[int, Executable]
-    inputs: Mapping[int, LoweringInput]
-    interfaces: tuple[tuple[Interface, ...], ...]  # by kind
-    loss: tuple[Programs | None, ...]  # by kind
-    tag: int = 0  # identifies what all ranks agreed on
+    executables: Mapping[int, Executable]  # by rank
+    inputs: Mapping[int, LoweringInput]  # by rank
+    interfaces: tuple[tuple[Interface, ...], ...]  # by kind of microbatch, then by stage
+    loss: tuple[Programs | None, ...]  # by kind of microbatch
+    tag: int = 0  # a digest of the facts that ranks compared
 
     @property
     def plans(self) -> dict[int, Plan]:
@@ -57,12 +57,12 @@ class Prepared:
         return {rank: executable.plan for rank, executable in self.executables.items()}
 
     def output(self, mb: int) -> AbstractTree:
-        """What the last stage returns for a microbatch."""
+        """The output of the last stage for a microbatch, in abstract form."""
         return self.interfaces[self.request.kind_of[mb]][-1].y
 
 
 def silent(text: str) -> None:
-    """Show nothing of what is being done."""
+    """A progress line that shows nothing."""
 
 
 def prepare(
@@ -70,33 +70,29 @@ def prepare(
     request: Request,
     tag: int,
     traced: list[TracedKind] | None = None,
-    before: Sequence[Prepared] = (),
+    recent: Sequence[Prepared] = (),
 ) -> Prepared:
-    """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on
-    before.
+    """Trace, exchange interfaces, lower and bind.
 
-    ``traced``: what all ranks traced for the same expected interfaces. ``before``: the plans of the
-    latest calls, which are reused for other sizes.
+    ``tag`` identifies the facts that ranks compared. With ``traced`` all ranks have traced their
+    stages for predicted interfaces, and there is nothing to exchange. ``recent`` are plans of the
+    latest calls, which may be used again for other sizes.
     """
     group = config.group
     copies = config.copies
     schedule = request.schedule
     if traced is None:
-        with noted("tracing") if sys.stderr.isatty() else nullcontext(silent) as note:
-            traced = traced_in_turn(config, request, note)
-    inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
-    first = 0 if copies is None else copies.part * schedule.microbatches
+        progress = noted("tracing") if sys.stderr.isatty() else nullcontext(silent)
+        with progress as note:
+            traced = trace_stages(config, request, note)
+    inputs = lowering_inputs(config, request, traced, group.here, distributed=not config.local)
+    first_microbatch = 0 if copies is None else copies.part * schedule.microbatches
+    check = feature("debugging").check if request.debug else None
     executables = {}
     with timed("lowering"), uncollected():
-        for rank, plan in _lowered(inputs, _earlier(request, before)).items():
-            machine = Machine(
-                rank,
-                group,
-                group.device(rank),
-                config.accumulate,
-                feature("debugging").check if request.debug else None,
-                first,
-            )
+        for rank, plan in _lower_ranks(inputs, _reusable(request, recent)).items():
+            device = group.device(rank)
+            machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
             executables[rank] = bind(plan, machine)
     return Prepared(
         request,
@@ -114,9 +110,12 @@ def lowering_inputs(
     traced: Sequence[TracedKind],
     ranks: Sequence[int],
     *,
-    apart: bool,
+    distributed: bool,
 ) -> dict[int, LoweringInput]:
-    """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
+    """What the plans of ranks are lowered from.
+
+    With ``distributed`` other ranks are in other processes.
+    """
     group = config.group
     schedule = request.schedule
     if config.frozen or config.copies is not None:
@@ -130,12 +129,14 @@ def lowering_inputs(
             wide=config.accumulate,
             wants_dx=request.wants_dx,
             phased=request.mode == "vjp",
-            wired=apart and not group.at_once,
+            wired=distributed and not group.at_once,
             strict=group.strict,
         )
         for rank in ranks
     }
-    features = tuple(_features(config, request, traced[0].interfaces, inputs, apart=apart))
+    features = tuple(
+        _features(config, request, traced[0].interfaces, inputs, distributed=distributed)
+    )
     return {rank: replace(job, features=features) for rank, job in inputs.items()}
 
 
@@ -145,26 +146,26 @@ def _features(
     interfaces: Sequence[Interface],
     inputs: Mapping[int, LoweringInput],
     *,
-    apart: bool,
+    distributed: bool,
 ) -> Iterator[Feature]:
     """The features of the plans, in the order in which they act."""
-    tied = ()
     if request.each:
         yield feature("each").Each()
+    tied = ()
     ranks_of = request.schedule.placement.ranks_of
-    if config.tied or any(len(ranks_of(stage)) > 1 for stage in range(config.stages)):
+    replicated = any(len(ranks_of(stage)) > 1 for stage in range(config.stages))
+    if config.tied or replicated:
         sums = feature("ties").sums_of(config, request, interfaces)
         tied = sums.tied
         if sums.specs and request.mode != "forward":
             yield sums
     if config.copies is not None:
         yield feature("copies.gathering").OfCopies(config.copies, request.layouts, tied)
-    if config.overlap != "sequential" and (
-        any(isinstance(action, Fused) for row in request.schedule for action in row)
-        or _starts_collectives(inputs)
-    ):
-        yield feature("weaving.fused").Weaving()
-    if apart and sends_loss_early(config, request):
+    if config.overlap != "sequential":
+        fused = any(isinstance(action, Fused) for row in request.schedule for action in row)
+        if fused or _starts_collectives(inputs):
+            yield feature("weaving.fused").Weaving()
+    if distributed and sends_loss_early(config, request):
         yield feature("early_loss").EarlyLoss()
     for option in config.more:
         yield from option.features(request)
@@ -176,52 +177,58 @@ def sends_loss_early(config: Config, request: Request) -> bool:
 
 
 def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
-    """Whether a program of the ranks here starts a collective."""
+    """Whether a program of the ranks of this process starts a collective."""
     kinds = {id(kind): kind for job in inputs.values() for kind in job.kinds}.values()
-    several = (
-        each for kind in kinds for each in (*kind.programs.values(), kind.loss) if each is not None
-    )
-    return any(one.collective for each in several for one in (each.f, each.b, each.i, each.w))
+    for kind in kinds:
+        for programs in (*kind.programs.values(), kind.loss):
+            if programs is not None and any(
+                program.collective for program in (programs.f, programs.b, programs.i, programs.w)
+            ):
+                return True
+    return False
 
 
-def _lowered(
+def _lower_ranks(
     inputs: Mapping[int, LoweringInput], earlier: Mapping[int, tuple[Plan, LoweringInput]]
 ) -> dict[int, Plan]:
-    """The plans of the ranks here; plans of an earlier call are used again where only sizes
-    differ.
+    """Lower the plan of each rank of this process.
+
+    A plan of an ``earlier`` call is used again where only sizes differ.
     """
-    known: dict[int, Plan] = {}
+    plans: dict[int, Plan] = {}
     if earlier:
         resized = feature("sizes.resizing").resized
-        found = {rank: resized(*earlier[rank], job) for rank, job in inputs.items()}
-        known = {rank: plan for rank, plan in found.items() if plan is not None}
+        for rank, job in inputs.items():
+            plan = resized(*earlier[rank], job)
+            if plan is not None:
+                plans[rank] = plan
     if _starts_collectives(inputs):
-        return feature("weaving.collective_order").in_one_order(inputs, known)
+        return feature("weaving.collective_order").in_one_order(inputs, plans)
     return {
-        rank: known[rank] if rank in known else lower(job, rank) for rank, job in inputs.items()
+        rank: plans[rank] if rank in plans else lower(job, rank) for rank, job in inputs.items()
     }
 
 
-def _earlier(request: Request, before: Sequence[Prepared]) -> dict[int, tuple[Plan, LoweringInput]]:
-    """The plans of the latest call with the same schedule and mode."""
-    alike = (
-        p
-        for p in reversed(before)
-        if (p.request.mode, p.request.kind_of) == (request.mode, request.kind_of)
-    )
-    found = next((p for p in alike if p.request.schedule == request.schedule), None)
-    return (
-        {}
-        if found is None
-        else {rank: (plan, found.inputs[rank]) for rank, plan in found.plans.items()}
-    )
+def _reusable(
+    request: Request, recent: Sequence[Prepared]
+) -> dict[int, tuple[Plan, LoweringInput]]:
+    """The plans, and what they were lowered from, of the latest call with the same mode, schedule
+    and order of kinds.
+    """
+    for prepared in reversed(recent):
+        other = prepared.request
+        if (other.mode, other.kind_of) == (request.mode, request.kind_of) and (
+            other.schedule == request.schedule
+        ):
+            return {rank: (plan, prepared.inputs[rank]) for rank, plan in prepared.plans.items()}
+    return {}
 
 
-def traced_in_turn(
-    config: Config, request: Request, note: Callable[[str], None]
-) -> list[TracedKind]:
-    """Trace the stages of this process, stage by stage, until every process knows the interfaces of
-    all stages.
+def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> list[TracedKind]:
+    """Trace the stages of this process, until every process knows the interfaces of all stages.
+
+    A stage is traced for the output of the stage before it. So processes take turns: each traces
+    its stages as far as it can, and all exchange the new interfaces.
     """
     stages = request.schedule.stages
     chain = request.chain
@@ -230,63 +237,66 @@ def traced_in_turn(
         for number, kind in enumerate(request.kinds)
     ]
 
-    def advance(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
-        found = in_turn(known, lambda kind, before: advanced(config, request, kind, before, note))
-        return found, [
-            dict(enumerate(new.interfaces[len(old.interfaces) :], len(old.interfaces)))
-            for old, new in zip(known, found, strict=True)
-        ]
+    def trace_next(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
+        advanced = map_slices(
+            known, lambda kind, previous: trace_next_stages(config, request, kind, previous, note)
+        )
+        news: list[NewInterfaces] = []
+        for old, new in zip(known, advanced, strict=True):
+            first = len(old.interfaces)
+            news.append(dict(enumerate(new.interfaces[first:], first)))
+        return advanced, news
 
-    def with_loss(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
+    def trace_loss(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
         return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known], []
 
-    def cut(known: list[TracedKind]) -> tuple[list[TracedKind], list[News]]:
+    def cut_unused(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
         return unused.cut(config, request, known)
 
     while any(len(kind.interfaces) < stages for kind in traced):
-        known = traced
-        traced, reports = exchange(config, advance, known)
+        before = traced
+        traced, reports = exchange(config, trace_next, before)
+        # Several processes may hold a stage. The longest report has what the others have.
         news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
         if not any(news):
-            first = min(len(kind.interfaces) for kind in known)
-            raise no_report(first)
+            raise no_report(min(len(kind.interfaces) for kind in before))
         traced = [
             replace(kind, interfaces=(*old.interfaces, *new.values()))
-            for kind, old, new in zip(traced, known, news, strict=True)
+            for kind, old, new in zip(traced, before, news, strict=True)
         ]
     if config.loss is not None:
         note("the loss")
-        traced, _ = exchange(config, with_loss, traced)
+        traced, _ = exchange(config, trace_loss, traced)
     if request.mode == "forward":
         return traced
-    # Every process knows all interfaces, so all agree on whether another round is needed. What
-    # carries lack is known on their processes alone.
-    again = config.carries
-    while again or any(kind.value_graph().lacking() for kind in traced):
-        again = False
-        traced, reports = exchange(config, cut, traced)
+    # Every process knows all interfaces, so all agree on whether another round is needed. Unused
+    # carries are known only to the processes of their stages, so carries need a round in any case.
+    first_round = config.carries
+    while first_round or any(kind.value_graph().lacking() for kind in traced):
+        first_round = False
+        traced, reports = exchange(config, cut_unused, traced)
         for report in reports:
             traced = [kind.updated(new) for kind, new in zip(traced, report, strict=True)]
     return traced
 
 
 def exchange(
-    config: Config, step: Callable[[S], tuple[S, list[News]]], state: S
-) -> tuple[S, list[list[News]]]:
-    """Do a step of the preparation on every process.
+    config: Config, step: Callable[[S], tuple[S, list[NewInterfaces]]], state: S
+) -> tuple[S, list[list[NewInterfaces]]]:
+    """Do a step of the preparation on every process. An error of one is raised on all.
 
     Returns:
-        The state after it, and what each process reports to the others. Where one fails, all do.
+        The state after the step, and the new interfaces that each process reports.
     """
     if config.local:
         state, report = step(state)
         return state, [report]
-    reached: list[S] = []
+    states: list[S] = []
 
-    def work() -> list[News]:
+    def work() -> list[NewInterfaces]:
         after, report = step(state)
-        reached.append(after)
+        states.append(after)
         return report
 
     reports = together(config.group, work, interfaces.news_as_data, interfaces.news_from_data)
-    return reached[0], reports
+    return states[0], reports

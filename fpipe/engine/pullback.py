@@ -26,8 +26,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     """The forward phase now; the backward phase in the pullback."""
     regs: AllRegisters = {}
     with call.config.claim:
-        plans, number = calls.announced(call, cache)
-        with calls.Reported(call.config):
+        plans, number = calls.announce(call, cache)
+        with calls.ErrorReporter(call.config):
             weights = call.weights()
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
@@ -62,7 +62,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             else:
                 regs = kept.pop()
             plans.announce(call, number)
-            with calls.Reported(call.config):
+            with calls.ErrorReporter(call.config):
                 rows = on_replicas(call, units, rows)
                 calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
                 results = Outputs(plans.layout, regs, call, weights, rows)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from the registers after a run: the loss on every rank, gradients by stage, outputs,
-state.
+"""Reads the results of a run from the registers: the loss and the gradients. ``outputs`` reads the
+others.
 
-``ResultLayout`` is computed once for each signature, ``Results`` reads one run by it. Knows plans
-and registers; no schedule by name and no backend.
+``ResultLayout`` says where the results are, once for each signature. ``Results`` reads those of one
+run. Knows plans and registers; no schedule by name and no backend.
 """
 
 from __future__ import annotations
@@ -25,18 +25,29 @@ from .arguments import Call
 from .config import Config
 from .parts import Weights, added
 from .prepare import Prepared, sends_loss_early
-from .scalars import Scalars, gathered, shared, total_of
+from .scalars import Scalars, gather_total, shared, total_of
 
 
 class GradPlace(NamedTuple):
     """Where the gradient of a leaf is.
 
-    ``slot`` is -1 where nothing was added to it, and None where no gradient is wanted. ``local``:
-    the pipeline has copies, and the others have no part in it.
+    ``slot`` is None where the leaf is not differentiated, and -1 where its gradient is zero.
+    ``local`` is set where the pipeline has copies, and this leaf is not reduced over them.
     """
 
     slot: int | None
     local: bool
+
+
+class StageGradients(NamedTuple):
+    """Where the gradients of a stage are: a rank of this process, and a place for each leaf of the
+    parameters.
+    """
+
+    stage: int
+    rank: int
+    structure: Structure
+    places: list[GradPlace]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,45 +59,45 @@ class ResultLayout:
 
     @cached_property
     def scalars(self) -> list[Scalars]:
-        """The scalars of each rank that computes some; all but slots are known to every process."""
+        """The losses and auxiliary losses of each rank that computes some.
+
+        Every process knows them all, but only the slots of its own ranks.
+        """
         inputs = self.prepared.inputs
         executables = self.prepared.executables
-        out = []
-        for rank in self._some.scalar_ranks():
-            found = inputs.get(rank, self._some).scalars(rank)
-            slots = (
-                [executables[rank].plan.results[s.key] for s in found]
-                if rank in executables
-                else None
-            )
-            out.append(
-                Scalars(
-                    rank, [(s.stage, s.mb) for s in found], [s.aval.dtype for s in found], slots
-                )
-            )
-        return out
+        by_rank = []
+        for rank in self._any_input.scalar_ranks():
+            scalars = inputs.get(rank, self._any_input).scalars(rank)
+            slots = None
+            if rank in executables:
+                results = executables[rank].plan.results
+                slots = [results[scalar.key] for scalar in scalars]
+            places = [(scalar.stage, scalar.mb) for scalar in scalars]
+            dtypes = [scalar.aval.dtype for scalar in scalars]
+            by_rank.append(Scalars(rank, places, dtypes, slots))
+        return by_rank
 
     @cached_property
     def losses(self) -> tuple[int, list[int]] | None:
-        """The rank and slots of all losses by microbatch, where they are here and there are no
-        auxiliary ones.
+        """The rank that computes all losses, and their slots by microbatch.
+
+        None if several ranks compute them, if the rank is not here, or with auxiliary losses.
         """
-        (rank, places, _, slots), *others = self.scalars
-        if others or self.aux_stages or slots is None:
+        rank, places, _, slots = self.scalars[0]
+        if len(self.scalars) > 1 or self.aux_stages or slots is None:
             return None
-        at = {mb: slot for (_, mb), slot in zip(places, slots, strict=True)}
-        return rank, [at[mb] for mb in range(len(at))]
+        slot_of = {mb: slot for (_, mb), slot in zip(places, slots, strict=True)}
+        return rank, [slot_of[mb] for mb in range(len(slot_of))]
 
     @cached_property
     def aux_stages(self) -> list[int]:
         """The stages with auxiliary losses."""
-        return sorted(
-            {stage for each in self.scalars for stage, _ in each.places} - {self.config.stages}
-        )
+        stages = {stage for scalars in self.scalars for stage, _ in scalars.places}
+        return sorted(stages - {self.config.stages})
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:
-        """The dtype of the total of all losses of one rank."""
+        """The dtype of the total loss, where one rank computes all losses."""
         (scalars,) = self.scalars
         return reduce(torch.promote_types, scalars.dtypes)
 
@@ -96,11 +107,9 @@ class ResultLayout:
         return torch.tensor(self.prepared.tag, device=self.config.device)
 
     @cached_property
-    def gradients(self) -> list[tuple[int, int, Structure, list[GradPlace]]]:
-        """By stage: the rank here that holds it, the structure of its parameters, and where their
-        gradients are.
-        """
-        out = []
+    def gradients(self) -> list[StageGradients]:
+        """Where the gradients of each stage of this process are."""
+        by_stage = []
         for stage in self.config.here:
             params = self.prepared.request.params[stage]
             rank = self.config.rank_here(stage)
@@ -109,43 +118,36 @@ class ResultLayout:
             places = []
             for index in range(len(params.leaves)):
                 reduced = reduced_grad(stage, index)
-                slot = (
-                    results.get(reduced, results.get(grad(stage, index), -1))
-                    if index in params.wanted
-                    else None
-                )
-                places.append(
-                    GradPlace(slot, self.config.copies is not None and reduced not in results)
-                )
-            out.append((stage, rank, params.spec, places))
-        return out
+                slot = None
+                if index in params.wanted:
+                    slot = results.get(reduced, results.get(grad(stage, index), -1))
+                local = self.config.copies is not None and reduced not in results
+                places.append(GradPlace(slot, local))
+            by_stage.append(StageGradients(stage, rank, params.spec, places))
+        return by_stage
 
     @cached_property
     def early_loss(self) -> bool:
-        """Whether the loss is sent during the plan of the rank that computes it; known to every
-        process.
-        """
-        return (
-            not self.config.local
-            and sends_loss_early(self.config, self.prepared.request)
-            and len(self.scalars) == 1
-        )
+        """Whether the rank that computes the loss sends it during its plan."""
+        if self.config.local or len(self.scalars) != 1:
+            return False
+        return sends_loss_early(self.config, self.prepared.request)
 
     @property
-    def _some(self) -> LoweringInput:
-        """What was lowered for a rank of this process: much of it is known of all ranks."""
+    def _any_input(self) -> LoweringInput:
+        """What the plan of some rank of this process was lowered from."""
         return next(iter(self.prepared.inputs.values()))
 
     def graph(self, mb: int) -> ValueGraph:
         """How values of a microbatch pass between stages."""
-        return self._some.kind(mb).graph
+        return self._any_input.kind(mb).graph
 
 
 class Results:
-    """The loss and gradients of a run, gathered on demand. Every process must ask for the same
-    ones.
+    """The loss and the gradients of a run, read when they are asked for.
 
-    ``Outputs`` has the other results.
+    A result may be sent to other processes then, so every process must ask for the same ones in the
+    same order. ``Outputs`` has the other results.
     """
 
     def __init__(
@@ -168,17 +170,16 @@ class Results:
         self.path = self.request.schedule.placement.path
         self.stages = self.config.stages
         self.number = call.number
-        self.joins = call.number > 1 and (
-            call.x.uniform or call.x.slices > 1
-        )  # results are joined to a batch, and so copied
+        # Results of several microbatches are joined to a batch, which copies them.
+        self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)
 
-    def leave_loss(self) -> None:
-        """Receive the loss where it is sent in any case, although the caller does not want it."""
+    def discard_loss(self) -> None:
+        """Receive the loss where it is sent early, although the caller drops it."""
         if self.layout.early_loss:
             self.pipeline_loss()
 
     def _get(self, rank: int, keys: Iterable[Key]) -> list[torch.Tensor] | None:
-        """Results of a rank, on its process."""
+        """Results of a rank; None on other processes."""
         if rank not in self.group.here:
             return None
         slots = self.regs[rank].slots
@@ -187,34 +188,35 @@ class Results:
 
     # ---- the loss ----
     def loss(self) -> torch.Tensor:
-        """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch
-        order.
-
-        With copies of the pipeline, that of all copies.
+        """The total of all losses and auxiliary losses: weighted, then added in the order of
+        microbatches. It is that of all copies of the pipeline.
         """
         loss = self.pipeline_loss()
         copies = self.config.copies
         return loss if copies is None else copies.average(loss)
 
     def pipeline_loss(self) -> torch.Tensor:
-        """The total of this copy of the pipeline, received where other ranks compute it."""
-        sent = [r.loss for r in self.regs.values() if r.loss is not None]  # during the plan
-        if sent:
-            return sent[0]
+        """The total loss of this copy of the pipeline.
+
+        Ranks that do not compute it receive it, unless that happened early, during the plan.
+        """
+        early = [r.loss for r in self.regs.values() if r.loss is not None]
+        if early:
+            return early[0]
         layout = self.layout
         weights = self.weights
-        if layout.losses is not None and weights is not None and weights.number is not None:
-            rank, places = layout.losses
+        if layout.losses is not None and weights is not None and weights.common is not None:
+            rank, loss_slots = layout.losses
             slots = self.regs[rank].slots
-            total = added([slots[place] for place in places], weights.number)
+            total = added([slots[slot] for slot in loss_slots], weights.common)
             return self.share([total], [layout.loss_dtype], rank)[0]
         add = partial(total_of, weights=weights, with_aux=layout.aux_stages, stages=self.stages)
-        return gathered(layout.scalars, self.regs, self.share, add)
+        return gather_total(layout.scalars, self.regs, self.share, add)
 
     def share(
         self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
     ) -> Sequence[torch.Tensor]:
-        """A rank's scalars on every rank."""
+        """Send the scalars of a rank to all others; returns them on every rank."""
         if self.config.local:
             assert values is not None
             return values
@@ -222,30 +224,29 @@ class Results:
 
     # ---- gradients ----
     def param_grads(self) -> Sequence[Tree]:
-        """One pytree per stage of this process: a tensor for every leaf that is differentiated,
-        else None.
+        """The gradients of the parameters of each stage; None for stages on other processes.
+
+        Leaves that are not differentiated have the gradient None.
         """
-        out: list[Tree] = [None] * self.stages
-        for stage, rank, spec, places in self.layout.gradients:
+        by_stage: list[Tree] = [None] * self.stages
+        for stage, rank, structure, places in self.layout.gradients:
             slots = self.regs[rank].slots
-            leaves = []
+            grads = []
             for index, (slot, local) in enumerate(places):
                 if slot is None:
-                    leaves.append(None)
+                    grads.append(None)
                 elif slot < 0:
                     value = self.call.leaves[stage][0][index]
-                    leaves.append(
-                        torch.zeros_like(
-                            value, dtype=tree.sum_dtype(value.dtype, self.config.accumulate)
-                        )
-                    )
+                    dtype = tree.sum_dtype(value.dtype, self.config.accumulate)
+                    grads.append(torch.zeros_like(value, dtype=dtype))
                 else:
-                    leaves.append(self._of_all(slots[slot]) if local else slots[slot])
-            out[stage] = tree.unflatten(spec, leaves)
-        return tuple(out) if isinstance(self.call.params, tuple) else out
+                    grads.append(self._of_all_copies(slots[slot]) if local else slots[slot])
+            by_stage[stage] = tree.unflatten(structure, grads)
+        return tuple(by_stage) if isinstance(self.call.params, tuple) else by_stage
 
-    def _of_all(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient in which other copies of the pipeline have no part, as one of the loss of all
-        copies.
+    def _of_all_copies(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss of all copies of the pipeline.
+
+        Only this copy computes ``grad``, which is that of its own loss.
         """
         return grad if self.config.copies is None else self.config.copies.divided(grad)

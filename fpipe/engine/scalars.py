@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of a step, such as its losses: sent to other ranks as a row of bytes, and their total.
+"""Sends scalars of a step, such as its losses, to other ranks as a row of bytes, and adds them.
 
-One process that has all losses of a step, with one weight, adds them in ``parts``.
+Where one process has all losses of a step, and their weights are equal, ``parts`` adds them.
 """
 
 from __future__ import annotations
@@ -30,61 +30,63 @@ def shared(
     dtypes: Sequence[torch.dtype],
     rank: int,
 ) -> Sequence[torch.Tensor]:
-    """The scalars of a rank on every rank. Their row begins with the tag of the plan, a tensor, of
-    which ``number`` is the value here.
+    """Send the scalars of a rank to all others; returns them on every rank.
+
+    Other ranks pass None for ``values``. The row of scalars begins with the tag of the plans, whose
+    value is ``number``. Rows of different steps may have equal shapes; then their tags differ.
     """
-    kinds = (tag.dtype, *dtypes)
-    (row,) = group.share(None if values is None else (packed([tag, *values]),), row_of(kinds), rank)
+    row_dtypes = (tag.dtype, *dtypes)
+    sent = None if values is None else (packed([tag, *values]),)
+    (row,) = group.share(sent, row_of(row_dtypes), rank)
     if values is not None:
         return values
-    their_tag, *scalars = unpacked(row, kinds)
-    if (
-        int(their_tag) != number
-    ):  # shapes may agree by chance: then the loss is that of another step
+    received_tag, *scalars = unpacked(row, row_dtypes)
+    if int(received_tag) != number:
         raise MismatchError(
-            f"rank {rank} ran another step than rank {group.here[0]} (other shapes, "
-            "schedule or number of "
-            "microbatches); make the same calls in the same order on every rank"
+            f"rank {rank} ran another step than rank {group.here[0]} (other shapes, schedule or "
+            "number of microbatches); make the same calls in the same order on every rank"
         )
     return [value.to(tag.device) for value in scalars]
 
 
 def packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their bytes in a row.
+    """Pack scalars into a row of bytes.
 
     >>> unpacked(packed([torch.tensor(7), torch.tensor(0.5)]), [torch.int64, torch.float32])
     [tensor(7), tensor(0.5000)]
     """
     if all(value.is_cpu for value in values):
-        plain = [value.resolve_neg() for value in values]
-        row = bytearray(b"".join([string_at(value.data_ptr(), value.itemsize) for value in plain]))
-        return torch.frombuffer(row, dtype=torch.uint8)
+        stored = [value.resolve_neg() for value in values]
+        parts = [string_at(value.data_ptr(), value.itemsize) for value in stored]
+        return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
     return torch.cat([value.reshape(1).view(torch.uint8) for value in values])
 
 
 @lru_cache(maxsize=256)
 def row_of(dtypes: tuple[torch.dtype, ...]) -> tuple[Spec]:
-    """What a row of scalars is as a message."""
-    return (Spec((sum(dtype.itemsize for dtype in dtypes),), (1,), torch.uint8),)
+    """The specs of the message that holds a row of scalars."""
+    size = sum(dtype.itemsize for dtype in dtypes)
+    return (Spec((size,), (1,), torch.uint8),)
 
 
 def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """The scalars of a row, on the CPU."""
+    """Unpack the scalars of a row, to the CPU."""
     content = bytearray(row.tolist())
-    at = 0
+    offset = 0
     scalars = []
     for dtype in dtypes:
-        scalars.append(torch.frombuffer(content, dtype=dtype, count=1, offset=at).reshape(()))
-        at += dtype.itemsize
+        scalar = torch.frombuffer(content, dtype=dtype, count=1, offset=offset)
+        scalars.append(scalar.reshape(()))
+        offset += dtype.itemsize
     return scalars
 
 
 # ---- the total ----
 class Scalars(NamedTuple):
-    """The losses and auxiliary losses that a rank computes: each (stage, microbatch), and its slot
-    if the rank is here.
+    """The losses and auxiliary losses that a rank computes.
 
-    The stage of a loss is one past the last.
+    ``places`` are their stages and microbatches; the stage past the last is the loss. ``slots`` is
+    None if the rank is on another process.
     """
 
     rank: int
@@ -93,59 +95,59 @@ class Scalars(NamedTuple):
     slots: Sequence[int] | None
 
 
-#: Losses and auxiliary losses by (stage, microbatch), the losses under one stage past the last.
-Found: TypeAlias = Mapping[tuple[int, int], torch.Tensor]
+#: Losses and auxiliary losses by (stage, microbatch); the stage past the last is the loss.
+Losses: TypeAlias = Mapping[tuple[int, int], torch.Tensor]
 
 
-def gathered(
+def gather_total(
     scalars: Sequence[Scalars],
     regs: Mapping[int, Registers],
-    share: Callable[[Sequence[torch.Tensor] | None, Sequence[torch.dtype], int], Tensors],
-    add: Callable[[Found], torch.Tensor],
+    share: Callable[[Tensors | None, Sequence[torch.dtype], int], Tensors],
+    add: Callable[[Losses], torch.Tensor],
 ) -> torch.Tensor:
-    """The total of losses and auxiliary losses that several ranks compute, or with a weight each.
+    """The total of the losses and auxiliary losses of all ranks.
 
-    A rank that computes all of them shares their total.
+    A rank that computes all of them shares only the total. Several ranks share all losses.
     """
-    found: dict[tuple[int, int], torch.Tensor] = {}
+    losses: dict[tuple[int, int], torch.Tensor] = {}
     for rank, places, dtypes, slots in scalars:
-        if slots is None:
-            values = None
-        else:
+        values = None
+        if slots is not None:
             values = [regs[rank].slots[slot] for slot in slots]
         if len(scalars) == 1:
-            here = None
+            total = None
             if values is not None:
-                here = [add(dict(zip(places, values, strict=True)))]
-            return share(here, [reduce(torch.promote_types, dtypes)], rank)[0]
-        found |= zip(places, share(values, dtypes, rank), strict=True)
-    return add(found)
+                total = [add(dict(zip(places, values, strict=True)))]
+            return share(total, [reduce(torch.promote_types, dtypes)], rank)[0]
+        losses |= zip(places, share(values, dtypes, rank), strict=True)
+    return add(losses)
 
 
 def total_of(
-    found: Found, weights: Weights | None, with_aux: Sequence[int], stages: int
+    losses: Losses, weights: Weights | None, with_aux: Sequence[int], stages: int
 ) -> torch.Tensor:
-    """Their weighted sum; ``with_aux`` are the stages with auxiliary losses."""
+    """The weighted sum of losses; ``with_aux`` are the stages with auxiliary losses."""
     assert weights is not None
-    count = sum(stage == stages for stage, _ in found)
-    if weights.number is not None and not with_aux:
-        return added([found[stages, mb] for mb in range(count)], weights.number)
-    losses = []
+    count = sum(stage == stages for stage, _ in losses)
+    if weights.common is not None and not with_aux:
+        return added([losses[stages, mb] for mb in range(count)], weights.common)
+    totals = []
     for mb in range(count):
-        value = found[stages, mb]
-        extras = [found[s, mb].to(value.device) for s in with_aux if (s, mb) in found]
-        losses.append(value + reduce(torch.add, extras) if extras else value)
-    return weighted(weights, losses)
+        loss = losses[stages, mb]
+        extras = [losses[stage, mb].to(loss.device) for stage in with_aux if (stage, mb) in losses]
+        totals.append(loss + reduce(torch.add, extras) if extras else loss)
+    return weighted(weights, totals)
 
 
 def weighted(weights: Weights, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The total of the microbatches' losses: each weighted, then added in order."""
+    """Multiply each microbatch's loss by its weight, and add the products in order."""
     terms = [_weighted(weights, mb, loss) for mb, loss in enumerate(losses)]
     return reduce(lambda total, term: total + term.to(total.device), terms)
 
 
 def _weighted(weights: Weights, mb: int, loss: torch.Tensor) -> torch.Tensor:
-    if weights.number is not None:
-        return loss * weights.number
-    scale = weights.each[mb].to(loss.dtype)
-    return torch.where(scale == 0, 0, loss * scale)  # a mean over nothing is NaN
+    if weights.common is not None:
+        return loss * weights.common
+    weight = weights.by_microbatch[mb].to(loss.dtype)
+    # The loss of a microbatch of weight 0 may be NaN: the mean of no values.
+    return torch.where(weight == 0, 0, loss * weight)

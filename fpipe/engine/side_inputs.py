@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call is given beside its batch: side inputs, cut as the batch is, and states of stages.
+"""Arguments of a call beside its batch: side inputs, cut as the batch is, and states of stages.
 
 Knows configurations; no plan.
 """
@@ -20,7 +20,7 @@ from .parts import Parts
 
 
 def cut(config: Config, side: Mapping[str, Tree], microbatches: int) -> dict[str, Parts]:
-    """Side inputs by name, cut into microbatches; BatchError for a name that nobody takes."""
+    """Cut side inputs into microbatches. Raise BatchError for a name that nothing reads."""
     check_sides([*config.sides, getattr(config.reduction, "sides", ())], side)
     return {
         name: Parts(value, microbatches, f"side input {name!r}", True, config.slices)
@@ -29,18 +29,21 @@ def cut(config: Config, side: Mapping[str, Tree], microbatches: int) -> dict[str
 
 
 def of_stage(names: Sequence[str], sides: Mapping[str, Parts], mb: int) -> dict[str, Tree]:
-    """What one microbatch has of these side inputs, those of a stage or of the loss."""
+    """The side inputs of one stage, or of the loss, for a microbatch; ``names`` are theirs."""
     return {name: sides[name].tree(mb) for name in names if name in sides}
 
 
 def leaves(
     names: Sequence[Sequence[str]], sides: Mapping[str, Parts], number: int
 ) -> dict[tuple[int, int], list[Any]]:
-    """The leaves of the side inputs by stage and microbatch; ``names`` are those of each stage."""
-    takers = [stage for stage, taken in enumerate(names) if taken]
+    """The leaves of the side inputs, by stage and microbatch.
+
+    ``names`` are the side inputs that each stage reads, and ``number`` counts the microbatches.
+    """
+    readers = [stage for stage, read in enumerate(names) if read]
     return {
         (stage, mb): tree.leaves(of_stage(names[stage], sides, mb))
-        for stage in takers
+        for stage in readers
         for mb in range(number)
     }
 
@@ -49,26 +52,28 @@ def abstract(
     names: Sequence[str],
     sides: Mapping[str, Parts],
     mb: int,
-    offers: Mapping[str, Sequence[AbstractTree]],
+    descriptions: Mapping[str, Sequence[AbstractTree]],
 ) -> AbstractTree:
-    """What one microbatch has of these side inputs in abstract form; ``offers`` are those of other
-    processes.
+    """The side inputs of one stage, or of the loss, for a microbatch in abstract form.
+
+    Those that are elsewhere have ``descriptions`` of other processes.
     """
     values = of_stage(names, sides, mb)
     for name in values:
-        if sides[name].absent and sides[name].name in offers:
-            of_microbatches = offers[sides[name].name]
-            described = of_microbatches[mb if len(of_microbatches) > 1 else 0]
+        side = sides[name]
+        if side.absent and side.name in descriptions:
+            trees = descriptions[side.name]
+            described = trees[mb if len(trees) > 1 else 0]
             empty = (
-                torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
-                for a in described.avals.values()
+                torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
+                for aval in described.avals.values()
             )
             values[name] = described.fill(empty)
     return AbstractTree.of(values)
 
 
 def states(config: Config, given: Sequence[Tree] | None) -> Sequence[Tree]:
-    """The state of each stage: what the caller passed, or the first one."""
+    """The state of each stage: the one that the caller passed, or the initial one."""
     if given is None:
         return [stage.initial_state for stage in config.functions]
     if not isinstance(given, (list, tuple)) or len(given) != config.stages:

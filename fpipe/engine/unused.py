@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..lowering.value_graph import Interface
 from .config import Config
-from .kinds import TracedKind, ranks_here, with_stage
+from .kinds import TracedKind, ranks_here, trace_stage
 from .request import Request
 
 
@@ -41,7 +41,7 @@ def _recut(config: Config, request: Request, known: Sequence[TracedKind]) -> lis
             else:
                 after = traced[number + 1]
             while (found := lacking(kind, after)) and ranks_here(config, request, found[0]):
-                kind = traced[number] = with_stage(
+                kind = traced[number] = trace_stage(
                     config, request, kind, None if first else traced[number - 1], *found
                 )
         if all(one is other for one, other in zip(before, traced, strict=True)):

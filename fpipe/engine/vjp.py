@@ -131,7 +131,9 @@ def vjp(
             f"stage {scalar} has aux_loss=True, and without a loss there is no total that it "
             "could join"
         )
-    return pullback.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
+    return pullback.vjp(
+        pipe.call("vjp", params, x, (), side, seed=seed, argnums=(0, 1)), pipe.cache
+    )
 
 
 __all__ = ["grad", "vjp"]

@@ -20,7 +20,7 @@ from ..collectives.local import LocalGroup
 from ..engine.arguments import Call
 from ..engine.copies import Copies
 from ..engine.pipeline import Pipeline
-from ..engine.prepare import lowering_inputs, traced_in_turn
+from ..engine.prepare import lowering_inputs, trace_stages
 from ..lowering.builder import lower
 from ..lowering.instructions import Recv, Send
 from ..lowering.plan import Plan
@@ -76,9 +76,9 @@ def rehearse(
     request = Call.of(config, "grad", params, x, targets, {}).request(shares)
     plans: dict[int, Plan] = {}
     with measured() as spent:
-        traced = traced_in_turn(config, request, note)
+        traced = trace_stages(config, request, note)
         with timed("lowering"):
-            sources = lowering_inputs(config, request, traced, ranks, apart=True)
+            sources = lowering_inputs(config, request, traced, ranks, distributed=True)
             for rank, source in sources.items():
                 note(f"the plan of rank {rank}")
                 plans[rank] = lower(source, rank)

@@ -151,7 +151,7 @@ def test_weights_may_come_from_a_side_input():
 
 
 def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fpipe.engine.plan_cache, "KEPT", 6)
+    monkeypatch.setattr(fpipe.engine.plan_cache, "MAX_PLANS", 6)
     params, x, _ = given(1)
     pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
     for rows in (1, 2, 3, 4, 1, 5, 6, 7):
@@ -163,8 +163,8 @@ def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch
 
 
 def test_many_shapes_that_took_long_are_hinted_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fpipe.engine.plan_cache, "HINT", 3)
-    monkeypatch.setattr(fpipe.engine.plan_cache, "DEAR", 0.0)
+    monkeypatch.setattr(fpipe.engine.plan_cache, "WARN_PLANS", 3)
+    monkeypatch.setattr(fpipe.engine.plan_cache, "WARN_SECONDS", 0.0)
     params, x, _ = given(1)
     pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
     for rows in (1, 2):

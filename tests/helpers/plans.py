@@ -132,7 +132,7 @@ def lowered_call(
     """The plans of the ranks of this process for a call: of ``value_and_grad`` with ``argnums``
     ``wanted``, of the pipeline itself (``forward``), or of ``vjp``.
     """
-    call = Call.of(pipe.config, mode, params, x, targets, side, wanted=wanted, each=each)
+    call = Call.of(pipe.config, mode, params, x, targets, side, argnums=wanted, each=each)
     plans = pipe.cache.plans_for(call).prepared.plans
     return {rank: lowered(plan) for rank, plan in plans.items()}
 

@@ -37,7 +37,7 @@ def forward(call: Call) -> Tree:
 
 
 def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
-    """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was
+    """The value, and gradients in the order of ``call.argnums``; ``x`` is the batch as it was
     passed.
     """
     parts = list(x) if isinstance(x, Microbatches) else x
@@ -45,8 +45,8 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     leaves = tree.leaves((wide, parts))
     flags: list[bool] = []
     for s, part in enumerate(wide):
-        flags += [0 in call.wanted and flag for flag in call.config.trained(s, part)]
-    flags += [1 in call.wanted] * (len(leaves) - len(flags))
+        flags += [0 in call.argnums and flag for flag in call.config.trained(s, part)]
+    flags += [1 in call.argnums] * (len(leaves) - len(flags))
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((wide, parts), live)
     more = call.has_aux or call.each is not None
@@ -75,7 +75,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         scaled = [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
-    return out, tuple((dp, dx)[n] for n in call.wanted)
+    return out, tuple((dp, dx)[n] for n in call.argnums)
 
 
 def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from ...engine.arguments import Call, Offers
+from ...engine.arguments import Call, Descriptions
 from ...engine.config import Config
 from ...engine.microbatches import Absent
 from ...engine.parts import Parts
@@ -87,32 +87,36 @@ def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:
 
 
 # ---- of a call ----
-def offered(call: Call, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
-    """Those of the arguments that this process has, microbatch by microbatch, or one for all of
-    a whole batch.
+def describe(call: Call, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
+    """Describe the arguments that other processes lack and this one has.
+
+    A description has one abstract tree for each microbatch, or one for all of a whole batch.
     """
-    wanted = set(absent)
+    names = set(absent)
     return {
         part.name: tuple(
             AbstractTree.flat(part.specs[m], part.rows[m])
             for m in range(1 if part.uniform else call.number)
         )
         for part in call.batch_parts
-        if part.name in wanted and not part.absent
+        if part.name in names and not part.absent
     }
 
 
-def completed(call: Call, absent: Sequence[Sequence[str]], offers: Sequence[Offers]) -> Call:
-    """With the arguments of other processes, from what every rank lacks and offers; the same
-    errors on all.
+def completed(
+    call: Call, absent: Sequence[Sequence[str]], descriptions: Sequence[Descriptions]
+) -> Call:
+    """The call with descriptions of the arguments that are elsewhere.
+
+    ``absent`` and ``descriptions`` have an entry for each rank, so all raise the same errors.
     """
-    found: dict[str, tuple[AbstractTree, ...]] = {}
-    for offer in reversed(offers):
-        found |= offer
-    for name in dict.fromkeys(name for lacking in absent for name in lacking):
-        if name not in found:
+    by_name: dict[str, tuple[AbstractTree, ...]] = {}
+    for of_rank in reversed(descriptions):
+        by_name |= of_rank
+    for name in dict.fromkeys(name for names in absent for name in names):
+        if name not in by_name:
             raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
-    return replace(call, offers=found)
+    return replace(call, descriptions=by_name)
 
 
 def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ...collectives.codec import encode
 from ...engine.config import Config
 from ...engine.interfaces import as_data
-from ...engine.kinds import TracedKind, loss_programs, ranks_here, with_stage
+from ...engine.kinds import TracedKind, loss_programs, ranks_here, trace_stage
 from ...engine.prepare import Prepared
 from ...engine.request import Kind, Request
 from ...errors import FpipeError
@@ -124,21 +124,22 @@ def _skeleton(each: Seen) -> object:
 
 # ---- stages for expected interfaces ----
 @dataclass(frozen=True)
-class Ready:
+class Prediction:
     """The stages of this process, traced for the interfaces that are expected of all stages."""
 
     traced: list[TracedKind]
 
     @property
-    def word(self) -> str:
-        """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
+    def digest(self) -> str:
+        """A digest of the interfaces. The prediction holds if every rank has the same one."""
         data = [[as_data(each) for each in kind.interfaces] for kind in self.traced]
         return hashlib.sha256(encode(data)).hexdigest()
 
 
-def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready | None:
-    """The stages of this process, traced for the interfaces to expect after earlier calls;
-    ``None``: expect nothing.
+def predict(config: Config, request: Request, before: Sequence[Prepared]) -> Prediction | None:
+    """Trace the stages of this process for the interfaces that earlier calls let expect.
+
+    Returns None where they let expect nothing.
     """
     seen = [
         ((x, *targets), found)
@@ -149,7 +150,7 @@ def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready
     if len(seen) < 2 or request.chain > 1:
         return None
     try:
-        return Ready([_expected(config, request, kind, seen) for kind in request.kinds])
+        return Prediction([_expected(config, request, kind, seen) for kind in request.kinds])
     except (FpipeError, UnexpectedError):
         return None  # the exchange of interfaces, which follows, raises what is a mistake
 
@@ -164,7 +165,7 @@ def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]
     for stage, interface in enumerate(interfaces):
         if ranks_here(config, request, stage):
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
-            traced = with_stage(config, request, traced, None, stage, unused)
+            traced = trace_stage(config, request, traced, None, stage, unused)
     if config.loss is not None:
         traced = replace(traced, loss=loss_programs(config, request, traced))
     lacking = request.mode != "forward" and traced.value_graph().lacking()
