@@ -155,9 +155,7 @@ class Call:
         if part.absent and part.name in self.descriptions:
             trees = self.descriptions[part.name]
             described = trees[m if len(trees) > 1 else 0]
-            return described.with_avals(
-                lambda aval: aval._replace(grad=grad and aval.differentiable)
-            )
+            return described.with_avals(lambda a: a._replace(grad=grad and a.differentiable))
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     @cached_property
@@ -270,13 +268,12 @@ class Call:
         states: list[AbstractTree | None] = [None] * config.stages
         layouts: dict[int, Any] = {}
         for stage, (leaves, structure) in self.leaves.items():
+            passed = self.params[stage]
             trained = [False] * len(leaves)
             if training and 0 in self.argnums:
-                trained = config.trained(stage, self.params[stage])
+                trained = config.trained(stage, passed)
             if shares is not None:
-                leaves, layouts[stage] = shares.seen(
-                    stage, self.params[stage], leaves, config.frozen
-                )
+                leaves, layouts[stage] = shares.seen(stage, passed, leaves, config.frozen)
             params[stage] = AbstractTree.flat(structure, leaves, trained)
         for stage, (leaves, structure) in self.state_leaves.items():
             states[stage] = AbstractTree.flat(structure, leaves)

@@ -41,13 +41,8 @@ def forward(call: Call, cache: Cache) -> Tree:
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            if call.each is None:
-                y = outputs(results)
-            else:
-                y = feature("each").in_order(call, returned)
-            if call.state is None:
-                return y
-            return y, of(results).states()
+            y = outputs(results) if call.each is None else feature("each").in_order(call, returned)
+            return y if call.state is None else (y, of(results).states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:

@@ -57,12 +57,9 @@ class Config:
 
     def __repr__(self) -> str:
         schedule = self.schedule
+        name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "custom")
         if isinstance(schedule, Chosen):
             name = "auto"
-        elif isinstance(schedule, str):
-            name = schedule
-        else:
-            name = getattr(schedule, "name", "custom")
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
     # ---- what follows from the arguments ----
@@ -81,15 +78,11 @@ class Config:
         """Whether no argument needs a check: the schedule is a name, the loss a function, and
         options have their defaults.
         """
-        if not isinstance(self.schedule, str):
-            return False
-        if self.loss is not None and not isinstance(self.loss, FunctionType):
-            return False
-        if self.carries or any(self.sides):
-            return False
-        if any(stage.initial_carry is not MISSING for stage in self.functions):
-            return False
-        return all(getattr(self, name) == default for name, default in DEFAULTS.items())
+        named = isinstance(self.schedule, str)
+        plain_loss = self.loss is None or isinstance(self.loss, FunctionType)
+        carries = any(stage.carry or stage.initial_carry is not MISSING for stage in self.functions)
+        defaults = all(getattr(self, name) == default for name, default in DEFAULTS.items())
+        return named and plain_loss and defaults and not carries and not any(self.sides)
 
     @cached_property
     def stateful(self) -> bool:
@@ -138,9 +131,8 @@ class Config:
         """The schedule for the pipeline's number of microbatches or, without one, for some number
         that every schedule takes.
         """
-        if self.microbatches is None:
-            return self.schedule_for(2 * self.group.size)
-        return self.schedule_for(self.microbatches)
+        number = 2 * self.group.size if self.microbatches is None else self.microbatches
+        return self.schedule_for(number)
 
     @cached_property
     def here(self) -> tuple[int, ...]:

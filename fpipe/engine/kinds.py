@@ -163,9 +163,8 @@ def trace_stage(
     if function.carry:
         first = traced.slice == 0
         last = traced.slice == traced.slices - 1
-        programs, y = feature("slices").traced_slice(
-            function, first, last, carry_leaves, programs_on_devices
-        )
+        traced_slice = feature("slices").traced_slice
+        programs, y = traced_slice(function, first, last, carry_leaves, programs_on_devices)
     else:
         programs = programs_on_devices(function)
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())

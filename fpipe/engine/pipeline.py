@@ -328,7 +328,7 @@ def pipeline(
         overlap=overlap,
         copies=_copies(dp, reduction),
         requested_slices=slices,
-        more=options_of(more),
+        more=options_of(more) if more else (),
     )
     if not config.plain:
         option_checks.check(config)

@@ -36,6 +36,8 @@ from .option_checks import check_patterns
 from .request import Request
 
 S = TypeVar("S")
+#: A plan, and what it was lowered from.
+Lowered: TypeAlias = tuple[Plan, LoweringInput]
 #: Interfaces of stages that a process traced.
 NewInterfaces: TypeAlias = Mapping[int, Interface]
 
@@ -189,7 +191,7 @@ def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
 
 
 def _lower_ranks(
-    inputs: Mapping[int, LoweringInput], earlier: Mapping[int, tuple[Plan, LoweringInput]]
+    inputs: Mapping[int, LoweringInput], earlier: Mapping[int, Lowered]
 ) -> dict[int, Plan]:
     """Lower the plan of each rank of this process.
 
@@ -209,17 +211,12 @@ def _lower_ranks(
     }
 
 
-def _reusable(
-    request: Request, recent: Sequence[Prepared]
-) -> dict[int, tuple[Plan, LoweringInput]]:
-    """The plans, and what they were lowered from, of the latest call with the same mode, schedule
-    and order of kinds.
-    """
+def _reusable(request: Request, recent: Sequence[Prepared]) -> dict[int, Lowered]:
+    """The plans of the latest call with the same mode, kinds of microbatches and schedule."""
     for prepared in reversed(recent):
         other = prepared.request
-        if (other.mode, other.kind_of) == (request.mode, request.kind_of) and (
-            other.schedule == request.schedule
-        ):
+        alike = other.mode == request.mode and other.kind_of == request.kind_of
+        if alike and other.schedule == request.schedule:
             return {rank: (plan, prepared.inputs[rank]) for rank, plan in prepared.plans.items()}
     return {}
 

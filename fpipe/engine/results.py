@@ -25,7 +25,7 @@ from .arguments import Call
 from .config import Config
 from .parts import Weights, added
 from .prepare import Prepared, sends_loss_early
-from .scalars import Scalars, gather_total, shared, total_of
+from .scalars import Scalars, Tensors, gather_total, shared, total_of
 
 
 class GradPlace(NamedTuple):
@@ -213,9 +213,7 @@ class Results:
         add = partial(total_of, weights=weights, with_aux=layout.aux_stages, stages=self.stages)
         return gather_total(layout.scalars, self.regs, self.share, add)
 
-    def share(
-        self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
-    ) -> Sequence[torch.Tensor]:
+    def share(self, values: Tensors | None, dtypes: Sequence[torch.dtype], rank: int) -> Tensors:
         """Send the scalars of a rank to all others; returns them on every rank."""
         if self.config.local:
             assert values is not None
