@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..tree import tree_map
 from .boards import wide
-from .leaves import Column, places
+from .leaves import Column, places, scaled
 from .optimizer import weights_of
-from .transform import Params, State, Transform, added, one_pass, run
+from .transform import Params, Pass, State, Transform, added, one_pass, refuse_shared, run
 
 #: Dtypes of parameters that get a copy.
 _HALF = (torch.float16, torch.bfloat16)
@@ -36,8 +36,9 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
 
     ``1 + 1e-3`` is 1 in bfloat16, so small updates of such parameters are lost. Here they are added
     to the copies, which are part of the state, and after :func:`apply_updates` each parameter is
-    its copy, rounded. The inner transform gets gradients and parameters in float32, and its moments
-    are in float32. Other parameters have no copy.
+    its copy, rounded; in float16, copies beyond its range become its largest number, from which a
+    parameter can return. The inner transform gets gradients and parameters in float32, and its
+    moments are in float32. Other parameters have no copy.
 
     Updates are in float64 where the device has that, so that their sum with the parameters has no
     other rounding. Parameters that are changed in another way, as by loading a checkpoint, need a
@@ -77,13 +78,17 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
 
     def body(at, state, params, how):
         before = weights_of(at, params, "master")
+        if how is not None and how.donate:
+            refuse_shared(at, before)
         copies = at.column(state.master, "the state")
         halves = [copy is not None for copy in copies]
         like = [p if copy is None else copy for p, copy in zip(before, copies, strict=True)]
-        gs = [g.float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
         inside = how
+        grads = at.leaves
         if how is not None:
-            inside = how._replace(donate=donate and (how.donate or all(halves)))
+            grads = scaled(grads, how.factor)  # before they are wider, as an update does
+            inside = Pass(donate and (how.donate or all(halves)))
+        gs = [g.float() if half else g for g, half in zip(grads, halves, strict=True)]
         tree, after = run(inner, at.tree(gs), state.inner, at.tree(like, params), inside)
         if tree is None:
             return None, MasterState(state.master, after)
@@ -93,7 +98,7 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         else:
             copies = [x if half else None for x, half in zip(column, halves, strict=True)]
             column = [
-                x if not half else p.copy_(x) if how.donate else x.to(p.dtype)
+                x if not half else p.copy_(rounded(x, p)) if how.donate else rounded(x, p)
                 for p, x, half in zip(before, column, halves, strict=True)
             ]
         masters = MasterState(at.tree(copies, state.master), after)
@@ -111,6 +116,18 @@ def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tup
     sums = added([copies[i] for i in chosen], [us[i] for i in chosen], donate)
     for i, copy in zip(chosen, sums, strict=True):
         exact = wide(copy.device)
-        us[i] = copy.to(before[i].dtype).to(exact) - before[i].to(exact)
+        us[i] = rounded(copy, before[i]).to(exact) - before[i].to(exact)
         new[i] = copy
     return us, new
+
+
+def rounded(copy: Tensor, like: Tensor) -> Tensor:
+    """A copy in the dtype of its parameter; a finite number stays finite in float16.
+
+    >>> rounded(torch.tensor([7e4, -7e4, torch.inf]), torch.ones(1, dtype=torch.float16)).tolist()
+    [65504.0, -65504.0, inf]
+    """
+    if like.dtype is torch.float16:
+        most = torch.finfo(torch.float16).max
+        copy = torch.where(copy.isinf(), copy, copy.clamp(-most, most))
+    return copy.to(like.dtype)

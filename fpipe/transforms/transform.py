@@ -8,8 +8,10 @@ unchanged. This module must not know any single transform, nor ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement, pairwise
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -323,14 +325,45 @@ def added(params: Column, updates: Column, donate: bool) -> Column:
 
 
 def refuse_shared(at: Places, params: list[Tensor]) -> None:
-    """Two parameters in the same memory would both receive the updates of both."""
-    first_at: dict[int, int] = {}
+    """Memory of two parameters, or of two elements of one, would receive the updates of both."""
+    memory = defaultdict[int, list[int]](list)
     for index, leaf in enumerate(params):
-        first = first_at.setdefault(leaf.data_ptr(), index)
-        if first != index and leaf.data_ptr():
-            one, other = at.names([first, index])
-            raise TransformError(
-                f"donate=True, and {one!r} and {other!r} are in the same memory, which would get "
-                "both updates; copy one of them, as in params[i] = tree_map(torch.clone, "
-                "params[i]), or leave donate out"
-            )
+        if leaf.data_ptr():
+            memory[leaf.untyped_storage().data_ptr()].append(index)
+    for indices in memory.values():
+        if not _overlap([params[index] for index in indices]):
+            continue
+        for pair in combinations_with_replacement(indices, 2):
+            if _overlap([params[index] for index in set(pair)]):
+                one, other = at.names(pair)
+                raise TransformError(
+                    f"donate=True, and {one!r} and {other!r} are in the same memory, which would "
+                    "get both updates; copy one of them, as in params[i] = tree_map(torch.clone, "
+                    "params[i]), or leave donate out"
+                )
+
+
+def _overlap(views: list[Tensor]) -> bool:
+    """Whether views of one memory have a byte in common, or one has a byte twice."""
+    if len(views) == 1 and views[0].is_contiguous():
+        return False
+    simple = True
+    spans: Column = []
+    for view in views:
+        size = 1
+        for step, n in sorted(zip(view.stride(), view.shape, strict=True)):
+            if n > 1 and not step:
+                return True
+            simple = simple and (n == 1 or step >= size)
+            size += (n - 1) * step
+        begin = view.storage_offset() * view.itemsize
+        spans.append((begin, begin + size * view.itemsize))
+    ordered = sorted(spans)
+    if simple and all(a[1] <= b[0] for a, b in pairwise(ordered)):
+        return False
+    first = ordered[0][0]
+    taken = torch.zeros(max(end for _, end in spans) - first, dtype=torch.bool, device="cpu")
+    for view, (begin, _) in zip(views, spans, strict=True):
+        steps = [step * view.itemsize for step in view.stride()]
+        taken.as_strided((*view.shape, view.itemsize), (*steps, 1), begin - first).fill_(True)
+    return int(taken.sum()) < sum(view.nbytes for view in views)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import fake_processes
+import fpipe
 from common import same
 from fpipe import transforms as T
-from fpipe.errors import TransformError
+from fpipe.errors import StageError, TransformError
 from fpipe.transforms import foreach
 from fpipe.transforms import optimizer as optimizer_module
 from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
@@ -298,3 +299,79 @@ def test_one_kernel_for_all_leaves_that_are_given(monkeypatch: pytest.MonkeyPatc
         params, _ = tx.step(gradients(1)[0], tx.init(params), params, donate=donate)
         assert (len(calls) == 1) == donate
         assert sum(calls) == len(optree.tree_leaves(params))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_fused_step_counts_its_writes(given: bool):
+    """A pullback sees that the parameters which it needs were changed, as after any other step."""
+    stages = [lambda p, x: torch.tanh(x @ p)] * 2
+    pipe = fpipe.pipeline(stages, microbatches=2, group=fpipe.local(2))
+    params, tx = [torch.eye(3), torch.ones(3, 3)], T.adamw(0.5, donate=True)
+    y, pullback = fpipe.vjp(pipe, params, torch.ones(4, 3))
+    state = tx.init(params)
+    versions = [moment._version for moment in (*state.m, *state.v)]
+    _, state = tx.step([torch.ones(3, 3)] * 2, state, params, donate=given)
+    after = [moment._version for moment in (*state.m, *state.v)]
+    assert all(new > old for new, old in zip(after, versions, strict=True))
+    if given:
+        with pytest.raises(StageError, match="was changed in place since"):
+            pullback(torch.ones_like(y))
+    else:
+        pullback(torch.ones_like(y))
+
+
+def test_a_float16_parameter_returns_from_an_overflow():
+    """Its copy is beyond 65504 for one step; a step and an update have the same bits."""
+    tx = T.master(T.sgd(1.0))
+    params = stepped = [torch.tensor([60000.0, -60000.0]).half()]
+    state = other = tx.init(params)
+    for gradient, want in ((-1e4, 65504), (2e4, 49984), (0.0, 49984)):
+        grads = [torch.tensor([gradient, -gradient]).half()]
+        updates, state = tx.update(grads, state, params)
+        params = T.apply_updates(params, updates)
+        stepped, other = tx.step(grads, other, stepped)
+        assert params[0].tolist() == stepped[0].tolist() == [want, -want]
+    updates, _ = tx.update([torch.tensor([torch.inf, torch.nan]).half()], state, params)
+    assert not T.apply_updates(params, updates)[0].isfinite().any(), "this is no overflow"
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_step_of_masters_multiplies_gradients_as_an_update_does(half: torch.dtype):
+    for make in (T.clip_by_global_norm, T.scale):
+        tx = T.chain(make(0.3), T.master(T.sgd(0.1)))
+        params, grads = [torch.randn(1000).to(half)], [torch.randn(1000).to(half)]
+        updates, state = tx.update(grads, tx.init(params), params)
+        after, other = tx.step(grads, tx.init(params), params)
+        assert same(after, T.apply_updates(params, updates))
+        assert same(other[1].master, state[1].master)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_overlaps_is_not_given(dtype: torch.dtype):
+    """Elements of two parameters, or of one at two places. Parameters that lie side by side, or in
+    the gaps of another one, are stepped.
+    """
+    flat = lambda: torch.zeros(6, dtype=dtype)
+    overlapping = (
+        [(0, (4,), (1,)), (2, (4,), (1,))],
+        [(0, (3,), (0,))],
+        [(0, (3, 3), (1, 1))],
+        [(0, (3,), (2,)), (3, (2,), (1,))],
+    )
+    apart = (
+        [(0, (2, 2), (1, 2)), (4, (2,), (1,))],
+        [(0, (3,), (2,)), (1, (3,), (2,))],
+        [(0, (0,), (1,)), (0, (6,), (1,))],
+    )
+    for rows, refused in [*((rows, True) for rows in overlapping), *((r, False) for r in apart)]:
+        for tx in (T.sgd(1.0), T.adamw(0.1), T.master(T.sgd(1.0)), T.scale(-1.0)):
+            memory = flat()
+            params = [memory.as_strided(shape, strides, at) for at, shape, strides in rows]
+            grads = [torch.ones(p.shape, dtype=dtype) for p in params]
+            if refused:
+                with pytest.raises(TransformError, match="are in the same memory"):
+                    tx.step(grads, tx.init(params), params, donate=True)
+                assert not memory.any()
+            else:
+                tx.step(grads, tx.init(params), params, donate=True)
+                assert memory.unique().numel() == 1, "each element got one update"
