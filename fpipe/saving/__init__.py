@@ -10,6 +10,7 @@ from ._processes import folder_of as folder_of
 from ._processes import folders_of as folders_of
 from ._processes import groups_of as groups_of
 from ._processes import is_first as is_first
+from ._processes import wait_for_writers as wait_for_writers
 from .hub import export_model as export_model
 from .hub import model_files as model_files
 from .manifest import Leaf as Leaf

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -152,10 +153,11 @@ def writer_of(folder: Path) -> str:
     return f"fpipe-save {os.path.abspath(folder)}"
 
 
-def wait_for_writers(folder: Path) -> None:
-    """Return once no thread of this process writes this checkpoint: ``save(wait=False)`` leaves
-    threads behind.
+def wait_for_writers(folder: Path, seconds: float = inf) -> None:
+    """Return once no thread of this process writes a checkpoint there: ``save(wait=False)`` leaves
+    threads behind. Seconds are for each of them.
     """
     for thread in threading.enumerate():
-        if thread.name == writer_of(folder) and thread is not threading.current_thread():
-            thread.join()
+        writes = f"{thread.name}/".startswith(f"{writer_of(folder)}/")
+        if writes and thread is not threading.current_thread():
+            thread.join(min(seconds, threading.TIMEOUT_MAX))

@@ -147,12 +147,16 @@ def collect(
 def _shared(pipe: Pipe, holding: Holding, tensor: Tensor, path: str) -> Node:
     leaves = holding.facts["leaves"]
     if path in leaves:
-        raise CheckpointError(f"two tensors are called {path!r}; rename a key that contains '.'")
+        raise _same_name(path)
     leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
     if is_first(pipe):
         shape = tuple(tensor.shape)
         holding.places.append(Place(path, tensor, shape, 0, tensor.numel()))
     return ["leaf", path]
+
+
+def _same_name(path: str) -> CheckpointError:
+    return CheckpointError(f"two tensors are called {path!r}; rename a key that contains '.'")
 
 
 def _kind(tensor: Tensor, shape: Sequence[int]) -> list[object]:
@@ -186,10 +190,14 @@ def _by_parameter(
     nodes = holding.facts["slots"].setdefault(slot, {})
     for here in by_stage.values():
         for leaf in here.leaves:
+            paths = set[str]()
 
-            def special(part: object, path: str, here=here, leaf=leaf) -> object:
+            def special(part: object, path: str, here=here, leaf=leaf, paths=paths) -> object:
                 if not tree.is_tensor(part):
                     return NotImplemented
+                if path in paths:
+                    raise _same_name(path)
+                paths.add(path)
                 return _part(names, here, leaf, holding, plain(part, path), path)
 
             node = to_node(leaf.value, f"{slot}/{leaf.key}", special)

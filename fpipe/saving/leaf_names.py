@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .. import tree
 from ..collectives.codec import under
+from ..errors import CheckpointError
 from ..passes.copies.sharding import Layout
 from ..stage import Stage
 from ._processes import Pipe
@@ -203,7 +204,7 @@ class Names:
             is_own = tree.matches(f"{stage}.{path}", own)
             key = self.of(stage, path)
             leaves.append(StageLeaf(path, key, value, shape, here.get(index), is_own))
-        return StageTree(stage, spec, leaves, layout)
+        return StageTree(stage, spec, distinct(leaves), layout)
 
     def states(self) -> dict[int, StageTree]:
         """What the stages here carry, as it is in the beginning, by names of a module's buffers,
@@ -219,7 +220,7 @@ class Names:
         prefix = of.prefix if of.stage.weights is None else ""
         pairs = zip(tree.names(initial), values, strict=True)
         leaves = [StageLeaf(path, joined(prefix, path), x, tuple(x.shape)) for path, x in pairs]
-        return StageTree(stage, spec, leaves, state=True)
+        return StageTree(stage, spec, distinct(leaves), state=True)
 
     def expected(self, like: Sequence[tree.Tree] | None) -> list[tree.Tree]:
         """Parameters of the stages here as they should be, of ``like`` or of modules; None where
@@ -235,6 +236,19 @@ class Names:
             elif weights is not None:
                 trees[stage] = {name: weight.like for name, weight in weights.items()}
         return trees
+
+
+def distinct(leaves: list[StageLeaf]) -> list[StageLeaf]:
+    """Leaves of a stage with different paths; CheckpointError where two have one."""
+    paths = set[str]()
+    for leaf in leaves:
+        if leaf.path in paths:
+            raise CheckpointError(
+                f"two leaves are called {leaf.key!r}; rename a key that contains '.', or that is a "
+                "number beside the same text"
+            )
+        paths.add(leaf.path)
+    return leaves
 
 
 def misfit(stage: int, key: str, found: str | None, wanted: str) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..actions import progress
-from ..collectives.codec import DTYPES, Node
+from ..collectives.codec import DTYPES, MOST_LEVELS, Node
 from ..errors import CheckpointError
 from .files import File, exactly, hashed, opened, size_of
 
@@ -34,6 +34,7 @@ NAME = "manifest.json"
 FORMAT = 1
 #: Bytes of a manifest at most.
 MOST = 1 << 30
+_MOST_DEPTH = 3 * MOST_LEVELS + 9
 _START = b'{"sha256": "'
 _BETWEEN = b'",\n"manifest": '
 _END = b"}\n"
@@ -112,7 +113,8 @@ class Manifest:
         return hashlib.sha256(self._text()).hexdigest()
 
     def _text(self) -> bytes:
-        return json.dumps(asdict(self), indent=0, ensure_ascii=False).encode()
+        rows = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(rows, indent=0, ensure_ascii=False).encode()
 
     def write(self, folder: Path) -> None:
         """Write it into a folder whose files are complete."""
@@ -167,6 +169,15 @@ class Manifest:
             raise ValueError(
                 f"its format is {rows.get('format')!r}, and fpipe {__version__} reads {FORMAT}"
             )
+        for nodes in (
+            rows["trees"],
+            rows["stages"],
+            *rows["layers"].values(),
+            *rows["slots"].values(),
+        ):
+            if not all(isinstance(node, list) for node in nodes.values()):
+                raise ValueError("a structure is no list")
+            _check_levels(list(nodes.values()), _MOST_DEPTH)
         rows["files"] = {name: File(*row) for name, row in rows["files"].items()}
         rows["leaves"] = {
             key: Leaf(dtype, tuple(shape), host, tuple(Piece(*piece) for piece in pieces))
@@ -225,6 +236,14 @@ class Manifest:
                         piece.read(folder, key)
                     except (CheckpointError, ValueError) as error:
                         yield f"{key!r}: {error}"
+
+
+def _check_levels(value: object, most: int) -> None:
+    """Raise ValueError where JSON has more levels than ``write`` writes."""
+    if most < 0:
+        raise ValueError(f"more than {_MOST_DEPTH} levels")
+    for part in value if isinstance(value, list) else ():
+        _check_levels(part, most - 1)
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -112,7 +112,7 @@ def _readable(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:
         raise CheckpointError(f"{what} cannot be read: {error}; save it again") from error
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -416,3 +417,54 @@ def test_files_are_those_of_the_safetensors_package(saved: Path, tmp_path: Path)
         assert {name: row.shape for name, row in header(other, "x").items()} == {
             name: tuple(tensor.shape) for name, tensor in tensors.items()
         }
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, {1: torch.ones(1), "1": torch.ones(1)}],
+)
+def test_two_leaves_of_a_stage_with_one_name_are_refused(tmp_path: Path, params: Any):
+    """Not saved, not streamed, and not received: both would get the same tensor."""
+    error = pytest.raises(CheckpointError, match=r"two leaves are called 'first\..*rename a key")
+    with error:
+        fpipe.save(tmp_path / "c", two(), params=[params, params])
+    with error:
+        list(fpipe.stream(two(), [params, params]))
+    with error:
+        fpipe.receive(two(), [("first.a.b", torch.ones(1))], like=[params, params])
+    state = [{"w": params} for _ in range(2)]
+    with pytest.raises(CheckpointError, match=r"two tensors are called 'state/first\.w"):
+        fpipe.save(tmp_path / "c", two(), params=[{"w": torch.ones(1)}] * 2, state=state)
+
+
+def deep(levels: int) -> list[Any]:
+    node: list[Any] = ["none"]
+    for _ in range(levels):
+        node = ["list", [node]]
+    return node
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows["trees"].update(note=deep(400)),
+        lambda rows: rows["stages"].update(first=deep(400)),
+        lambda rows: rows.update(slots=3),
+        lambda rows: rows["slots"].update(params=3),
+        lambda rows: rows["slots"]["params"].update({"first.w": None}),
+        lambda rows: rows["trees"].update(params=5),
+        lambda rows: rows["trees"].update(params=["device", "no such"]),
+    ],
+)
+def test_hostile_manifests_with_the_right_hash(saved: Path, change: Any):
+    raw = (saved / "manifest.json").read_bytes()
+    rows = json.loads(raw)["manifest"]
+    change(rows)
+    text = json.dumps(rows).encode()
+    digest = sha256(text).hexdigest().encode()
+    (saved / "manifest.json").write_bytes(
+        b'{"sha256": "' + digest + b'",\n"manifest": ' + text + b"}\n"
+    )
+    for like in (None, weights()):
+        with pytest.raises(CheckpointError, match=r"load another checkpoint|save it again"):
+            fpipe.load(saved, two(), "params", "state", like=like)
