@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..actions.dependencies import uncollected
 from ..schedule import Schedule
-from .registered import REGISTERED, make_registered, no_source, returned, unknown_name
+from .registered import REGISTERED, called, make_registered, no_source, returned, unknown_name
 from .sources import Source, read_schedule
 from .wrong_counts import too_large, wrong_count, wrong_stages
 
@@ -176,7 +176,7 @@ def schedule_from(
         return make_schedule(source, ranks, microbatches, stages, slices=slices)
     if not callable(source):
         raise no_source(source)
-    return returned(source(ranks, microbatches), "the schedule function")
+    return returned(called(source, ranks, microbatches), "the schedule function")
 
 
 def is_path(source: str) -> bool:

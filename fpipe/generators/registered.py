@@ -7,11 +7,12 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
 
+T = TypeVar("T")
 refuse_name = partial(ScheduleError, rule="name")
 
 
@@ -35,7 +36,7 @@ def make_registered(
         keywords = {"stages": stages}
     else:
         keywords = {}
-    schedule = returned(entry.make(ranks, microbatches, **keywords), who)
+    schedule = returned(called(entry.make, ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(schedule, what)):
             raise ScheduleError(
@@ -46,6 +47,20 @@ def make_registered(
     if schedule.slices == slices:
         return schedule
     return schedule.sliced(slices)
+
+
+def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:
+    """The result of a function for schedules; ScheduleError where it takes other arguments."""
+    try:
+        inspect.signature(fn).bind(*counts, **keywords)
+    except TypeError as error:
+        raise refuse_name(
+            f"the schedule function {fn!r} cannot be called with (ranks, microbatches): {error}; "
+            "give a function of these two"
+        ) from error
+    except ValueError:  # a callable without a signature
+        pass
+    return fn(*counts, **keywords)
 
 
 def returned(result: object, who: str) -> Schedule:

@@ -9,6 +9,7 @@ import pytest
 from fpipe import Schedule, make_schedule, register_schedule, schedule_names
 from fpipe.errors import ScheduleError
 from fpipe.generators import unregister_schedule
+from fpipe.generators.catalogue import schedule_from
 
 
 def test_case_and_dashes_in_names_do_not_matter() -> None:
@@ -121,3 +122,9 @@ def test_a_registered_function_that_does_not_keep_its_word(mine: str) -> None:
 def test_what_cannot_be_registered(name, fn) -> None:
     with pytest.raises(ScheduleError):
         register_schedule(name, fn)
+
+
+@pytest.mark.parametrize("fn", [lambda: None, lambda ranks: None, lambda a, b, c: None])
+def test_a_schedule_function_with_other_arguments_is_refused(fn):
+    with pytest.raises(ScheduleError, match=r"cannot be called with \(ranks, microbatches\)"):
+        schedule_from(fn, 2, 3)
