@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -252,7 +253,8 @@ class Loop:
             ``(state of the transform, states of the stages)``.
 
         Raises:
-            BatchError: if ``batch`` is no function, such as a loader.
+            BatchError: if ``batch`` is no function, such as a loader, or returns no batch; if
+                ``steps`` is no number.
             CheckpointError: if the last checkpoint is of another model, or damaged.
             UnsupportedError: if ``batch`` has a position of its own, with ``elastic=``.
 
@@ -275,6 +277,8 @@ class Loop:
             raise UnsupportedError(
                 "with elastic=, data must depend on the step and the copy alone; give a function"
             )
+        if not isinstance(steps, Real) or steps != steps:
+            raise BatchError(f"steps={steps!r}; give the number of steps in all")
         with _signalled() as signals:
             now = self._load(params, batch)
             if self.elastic is None or now.step >= steps:
@@ -357,6 +361,12 @@ class Loop:
     ) -> tuple[Tensor, Trained] | None:
         """The loss and what follows a step; ``None`` if a copy was lost in it."""
         args: Any = batch(now.step)
+        if not isinstance(args, (tuple, list)) or not args:
+            given = repr(args) if args is None or args == () else f"a {type(args).__name__}"
+            raise BatchError(
+                f"batch({now.step}) is {given}; return (x, *targets), or this and a dict of side "
+                "inputs"
+            )
         sides: dict[str, Tree] = {}
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args

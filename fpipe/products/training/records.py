@@ -6,7 +6,12 @@ checkpoints.
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Callable
+from errno import ELOOP, ENOSPC
+from functools import lru_cache, partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -51,24 +56,58 @@ def figures(tx: Transform, state: object) -> Callable[[object], Record]:
 
 
 def log_to(path: Path, step: int) -> Callable[[Record], object]:
-    """Appends records to a file, of which the lines up to a step stay."""
+    """Appends records to a file, of which the lines up to a step stay. A file that cannot be
+    written is warned of once; a link is not followed.
+    """
+    warn = lru_cache(maxsize=None)(partial(warnings.warn, stacklevel=2))
+
+    def attempt(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            warn(f"{path} is not written: {error.strerror}; training goes on without the log")
+
+    def append(line: bytes) -> None:
+        with _opened(path, "a") as file:
+            size = os.fstat(file.fileno()).st_size
+            if file.write(line) < len(line):  # the disk is full
+                file.truncate(size)
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    attempt(lambda: _repair(path, step))
+    return lambda record: attempt(lambda: append(json.dumps(record).encode() + b"\n"))
+
+
+def _repair(path: Path, step: int) -> None:
+    """Leave the lines up to a step; whenever it ends, these are in the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        lines = path.read_text().splitlines()
-    else:
-        lines = []
-    path.write_text("".join(f"{line}\n" for line in lines if _number(line) <= step))
+    with _opened(path, "a+") as file:
+        file.seek(0)
+        before = file.read()
+        after = b"".join(line + b"\n" for line in before.split(b"\n") if _stays(line, step))
+        if before.startswith(after):
+            file.truncate(len(after))
+            return
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    with open(part, "xb") as file:
+        file.write(after)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
 
-    def log(record: Record) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
-    return log
+def _opened(path: Path, mode: str) -> FileIO:
+    """A file here, not one that a link leads to."""
+    if path.is_symlink():
+        raise OSError(ELOOP, "a symbolic link, which is not followed")
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    return FileIO(path, mode, opener=lambda name, how: os.open(name, how | flags, 0o666))
 
 
-def _number(line: str) -> float:
-    """The step of a line of a log; infinite for one that was cut off."""
+def _stays(line: bytes, step: int) -> bool:
+    """Whether a line of a log is a record of a step up to this one; not where it was cut off."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False

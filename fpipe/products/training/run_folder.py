@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from ... import Pipeline
 from ...errors import CheckpointError
-from ...saving import discard, folder_of, folders_of, groups_of, is_complete, is_first
+from ...saving import (
+    discard,
+    folder_of,
+    folders_of,
+    groups_of,
+    is_complete,
+    is_first,
+    wait_for_writers,
+)
 
-_FOLDER = re.compile(r"step-(\d{9,})")
+_FOLDER = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,})")
 
 
 class RunFolder(NamedTuple):
@@ -38,10 +47,13 @@ class RunFolder(NamedTuple):
 
     def steps(self) -> list[int]:
         """The steps that have a folder, ascending."""
-        if self.path is None or not Path(self.path).is_dir():
+        if self.path is None or not os.path.lexists(self.path):
             return []
-        found = (_FOLDER.fullmatch(folder.name) for folder in Path(self.path).iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        if not Path(self.path).is_dir():
+            raise CheckpointError(f"{self.path} is no folder; give another path= for the run")
+        found = [folder for folder in Path(self.path).glob("step-*") if folder.is_dir()]
+        numbers = (_FOLDER.fullmatch(folder.name) for folder in found)
+        return sorted(int(match[1]) for match in numbers if match)
 
     def complete(self) -> tuple[int, ...]:
         """The steps that have a complete checkpoint, ascending; with ``tp=``, one of all ranks of a
@@ -57,6 +69,8 @@ class RunFolder(NamedTuple):
         """The last complete checkpoint, as the first process sees it; every process calls it before
         a run.
         """
+        if self.path is not None:  # a run that failed may have left a save behind
+            wait_for_writers(Path(self.path), self.pipe.group.timeout)
         steps = self.complete()
         if steps:
             row = (steps[-1], "")
@@ -95,14 +109,19 @@ class RunFolder(NamedTuple):
         return ""
 
     def remove_old(self, keep: int, keep_every: int) -> None:
-        """Leave so many complete checkpoints, and those of multiples of a step; one process calls
-        it.
+        """Leave so many complete checkpoints, those of multiples of a step, and links to folders
+        elsewhere; one process calls it.
         """
-        complete = self.complete()
-        for step in complete[:-keep]:
-            if not keep_every or step % keep_every:
-                for folder in folders_of(self.of(step), self.pipe):
-                    discard(folder)  # from here on it is incomplete
-        for step in set(self.steps()) - set(self.complete()):
-            if complete and step < complete[-1]:  # a later one may be under way
-                shutil.rmtree(self.of(step))
+        complete = [step for step in self.complete() if not self.of(step).is_symlink()]
+        try:
+            for step in complete[:-keep]:
+                if not keep_every or step % keep_every:
+                    for folder in folders_of(self.of(step), self.pipe):
+                        if not folder.is_symlink():
+                            discard(folder)  # from here on it is incomplete
+            for step in set(self.steps()) - set(self.complete()):
+                is_old = complete and step < complete[-1]  # a later one may be under way
+                if is_old and not self.of(step).is_symlink():
+                    shutil.rmtree(self.of(step))
+        except OSError as error:
+            warnings.warn(f"an old checkpoint stays: {error}; remove it", stacklevel=2)

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ import fpipe
 from checkpoint_model import Layout, adam, batch, by_name, optimizer, pipeline
 from common import same
 from fpipe import Stage, testing
-from fpipe.errors import CheckpointError
+from fpipe.errors import BatchError, CheckpointError
+from fpipe.products.training.records import log_to
+from fpipe.saving import writing
 
 NORM = "running_mean", "running_var", "num_batches_tracked"
 LAYOUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2)]
@@ -462,3 +466,139 @@ def test_torchrun_restarts_a_run(whole: Any, long: bool, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == losses(whole[0] / "whole")
+
+
+def product() -> tuple[Any, list[Tensor], Any]:
+    """A pipeline of two products, its parameters, and its data."""
+    stages = [Stage(torch.mul, name=name) for name in ("a", "b")]
+    pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+    return pipe, [torch.ones(1)] * 2, lambda step: (torch.ones(1),)
+
+
+def test_a_link_to_an_archive_is_left_alone(tmp_path: Path):
+    """An old checkpoint was moved and replaced by a link: nothing is deleted in the archive."""
+    pipe, params, data = product()
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path / "run", every=1, keep=1, keep_every=2)
+    loop.run(params, data, 2)
+    archive = tmp_path / "archive"
+    loop.folder(2).rename(archive)
+    loop.folder(2).symlink_to(archive)
+    before = sorted(path.name for path in archive.iterdir())
+    last = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path / "run", every=1, keep=1)
+    assert last.run(params, data, 5).step == 5
+    assert sorted(path.name for path in archive.iterdir()) == before
+    assert last.checkpoints() == (2, 5)
+    (archive / "manifest.json").unlink()  # now it is incomplete
+    assert last.run(params, data, 6).step == 6 and archive.is_dir()
+
+
+def test_names_like_those_of_checkpoints(tmp_path: Path):
+    pipe, params, data = product()
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=1, keep=1)
+    (tmp_path / "step-000000001").write_text("a file")
+    (tmp_path / "step-0000000003").mkdir()
+    (tmp_path / "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0662").mkdir()
+    with pytest.raises(CheckpointError, match="step-000000001"):
+        loop.run(params, data, 3)
+    (tmp_path / "step-000000001").unlink()
+    assert loop.run(params, data, 4).step == 4 and loop.checkpoints() == (4,)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is no folder; give another path="):
+        fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path / "file").run(params, data, 1)
+
+
+def test_a_log_of_bytes_keeps_its_records(tmp_path: Path):
+    pipe, params, data = product()
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=1)
+    loop.run(params, data, 2)
+    log = tmp_path / "log.jsonl"
+    first, second = log.read_bytes().splitlines(True)
+    junk = b"\xff\xfe\n[]\n3\n" + b"[" * 100_000 + b'\n{"step": "2"}\n{"step": null}\n'
+    log.write_bytes(first + junk + second + b'{"step": 1')
+    loop.run(params, data, 3)
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_log_is_never_shorter_than_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The disk is full when a run continues: the records are there, and training goes on."""
+    pipe, params, data = product()
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=100)
+    loop.run(params, data, 3)
+    log = tmp_path / "log.jsonl"
+    records = log.read_bytes()
+    log.write_bytes(b"junk\n" + records + b'{"step": 4')
+    seen = []
+
+    def full(number: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    class Full(FileIO):
+        def write(self, raw: Any) -> int:
+            seen.append(len(raw))
+            return super().write(bytes(raw)[:5])  # as on a full disk
+
+    monkeypatch.setattr("fpipe.products.training.records.FileIO", Full)
+    monkeypatch.setattr(os, "fsync", full)
+    begin = log.read_bytes()
+    with pytest.warns(UserWarning, match="No space left") as warned:
+        write = log_to(log, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", pytest.fail)  # it warned once
+        for step in (4, 5, 6):
+            write({"step": step})
+    assert len(warned) == 1 and len(seen) == 3
+    assert log.read_bytes() == begin, "half a record is removed again"
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_log_that_cannot_be_written_does_not_end_training(tmp_path: Path, kind: str):
+    pipe, params, data = product()
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "run").mkdir()
+    log = tmp_path / "run" / "log.jsonl"
+    if kind == "link":
+        log.symlink_to(other)
+    else:
+        log.mkdir()
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path / "run", every=9)
+    with pytest.warns(UserWarning, match="training goes on without the log") as warned:
+        last = loop.run(params, data, 3)
+    assert last.step == 3 and len(warned) == 1 and other.read_text() == "mine"
+
+
+@pytest.mark.parametrize("who", ["batch", "log"])
+def test_a_run_waits_for_the_save_of_one_that_failed(
+    tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+):
+    pipe, params, data = product()
+    real = writing.write
+    monkeypatch.setattr(writing, "write", lambda *args: time.sleep(0.3) or real(*args))
+
+    def fails(step: Any) -> Any:
+        if step == 2 or (isinstance(step, dict) and step["step"] == 3):
+            raise KeyError("the user's")
+        return data(step)
+
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=2, log=fails if who == "log" else None)
+    with pytest.raises(KeyError):
+        loop.run(params, fails if who == "batch" else data, 4)
+    seen: list[int] = []
+    again = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=2)
+    again.run(params, lambda step: seen.append(step) or data(step), 4)
+    assert seen == [2, 3]
+
+
+@pytest.mark.parametrize("steps", [None, "3", float("nan"), torch.tensor(3)])
+def test_steps_are_a_number(steps: Any):
+    pipe, params, data = product()
+    with pytest.raises(BatchError, match="steps="):
+        fpipe.Loop(pipe, fpipe.sgd(0.1)).run(params, data, steps)
+
+
+@pytest.mark.parametrize("given", [None, (), [], {}, torch.ones(3), 3])
+def test_what_is_no_batch_is_refused(given: Any):
+    pipe, params, _ = product()
+    with pytest.raises(BatchError, match=r"batch\(0\) is .*return \(x, \*targets\)"):
+        fpipe.Loop(pipe, fpipe.sgd(0.1)).run(params, lambda step: given, 1)
