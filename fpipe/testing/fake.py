@@ -114,7 +114,8 @@ class FakeGroup(Group):
         self.strict = network.lockstep
         self._numbers = count()
         self._announced: _Announced = {}
-        self._call, self._refused = -1, False  # the last one, and whether a rank refused it
+        self._call = -1  # the last one
+        self._refused = False  # whether a rank refused it
         self._epoch = -1  # the last call that a rank refused
 
     def __repr__(self) -> str:
@@ -279,10 +280,9 @@ class FakeGroup(Group):
         channel.requested += 1
 
         def arrived() -> bool:
-            if number < len(channel.arrivals):
-                message = channel.arrivals[number]
-            else:
-                message = None
+            if number >= len(channel.arrivals):
+                return False
+            message = channel.arrivals[number]
             return message is not None and world.clock >= message.arrival
 
         def ready() -> bool:
@@ -370,14 +370,19 @@ class FakeGroup(Group):
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
-        part_of(memory, 0, self.size if scatter else 1)
-        values = self._start(
-            f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}", _carried(memory, op)
-        )
+        name = f"start_reduce {op} {Spec.of(memory)}"
+        parts = 1
+        if scatter:
+            name += " scattered"
+            parts = self.size
+        part_of(memory, 0, parts)  # raises where it has no such parts
+        values = self._start(name, _carried(memory, op))
 
         def finish() -> Tensors:
             total = _reduced(values(), op, memory.dtype)
-            return (part_of(total, self.rank, self.size).clone() if scatter else total,)
+            if scatter:
+                total = part_of(total, self.rank, self.size).clone()
+            return (total,)
 
         return Pending(finish)
 
@@ -428,7 +433,8 @@ def _carried(tensor: Tensor, op: str) -> Tensor:
 
 def _reduced(pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
     result = add_up(pieces, op)
-    result = result / len(pieces) if op == "mean" else result
+    if op == "mean":
+        result = result / len(pieces)
     if dtype == torch.bool:
         return result != 0
     return result.to(dtype)

@@ -150,22 +150,21 @@ class World:
         if self._given_up:
             return
         while alive := [state for state in self.ranks if state.outcome is None]:
-            able = [
-                state
-                for state in alive
-                if self.stuck
-                or (waiting := state.waiting) is None
-                or waiting.ready()
-                or self.clock >= waiting.deadline
-            ]
+            able = list(filter(self._can_run, alive))
             if able:
                 state = self.random.choice(able)
-                self._turns = self._turns + 1
+                self._turns += 1
                 self._running = state.rank
                 state.turn.release()
                 return
             self._jump(alive)
         self._over.set()
+
+    def _can_run(self, state: RankState) -> bool:
+        waiting = state.waiting
+        if self.stuck or waiting is None:
+            return True
+        return waiting.ready() or self.clock >= waiting.deadline
 
     def _jump(self, alive: list[RankState]) -> None:
         """Advance the clock to the next arrival or time-out; all are stuck if no message is under

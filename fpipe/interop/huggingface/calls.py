@@ -45,7 +45,11 @@ class Call(NamedTuple):
         """Return leaves and structure of its output and of the new entries of dicts."""
         before = {name: dict(entries) for name, entries in self.dicts.items()}
         out = self.forward(*self.args, **self.kwargs)
-        for item in out if isinstance(out, (tuple, list)) else [out]:
+        if isinstance(out, (tuple, list)):
+            items = out
+        else:
+            items = [out]
+        for item in items:
             if isinstance(item, dict) and type(item) is not dict:
                 as_node(type(item))
         written = dict[str, dict]()

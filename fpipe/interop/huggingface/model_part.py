@@ -101,12 +101,10 @@ def part_module(
         without_buffers(child)
     tensors = tensors_of(new)
     read = {id(tensors[name]) for name in part.parameters}
-    names = [
-        f"{prefix}.{name}"
-        for prefix, child in new.named_modules(remove_duplicate=False)
-        if child in run
-        for name in tensors_of(child)
-    ]
+    names = list[str]()
+    for prefix, child in new.named_modules(remove_duplicate=False):
+        if child in run:
+            names += [f"{prefix}.{name}" for name in tensors_of(child)]
     names += [name for name, tensor in tensors.items() if id(tensor) in read]
     for prefix, child in outside(new, others | run):
         names += [f"{prefix}{name}" for name, b in child.named_buffers(recurse=False) if b.is_meta]
@@ -206,8 +204,9 @@ class ModelPart(ModuleFunction):
     def _values(self, x: Tree) -> dict[Value, Tensor]:
         """Return the values that a stage gets."""
         if self.part.first:
-            leaves = x if isinstance(x, tuple) else (x,)
-            return dict(zip(self.part.receives, leaves, strict=True))
+            if not isinstance(x, tuple):
+                x = (x,)
+            return dict(zip(self.part.receives, x, strict=True))
         inputs = self.flow.inputs
         if isinstance(x, Mapping):
             arguments = x

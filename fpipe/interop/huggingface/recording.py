@@ -103,9 +103,15 @@ def record(
     with torch.no_grad(), notes, observed_by(notes.visit):
         out = functional_call(whole, dict(tensors), (), arguments, tie_weights=False)
         result = result_of(out)
-    uses = notes.among(result)
-    read = frozenset(notes.read)
-    return Recording(notes.visits, uses, notes.tensors, result, inputs, side, read)
+    return Recording(
+        notes.visits,
+        notes.among(result),
+        notes.tensors,
+        result,
+        inputs,
+        side,
+        frozenset(notes.read),
+    )
 
 
 class _Notes(TorchDispatchMode):
@@ -169,10 +175,13 @@ class _Notes(TorchDispatchMode):
             if _is_dense(leaf):
                 if leaf.untyped_storage() in self.labels:
                     leaf = leaves[index] = leaf.clone()
-                noted.append(Value(number, index))
-                self.keep(leaf, noted[-1])
+                value = Value(number, index)
+                self.keep(leaf, value)
+                noted.append(value)
+            elif isinstance(leaf, int | float | str):
+                noted.append(leaf)
             else:
-                noted.append(leaf if isinstance(leaf, int | float | str) else None)
+                noted.append(None)
         self.visits.append(Visit(call.unit, uses, structure, tuple(noted)))
         return returned(call, structure, leaves)
 

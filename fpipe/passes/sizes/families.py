@@ -247,16 +247,16 @@ def _others(stage: Stage, signature: Signature, varied: Sequence[Axes]) -> list[
     """Further axes that may vary: those that the stage names, else the first two of the input,
     and those of side inputs that are of the same size."""
     places = [place for place in _places(signature) if place.argument < 3]
-    named = _named(stage, signature, places)
-    first = [(place, (place.axis, _size(signature, place))) for place in places if place.axis < 2]
-    of_input = {size for place, size in first if place.argument == 1}
-    default = [place for place, size in first if size in of_input]
-    known = {place for axes in varied for place in axes}
+    sizes = {place: (place.axis, _size(signature, place)) for place in places}
+    chosen = _named(stage, signature, places)
+    if not chosen:
+        of_input = {sizes[place] for place in places if place.argument == 1 and place.axis < 2}
+        chosen = [place for place in places if sizes[place] in of_input]
+    rest = set(chosen).difference(*varied)
     groups: dict[tuple[int, int], list[Axis]] = {}
-    for place in named or default:
-        size = _size(signature, place)
-        if place not in known and size > 1:
-            groups.setdefault((place.axis, size), []).append(place)
+    for place in chosen:
+        if place in rest and sizes[place][1] > 1:
+            groups.setdefault(sizes[place], []).append(place)
     return list(map(tuple, groups.values()))
 
 

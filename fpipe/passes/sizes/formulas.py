@@ -106,10 +106,10 @@ class SymbolicSizes(Sizes):
         numbers = self.symbols.numbers
         formulas = Formulas(names, tuple(numbers), self.symbols.conditions())
         traced = tuple(numbers.values())
-        found = formulas.at([int(number) for number in traced[: len(names)]])
-        if found != traced:
+        values = formulas.at([int(number) for number in traced[: len(names)]])
+        if values != traced:
             raise ValueError(
-                f"the formulas {formulas.texts} give {found} where the trace has {traced}"
+                f"the formulas {formulas.texts} give {values} where the trace has {traced}"
             )
         return formulas
 
