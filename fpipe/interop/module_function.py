@@ -206,10 +206,9 @@ class ModuleFunction:
         #: The constant buffers on a device, which are copied there once.
         self.constants_on = cache(partial(_moved, self.constants))
         self.__qualname__ = name
+        positional = ["params", "x"]
         if state:
-            positional = ["params", "state", "x"]
-        else:
-            positional = ["params", "x"]
+            positional.insert(1, "state")
         parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in positional]
         parameters += [Parameter(side, Parameter.KEYWORD_ONLY, default=None) for side in sides]
         self.__signature__ = Signature(parameters)

@@ -511,6 +511,19 @@ def test_layers_that_are_dropped_at_random_are_refused():
     assert len(huggingface.stages(model.eval(), 2)[0]) == 2
 
 
+@pytest.mark.parametrize(("order", "other"), [((1, 0), 1), ((0, 1, 0), 0)])
+def test_a_stage_that_runs_other_layers_than_when_it_was_cut_is_refused(
+    order: tuple[int, ...], other: int
+):
+    stages, params = huggingface.stages(decoder("llama", layers=2), 2)
+    module = stages[1].fn.module.model
+    module.layers = torch.nn.ModuleList(module.layers[layer] for layer in order)
+    module.config.num_hidden_layers = len(order)
+    pipe = fpipe.pipeline(stages, "GPipe", microbatches=1, group=fpipe.local(2))
+    with pytest.raises(fpipe.FpipeError, match=rf"runs 'model\.layers\.{other}' where the model"):
+        pipe(params, tokens(ROWS))
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_comparison_leaves_no_trace(family: str):
     model = decoder(family, layers=2, train=True, attention_dropout=0.5)

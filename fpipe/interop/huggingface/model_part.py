@@ -100,12 +100,12 @@ def part_module(
     for child in {child for unit in others for child in unit.modules()} - needed:
         without_buffers(child)
     tensors = tensors_of(new)
-    read = {id(tensors[name]) for name in part.parameters}
+    read = {tensors[name] for name in part.parameters}
     names = list[str]()
     for prefix, child in new.named_modules(remove_duplicate=False):
         if child in run:
             names += [f"{prefix}.{name}" for name in tensors_of(child)]
-    names += [name for name, tensor in tensors.items() if id(tensor) in read]
+    names += [name for name, tensor in tensors.items() if tensor in read]
     for prefix, child in outside(new, others | run):
         names += [f"{prefix}{name}" for name, b in child.named_buffers(recurse=False) if b.is_meta]
     return new, list(dict.fromkeys(names))
@@ -208,12 +208,8 @@ class ModelPart(ModuleFunction):
                 x = (x,)
             return dict(zip(self.part.receives, x, strict=True))
         inputs = self.flow.inputs
-        if isinstance(x, Mapping):
-            arguments = x
-        else:
-            arguments = {inputs[0]: x}
-        if set(arguments) != set(inputs):
-            raise StageError(
-                f"{self.name} takes {', '.join(inputs)}, and gets {', '.join(arguments)}"
-            )
-        return {Value(INPUT, leaf): arguments[name] for leaf, name in enumerate(inputs)}
+        if not isinstance(x, Mapping):
+            x = {inputs[0]: x}
+        if set(x) != set(inputs):
+            raise StageError(f"{self.name} takes {', '.join(inputs)}, and gets {', '.join(x)}")
+        return {Value(INPUT, leaf): x[name] for leaf, name in enumerate(inputs)}
