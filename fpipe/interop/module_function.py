@@ -34,10 +34,8 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module, under all of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 def clone(module: nn.Module) -> nn.Module:

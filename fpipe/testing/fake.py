@@ -49,12 +49,12 @@ class _Message(NamedTuple):
 
 @dataclass
 class _Channel:
-    """From one rank to another: what arrives, in order, None once received or lost; the buffers of
-    the sender by message, until it may change them; and counts of both sides.
+    """From one rank to another: what arrives, in order, None once received or lost; by message the
+    buffers that the sender may not change yet, with their copies; and counts of both sides.
     """
 
     arrivals: list[_Message | None] = field(default_factory=list)
-    unreleased: dict[int, list[Tensor]] = field(default_factory=dict)
+    unreleased: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     requested: int = 0
     settled: int = 0
     last_arrival: float = 0.0
@@ -248,8 +248,9 @@ class FakeGroup(Group):
         else:
             spread = world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        channel.arrivals.append(_Message(specs, [buffer.clone() for buffer in buffers], arrival))
-        channel.unreleased[number] = buffers
+        copies = [buffer.clone() for buffer in buffers]
+        channel.arrivals.append(_Message(specs, copies, arrival))
+        channel.unreleased[number] = list(zip(buffers, copies, strict=True))
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(
@@ -340,9 +341,9 @@ class FakeGroup(Group):
             self._meet(call, f"for rank {{}} to come to {name}")
             for rank, (other, _) in sorted(call.items()):
                 if other != name:
-                    rule = "all ranks must call the same collectives in one order"
                     raise MismatchError(
-                        f"rank {self.rank} came to {name} and rank {rank} to {other}; {rule}"
+                        f"rank {self.rank} came to {name} and rank {rank} to {other}; all ranks "
+                        "must call the same collectives in one order"
                     )
             return [call[rank][1] for rank in range(self.size)]
 
@@ -370,12 +371,8 @@ class FakeGroup(Group):
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
-        name = f"start_reduce {op} {Spec.of(memory)}"
-        parts = 1
-        if scatter:
-            name += " scattered"
-            parts = self.size
-        part_of(memory, 0, parts)  # raises where it has no such parts
+        name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
+        part_of(memory, 0, self.size if scatter else 1)  # raises where it has no such parts
         values = self._start(name, _carried(memory, op))
 
         def finish() -> Tensors:
@@ -411,16 +408,13 @@ class FakeGroup(Group):
 
 def _release(channel: _Channel, number: int, src: int, dst: int) -> None:
     """Check that the sender did not change a message until now; from now on it may."""
-    message = channel.arrivals[number]
-    if message is None or number not in channel.unreleased:
-        return
-    for now, then in zip(channel.unreleased[number], message.copies, strict=True):
+    for now, then in channel.unreleased.get(number, ()):
         if not torch.equal(_bytes(now), _bytes(then)):
             raise GroupError(
                 f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
                 "wait for the send"
             )
-    del channel.unreleased[number]
+    channel.unreleased.pop(number, None)
 
 
 def _bytes(buffer: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     def run(self) -> tuple[list[Tree], tree.Structure]:
         """Return leaves and structure of its output and of the new entries of dicts."""
-        before = {name: dict(entries) for name, entries in self.dicts.items()}
+        before = [(name, entries, dict(entries)) for name, entries in self.dicts.items()]
         out = self.forward(*self.args, **self.kwargs)
         if isinstance(out, (tuple, list)):
             items = out
@@ -53,8 +53,7 @@ class Call(NamedTuple):
             if isinstance(item, dict) and type(item) is not dict:
                 as_node(type(item))
         written = dict[str, dict]()
-        for name, entries in self.dicts.items():
-            old = before[name]
+        for name, entries, old in before:
             new = {k: v for k, v in entries.items() if k not in old or old[k] is not v}
             if new:
                 written[name] = new
