@@ -72,14 +72,14 @@ class FirstCall:
 
         predict = feature("sizes.prediction").predict
         prediction = predict(config, request, recent)
-        report = (call.absent, prediction and prediction.digest)
+        report = (call.absent, None if prediction is None else prediction.digest)
         reports = agree(config.group, shared(call_facts), details, report)
         absent = [names for names, _ in reports]
         if any(absent):
             request = self._request_with_descriptions(absent)
             signature_facts = facts(config, request)
             prediction = predict(config, request, recent)
-            report = ((), prediction and prediction.digest)
+            report = ((), None if prediction is None else prediction.digest)
             reports = agree(config.group, shared(signature_facts), more=report)
         if len({digest for _, digest in reports}) > 1:
             prediction = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in options and arguments: the errors that say what is wrong, and what to do.
+"""Mistakes in options and arguments: errors that name the value, the rule and the remedy.
 
-``option_checks`` decides about options of a pipeline. Knows no configuration and no plan.
+``option_checks`` checks the options of a pipeline. Knows no configuration and no plan.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ..tree import Tree
 
 
 def check_seed(seed: object) -> None:
-    """Raise StageError for a seed that is no integer: the text of another value may differ between
-    ranks.
+    """Raise StageError for a seed that is no integer.
+
+    Ranks compare the text of a seed, and the text of another value may differ between them.
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
@@ -60,8 +61,7 @@ def wrong_schedule(
 # ---- arguments of a call ----
 def wrong_params(params: object, stages: int) -> StageError:
     """The error for params that are not one entry for each stage."""
-    listed = isinstance(params, (list, tuple))
-    if listed:
+    if isinstance(params, (list, tuple)):
         got = f"{len(params)} entries"
     else:
         got = f"a {type(params).__name__}"
@@ -72,7 +72,7 @@ def wrong_params(params: object, stages: int) -> StageError:
 
 
 def check_call(has_loss: bool, has_aux: bool, each: object, scale: Any) -> None:
-    """Raise BatchError where an option of a call has a value that it does not take."""
+    """Raise BatchError where an option of a call has a value that is not allowed."""
     if has_aux and not has_loss:
         raise BatchError(
             "has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)"
@@ -96,7 +96,7 @@ def no_loss_for(targets: Sequence[Tree]) -> BatchError:
 
 
 def check_sliced(leaves: Sequence[object], slices: int) -> None:
-    """Raise BatchError where nothing of x is cut: each slice would be the whole."""
+    """Raise BatchError where no tensor of x can be cut: each slice would be all of x."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if all(leaf.dim() < 2 for leaf in tensors):
         raise BatchError(
@@ -106,15 +106,18 @@ def check_sliced(leaves: Sequence[object], slices: int) -> None:
 
 
 def check_sides(names: Iterable[Sequence[str]], side: Iterable[str]) -> None:
-    """Raise BatchError for a keyword that is among no ``names`` of stages and loss."""
-    known = {name for of_one in names for name in of_one}
+    """Raise BatchError for a side input that no stage reads, and neither the loss.
+
+    ``names`` are those that each of them reads.
+    """
+    read = {name for of_stage in names for name in of_stage}
     for name in side:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
+        if name not in read:
+            near = get_close_matches(name, read, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise BatchError(
                 f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
-                f"{', '.join(sorted(known)) or 'none'})"
+                f"{', '.join(sorted(read)) or 'none'})"
             )
 
 
@@ -137,17 +140,18 @@ def uncut(leaf: torch.Tensor, parts: int, name: str) -> BatchError:
 
 
 def without_strides(leaves: Sequence[object]) -> BatchError:
-    """The error for arguments of which one has a layout without strides."""
+    """The error for a tensor without strides among the arguments."""
     layouts = {str(leaf.layout) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    without = ", ".join(sorted(layouts - {"torch.strided"}))
     return BatchError(
-        f"an argument has the layout {', '.join(sorted(layouts - {'torch.strided'}))}, and a "
+        f"an argument has the layout {without}, and a "
         "tensor without strides cannot be an argument of a stage; give its parts (crow_indices, "
         "col_indices and values, say), or to_dense() of it"
     )
 
 
 def unhashable(error: TypeError) -> BatchError:
-    """The error for a leaf of the arguments that no signature can hold."""
+    """The error for a leaf of the arguments that is not hashable, as a signature must be."""
     return BatchError(
         f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, "
         'numbers, strings or None, or register its class (optree, namespace="fpipe")'
@@ -155,8 +159,9 @@ def unhashable(error: TypeError) -> BatchError:
 
 
 def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[torch.device]) -> str:
-    """What to say of a value on a device of no rank here, such as meta, where tensors hold no
-    numbers.
+    """The message for a tensor on a device that no rank of this process can read.
+
+    On the device meta, for instance, tensors hold no numbers.
     """
     return (
         f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on "
@@ -165,12 +170,13 @@ def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[tor
     )
 
 
-def warn_of_shapes(spent: Sequence[Sequence[Spent]], dear: float) -> None:
-    """Warn of the price of many shapes, if the plans after the first took more than ``dear``
-    seconds.
+def warn_of_shapes(spent: Sequence[Sequence[Spent]], limit: float) -> None:
+    """Warn of the time that many shapes cost, if it is more than ``limit`` seconds.
+
+    The plans of the first call are not counted.
     """
     total = sum((part for parts in spent[1:] for part in parts), Spent())
-    if total.seconds > dear:
+    if total.seconds > limit:
         warnings.warn(
             f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
             f"this took {total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer "
@@ -207,7 +213,7 @@ def surrounded(stage: str | None) -> StageError:
 
 
 def deadlock(waiting: Iterable[str]) -> DeadlockError:
-    """The error for ranks that all wait; ``waiting`` says for what."""
+    """The error where every rank waits; ``waiting`` has a line for each that says for what."""
     ranks = "\n".join(f"  {line}" for line in waiting)
     return DeadlockError(
         f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule before "
