@@ -65,7 +65,7 @@ class Model:
         """What a rank of many processes is to lower."""
         sink = Interface.of(self.loss)
         faces = (Interface.of(self.first), *[Interface.of(self.other)] * (schedule.stages - 1))
-        wires = ValueGraph(faces, sink.dxs, sink.takes_x, self.x.leaves)
+        wires = ValueGraph(faces, sink.dxs, sink.reads_x, self.x.leaves)
         held = {s: self.other if s else self.first for s in schedule.placement.stages_of(rank)}
         return LoweringInput(
             schedule,

@@ -50,7 +50,7 @@ def news_from_data(news: Any) -> list[Mapping[int, Interface]]:
     return [{stage: from_data(new) for stage, new in of_kind.items()} for of_kind in news]
 
 
-_PLAIN = ("ys", "dxs", "dys", "takes_x", "takes_dy", "aux", "leaves")
+_PLAIN = ("ys", "dxs", "dys", "reads_x", "reads_dy", "aux", "leaves")
 
 
 def tree_data(tree: AbstractTree) -> TreeData:

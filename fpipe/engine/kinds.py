@@ -82,8 +82,8 @@ class TracedKind:
             loss = Interface.of(self.loss)
             returned_inputs = {source for source in loss.ys if isinstance(source, int)}
             reads = tuple(
-                self.each or takes_x or leaf in returned_inputs
-                for leaf, takes_x in enumerate(loss.takes_x)
+                self.each or read or leaf in returned_inputs
+                for leaf, read in enumerate(loss.reads_x)
             )
             return ValueGraph(self.interfaces, loss.dxs, reads, batch)
         y = self.output()

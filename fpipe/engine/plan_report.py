@@ -36,7 +36,7 @@ class Plans:
         names = "F", "B", "I", "W", "saved", "kept"
         figures: dict[str, dict[int, float]] = {name: {} for name in names}
         for source in self._inputs.values():
-            for stage, slices in source.of_a_microbatch().items():
+            for stage, slices in source.slice_programs().items():
                 for letter in "FBIW":
                     programs = [getattr(part, letter.lower()) for part in slices]
                     figures[letter][stage] = sum(map(microseconds, programs))

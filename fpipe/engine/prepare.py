@@ -269,7 +269,7 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     # Every process knows all interfaces, so all agree on whether another round is needed. Unused
     # carries are known only to the processes of their stages, so carries need a round in any case.
     first_round = config.carries
-    while first_round or any(kind.value_graph().lacking() for kind in traced):
+    while first_round or any(kind.value_graph().lacks_cotangents() for kind in traced):
         first_round = False
         traced, reports = exchange(config, cut_unused, traced)
         for report in reports:

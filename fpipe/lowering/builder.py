@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowering: a schedule and its programs become one rank's plan.
 
-A ``Builder`` emits the actions of a row as instructions over keys: what their programs read is
-received, the programs run, values are sent as soon as they are computed, gradients are added. Then
-``assign`` numbers the slots: a value is freed after its last use, and its slot is used again. Plain
-and fused actions take one path: an action is a list of pieces, programs or segments of them, in the
-order in which they run. Features (``plan.Feature``) change what is emitted. Knows keys; no tensors,
-backends or names of schedules.
+A ``Builder`` emits instructions over keys for each action of a row. It waits for what the programs
+read, runs them, sends values as soon as they are computed, and adds gradients. Then ``assign``
+replaces keys by slots: a value is freed after its last use, and its slot is used again.
+
+Plain and fused actions take one path. An action is a list of pieces, programs or segments of them,
+in the order in which they run. Features (``plan.Feature``) change what is emitted. This module
+knows keys, and no tensors, backends or names of schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -25,7 +27,7 @@ from .instruction import Instruction
 from .instructions import Add, Run
 from .job import LoweringInput, ProgramSet
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value
-from .messages import Messages
+from .messages import Messages, Routes
 from .plan import Plan, Use
 from .value_graph import grad, param
 from .wired import WiredMessages
@@ -44,80 +46,88 @@ def lower(job: LoweringInput, rank: int) -> Plan:
         return plan
 
 
-#: A program, or a segment of one, that an action runs: which part of the action, that part, the
-#: programs that it belongs to, the stage (one past the part's for the loss) and the program.
+#: A program that an action runs, or a segment of one: the index of the part of the action, the
+#: part, the program's owner, its stage (for the loss one past that of the part), the program.
 Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
 class _Reads(NamedTuple):
-    """What a program reads: the same for all microbatches of a kind, but for the number of the
-    microbatch.
-    """
+    """What a program reads: the same for all microbatches of a kind, relative to the microbatch."""
 
-    program: Program  # kept, so that its id stays its own
-    #: each with how far its microbatch is; None: it belongs to all
+    program: Program  # kept alive, so that no other program gets its id
+    #: Each with the offset of its microbatch; None: it belongs to the whole call.
     keys: tuple[tuple[Key, int | None], ...]
-    needs: tuple[int, ...]  # places of values of other stages
+    fetched: tuple[int, ...]  # places of values that other ranks may compute
 
 
-class _Leaving(NamedTuple):
-    """Values that leave a rank together: after which fact of which stage, what must be computed
-    first, and to whom.
-    """
+class _Sending(NamedTuple):
+    """What a fact of a stage sends to ``peers``, once ``sources`` are computed."""
 
     stage: int
     fact: str
-    computed: tuple[Source, ...]
+    sources: tuple[Source, ...]
     peers: frozenset[int]
 
 
 class Builder:
-    """The instructions of one rank, and what is known of its values so far."""
+    """Emits the instructions of one rank into ``out``.
+
+    ``present`` are the keys of computed and received values, ``accumulated`` those of gradients to
+    which a value was added. ``state`` has the keys of each stage's current state.
+    """
 
     def __init__(self, job: LoweringInput, rank: int):
         self.job = job
         self.rank = rank
-        self.here: set[Key] = set()
+        self.present: set[Key] = set()
         self.state: dict[int, list[Key]] = {}
-        self.added: set[Key] = set()
+        self.accumulated: set[Key] = set()
         self.out: list[Instruction] = []
-        self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
-        self._runs: dict[tuple[int, int], Run] = {}
+        self._runs: dict[tuple[int, int], tuple[Run, tuple[Value, ...]]] = {}
         self._reads: dict[tuple[int, int, int], _Reads] = {}
-        self._adding: dict[tuple[int, str, int], dict[int, str]] = {}
-        self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
-        kind = WiredMessages if job.wired or job.strict else Messages
-        self.messages = kind(job, rank, self.out, self.here)
+        self._sendings: dict[tuple[int, str, int, int], Sequence[_Sending]] = {}
+        #: By programs, letter and stage: the gradients, by leaf, that the program itself adds.
+        self._added_inside: dict[tuple[int, str, int], dict[int, str]] = {}
+        self.messages = (WiredMessages if job.wired or job.strict else Messages)(job, rank)
         self.features = [feature.start(self) for feature in job.features]
 
     # ---- the row ----
     def emit_row(self) -> int:
-        """Emit all actions; returns the number of instructions before the first backward."""
+        """Emit all actions; returns the number of instructions before the first backward.
+
+        That number is 0 unless the job has phases.
+        """
         row = self.job.schedule[self.rank]
-        place = 0
         split = 0
-        backward = -2
+        boundary = -1  # the place of the first backward, where the job has phases
         if self.job.phased:
-            backward = next((i for i, action in enumerate(plain(row)) if action.op != "F"), -1)
-        self.messages.begin()
+            boundary = len(list(takewhile(lambda action: action.op == "F", plain(row))))
+        place = 0
+        self._append(self.messages.begin())
         for position, action in enumerate(row):
-            if place != backward:
+            if place != boundary:
                 self._before()
             if any(feature.act(action, position) for feature in self.features):
                 place += len(action.parts)
                 continue
             for part in action.parts:
-                if place == backward:
+                if place == boundary:
                     split = self._end_phase()
-                    self.messages.begin()
+                    self._append(self.messages.begin())
                     self._before()
-                self.messages.before(place)
+                self._append(self.messages.before(place))
                 self.act(part)
                 place += 1
-        if backward == -1:
+        if place == boundary:  # there is no backward
             split = self._end_phase()
-        self.messages.drain()
+        self._append(self.messages.drain())
         return split
+
+    def _append(self, messages: Iterable[Instruction]) -> None:
+        """Emit instructions of messages; what they receive is then present."""
+        for instruction in messages:
+            self.out.append(instruction)
+            self.present.update(instruction.writes)
 
     def _before(self) -> None:
         for feature in self.features:
@@ -125,12 +135,14 @@ class Builder:
 
     def _end_phase(self) -> int:
         self._before()
-        self.messages.next_phase()
+        self._append(self.messages.next_phase())
         return len(self.out)
 
     def results(self) -> list[Key]:
         """The keys whose values are results of the plan."""
-        keys: list[Key] = [*self.added, *(key for keys in self.state.values() for key in keys)]
+        keys = list(self.accumulated)
+        for state in self.state.values():
+            keys += state
         for mb in range(self.job.schedule.units):
             path = self.job.schedule.placement.path(mb)
             kind = self.job.kind(mb)
@@ -138,15 +150,15 @@ class Builder:
                 keys += outputs_of(kind, mb) if kind.loss is None else self.of_loss(kind.loss, mb)
             if path[0] == self.rank and self.job.wants_dx:
                 keys += input_gradients_of(kind, mb)
-            for stage, own in kind.programs.items():
-                if own.aux is not None and path[stage] == self.rank:
-                    keys.append(self.key(own, stage, mb, own.aux))
+            for stage, programs in kind.programs.items():
+                if programs.aux is not None and path[stage] == self.rank:
+                    keys.append(self.key(programs, stage, mb, programs.aux))
         for feature in self.features:
             keys = list(feature.results(keys))
         return keys
 
     def of_loss(self, loss: Programs, mb: int) -> list[Key]:
-        """The keys of what the loss returns of a microbatch that is part of the results."""
+        """The keys of the results of the loss for a microbatch."""
         return [self.key(loss, self.job.stages, mb, name) for name in loss.ys if name is not None]
 
     # ---- names ----
@@ -154,8 +166,8 @@ class Builder:
         """The key of a value that a stage's programs call ``name``."""
         role, leaf = programs.roles.get(name, ("computed", 0))
         if role == "param":
-            found = (feature.parameter(stage, leaf) for feature in self.features)
-            return next(filter(None, found), None) or param(stage, leaf)
+            replaced = (feature.parameter(stage, leaf) for feature in self.features)
+            return next(filter(None, replaced), None) or param(stage, leaf)
         if role == "grad":
             return grad(stage, leaf)
         if role == "state":
@@ -171,17 +183,22 @@ class Builder:
 
     # ---- actions ----
     def programs(self, part: Action) -> Iterator[tuple[Programs, int, Program]]:
-        """What a part of an action runs, in order: the loss's program after F of the last stage, or
-        before its B.
+        """The programs that a part of an action runs, in order, each with its owner and stage.
+
+        The loss runs after F and before B or I of the last stage.
         """
         stage, op, mb = part
         kind = self.job.kind(mb)
-        own = kind.programs[stage]
+        programs = kind.programs[stage]
         loss = kind.loss if stage == self.job.stages - 1 else None
         if loss is not None and op in "BI":
             yield loss, stage + 1, loss.b
-        plain = own.f if op == "F" else own.i
-        yield own, stage, plain if op in "FI" else self._with_adds(own, op, stage)
+        if op == "F":
+            yield programs, stage, programs.f
+        elif op == "I":
+            yield programs, stage, programs.i
+        else:
+            yield programs, stage, self._with_adds(programs, op, stage)
         if loss is not None and op == "F":
             yield loss, stage + 1, loss.f
 
@@ -190,75 +207,73 @@ class Builder:
         self.emit((part,), [(0, part, *run) for run in self.programs(part)])
 
     def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
-        """Emit the pieces of an action's parts in this order, what is sent after each, and the end
-        of each part.
+        """Emit the parts of an action: their pieces in this order, and their messages.
+
+        Values are sent after the piece that computes them. A part ends after its last piece.
         """
-        sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
-        last = {line: place for place, (line, *_) in enumerate(pieces, 1)}
-        if sends and not sends[0][1].computed and parts[0].op != "F":
-            sends = self._send(sends)  # cotangents that the caller passes are there
-        for place, (line, part, own, stage, program) in enumerate(pieces, 1):
-            self.run(part, own, program, stage)
+        sends = [(part, sending) for part in parts for sending in self._sendings_of(part)]
+        last = {index: place for place, (index, *_) in enumerate(pieces, 1)}
+        if sends and not sends[0][1].sources and parts[0].op != "F":
+            sends = self._send(sends)  # the caller has passed these cotangents
+        for place, (index, part, programs, stage, program) in enumerate(pieces, 1):
+            self.run(part, programs, program, stage)
             if sends:
-                sends = self._send(sends, place == len(pieces))
-            if place == last[line]:
+                sends = self._send(sends, every=place == len(pieces))
+            if place == last[index]:
                 self._end(part)
         if sends:
-            self._send(sends, True)
-        for line, part in enumerate(parts):
-            if line not in last:
+            self._send(sends, every=True)
+        for index, part in enumerate(parts):
+            if index not in last:
                 self._end(part)
 
-    def _leaving(self, part: Action) -> Sequence[_Leaving]:
+    def _sendings_of(self, part: Action) -> Sequence[_Sending]:
+        """What an action sends; those of the loss come before those of its backward."""
         stage, op, mb = part
         if op == "W":
             return ()
         memo = (stage, op, self.job.kind_of[mb], self.job.schedule.placement.path_index(mb))
-        known = self._leaves.get(memo)
-        if known is None:
+        if memo not in self._sendings:
             fact = "F" if op == "F" else "I"
-            with_loss = op != "F" and stage == self.job.stages - 1
-            stages = (stage + 1, stage) if with_loss else (stage,)
-            leaving = []
-            for of in stages:
-                routes = self.messages.outgoing(of, fact, mb)
-                sources = [out.source for _, outs in routes for out in outs]
-                given = (BatchLeaf, OutputCotangent)
-                computed = tuple(s for s in sources if not isinstance(s, given))
+            senders = [stage]
+            if fact == "I" and stage == self.job.stages - 1:
+                senders = [stage + 1, stage]
+            sendings = []
+            for sender in senders:
+                routes = self.messages.outgoing(sender, fact, mb)
                 if routes:
-                    peers = frozenset(rank for rank, _ in routes)
-                    leaving.append(_Leaving(of, fact, computed, peers))
-            known = self._leaves[memo] = leaving
-        return known
+                    sendings.append(_sending(sender, fact, routes))
+            self._sendings[memo] = sendings
+        return self._sendings[memo]
 
     def _send(
-        self, sends: list[tuple[Action, _Leaving]], every: bool = False
-    ) -> list[tuple[Action, _Leaving]]:
+        self, sends: list[tuple[Action, _Sending]], every: bool = False
+    ) -> list[tuple[Action, _Sending]]:
         """Send what is computed, or everything; returns the rest. Sends to one rank keep their
         order.
         """
-        rest: list[tuple[Action, _Leaving]] = []
+        rest: list[tuple[Action, _Sending]] = []
         blocked: set[int] = set()
-        for part, leaving in sends:
+        for part, sending in sends:
             mb = part.microbatch
-            there = every or all((source, mb) in self.here for source in leaving.computed)
-            if there and blocked.isdisjoint(leaving.peers):
-                self.messages.send(part, leaving.stage, leaving.fact)
+            ready = every or all((source, mb) in self.present for source in sending.sources)
+            if ready and blocked.isdisjoint(sending.peers):
+                self._append(self.messages.send(part, sending.stage, sending.fact))
             else:
-                rest.append((part, leaving))
-                blocked |= leaving.peers
+                rest.append((part, sending))
+                blocked |= sending.peers
         return rest
 
     def _end(self, action: Action) -> None:
-        """Emit what follows an action's programs: the next state, what is received for the caller,
-        the addition of gradients.
+        """Emit what follows the programs of an action: the waits for results that the caller wants,
+        what features add, and the addition of gradients.
         """
         stage, op, mb = action
         kind = self.job.kind(mb)
-        own = kind.programs[stage]
+        programs = kind.programs[stage]
         if op == "F":
-            if own.new_state:
-                self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
+            if programs.new_state:
+                self.state[stage] = [self.key(programs, stage, mb, n) for n in programs.new_state]
             if stage == self.job.stages - 1 and kind.loss is None:
                 self.fetch(outputs_of(kind, mb))
         elif op != "W" and stage == 0 and self.job.wants_dx:
@@ -266,100 +281,109 @@ class Builder:
         for feature in self.features:
             feature.after(action)
         if op in "BW":
-            self._add(action, own, op)
+            self._add(action, programs, op)
 
-    def fetch(self, keys: Sequence[Key]) -> None:
+    def fetch(self, keys: Iterable[Key]) -> None:
         """Wait for values that other ranks compute."""
         for key in keys:
-            self.messages.fetch(key)
+            self._append(self.messages.fetch(key))
 
     # ---- programs ----
-    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
-        """Run a program on what it reads."""
-        reads = self.reads(action, own, program, stage)
-        if program.traced or program.outputs or own.eager:
-            writes = self.writes(program, stage, action.microbatch)
-            self.here.update(writes)
+    def run(self, action: Action, programs: Programs, program: Program, stage: int) -> None:
+        """Emit a program, after the waits for what it reads. One that does nothing is left out."""
+        reads = self.reads(action, programs, program, stage)
+        if program.traced or program.outputs or programs.eager:
             memo = (id(program), stage)
-            op = self._runs.get(memo)
-            if op is None or op.owner is not own:
-                op = self._runs[memo] = Run(program, stage, own)
+            op, values = self._runs.get(memo, (None, ()))
+            if op is None or op.owner is not programs:
+                op = Run(program, stage, programs)
+                values = tuple(Value(stage, name) for name in program.outputs)
+                self._runs[memo] = op, values
+            writes = tuple([(value, action.microbatch) for value in values])
+            self.present.update(writes)
             self.out.append(Instruction(op, action, reads, writes))
 
-    def reads(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
-        """The keys that a program reads; emits the waits that they need."""
+    def reads(
+        self, action: Action, programs: Programs, program: Program, stage: int
+    ) -> tuple[Key, ...]:
+        """The keys that a program reads; emits the waits for them."""
         mb = action.microbatch
-        _, keys, needs = self._pattern(own, program, stage, mb)
-        reads = tuple([key if by is None else (key[0], mb + by) for key, by in keys])
-        for place in needs:
-            self.messages.fetch(reads[place])
+        _, keys, fetched = self._reads_of(programs, program, stage, mb)
+        reads = tuple([key if offset is None else (key[0], mb + offset) for key, offset in keys])
+        self.fetch([reads[place] for place in fetched])
         return reads
 
-    def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
-        """The reads of a program for a kind of microbatch: cached, unless the stage has state,
-        whose keys change.
+    def _reads_of(self, programs: Programs, program: Program, stage: int, mb: int) -> _Reads:
+        """The reads of a program, cached by kind of microbatch. Those of a stage with state are
+        not: its keys change.
         """
         memo = (id(program), stage, self.job.kind_of[mb])
-        found = self._reads.get(memo)
-        if found is None or own.counts[3]:
-            keys = [self.key(own, stage, mb, name) for name in program.inputs]
-            needs = tuple(
-                place
-                for place, (source, _) in enumerate(keys)
-                if isinstance(source, BatchLeaf)
-                or (isinstance(source, Value) and source.stage != stage)
-            )
-            apart = tuple((key, None if key[1] is None else key[1] - mb) for key in keys)
-            found = self._reads[memo] = _Reads(program, apart, needs)
-        return found
-
-    def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
-        """The keys of what a program computes."""
-        values = self._values.get((id(program), stage))
-        if values is None:
-            values = tuple(Value(stage, name) for name in program.outputs)
-            self._values[id(program), stage] = values
-        return tuple([(value, mb) for value in values])
+        cached = self._reads.get(memo)
+        if cached is not None and not programs.counts[3]:
+            return cached
+        relative: list[tuple[Key, int | None]] = []
+        fetched = []
+        for place, name in enumerate(program.inputs):
+            key = self.key(programs, stage, mb, name)
+            source, of = key
+            relative.append((key, None if of is None else of - mb))
+            elsewhere = isinstance(source, Value) and source.stage != stage
+            if elsewhere or isinstance(source, BatchLeaf):
+                fetched.append(place)
+        reads = self._reads[memo] = _Reads(program, tuple(relative), tuple(fetched))
+        return reads
 
     # ---- gradients ----
-    def _with_adds(self, own: Programs, letter: str, stage: int) -> Program:
-        """The program that adds into gradients itself, once all of them exist; until then the one
-        that returns them.
+    def _with_adds(self, programs: Programs, letter: str, stage: int) -> Program:
+        """The program B or W: that which returns gradients, or, once all of them have a first
+        value, that which adds into them.
         """
-        memo = (id(own), letter, stage)
-        plain = own.b if letter == "B" else own.w
-        if memo not in self._adding:
-            computed = own.added_by(letter)
-            if not all(grad(stage, leaf) in self.added for leaf in computed):
-                return plain
-            self._adding[memo] = computed
-        return own.adding(letter) if self._adding[memo] else plain
+        memo = (id(programs), letter, stage)
+        if memo not in self._added_inside:
+            leaves = programs.added_by(letter)
+            if all(grad(stage, leaf) in self.accumulated for leaf in leaves):
+                self._added_inside[memo] = leaves
+        if self._added_inside.get(memo):
+            return programs.adding(letter)
+        return programs.b if letter == "B" else programs.w
 
-    def _add(self, action: Action, own: Programs, op: str) -> None:
+    def _add(self, action: Action, programs: Programs, op: str) -> None:
         """Add the gradients that the action's program returned."""
         stage = action.stage
-        mb = action.microbatch
-        into = []
+        wide = self.job.wide
+        inside = self._added_inside.get((id(programs), op, stage), {})
+        gradients = []
         values = []
         how = []
         sums = []
-        done = self._adding.get((id(own), op, stage), {})
-        for index, name in enumerate(own.dps):
-            if name is None or index in done:
+        for leaf, name in enumerate(programs.dps):
+            if name is None or leaf in inside:
                 continue
-            target = grad(stage, index)
-            into.append(target)
-            values.append(self.key(own, stage, mb, name))
-            sums += [sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
-            self.messages.fetch(values[-1])
-            if target in self.added:
+            gradient = grad(stage, leaf)
+            value = self.key(programs, stage, action.microbatch, name)
+            self.fetch([value])
+            gradients.append(gradient)
+            values.append(value)
+            if name in programs.grad_avals:
+                sums.append(sum_of(programs.grad_avals[name], wide))
+            if gradient in self.accumulated:
                 how.append("add")
             else:
-                how.append("take" if name in own.fresh and self.job.wide is None else "copy")
-            self.added.add(target)
-        if into:
-            op_add = Add(tuple(how), tuple(sums) if len(sums) == len(into) else ())
-            self.out.append(Instruction(op_add, action, tuple(values), tuple(into)))
+                how.append("take" if name in programs.fresh and wide is None else "copy")
+            self.accumulated.add(gradient)
+        if gradients:
+            if len(sums) < len(gradients):  # the dtype of some is not known before the run
+                sums = []
+            add = Add(tuple(how), tuple(sums))
+            self.out.append(Instruction(add, action, tuple(values), tuple(gradients)))
+
+
+def _sending(stage: int, fact: str, routes: Routes) -> _Sending:
+    """The values that a fact of a stage sends; what the caller passes need not be computed."""
+    sources = [out.source for _, outs in routes for out in outs]
+    passed = (BatchLeaf, OutputCotangent)
+    computed = tuple(source for source in sources if not isinstance(source, passed))
+    return _Sending(stage, fact, computed, frozenset(rank for rank, _ in routes))
 
 
 def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
@@ -373,7 +397,7 @@ def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
 
 
 def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
-    """What gradients of an aval are added up in."""
+    """The aval of a sum of gradients."""
     return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, wide))
 
 
@@ -381,7 +405,10 @@ def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
 def assign(
     job: LoweringInput, rank: int, keyed: Sequence[Instruction], split: int, wanted: Sequence[Key]
 ) -> Plan:
-    """Assign slots to the instructions of a rank; ``wanted`` are the keys of its results."""
+    """The plan of a rank: slots in place of the keys of its instructions.
+
+    ``wanted`` are the keys of its results.
+    """
     feeds = _feeds(keyed, wanted)
     uses = tuple(reversed(list(_uses(keyed, wanted, feeds))))
     slots = dict(feeds)
@@ -392,10 +419,11 @@ def assign(
         reads = tuple([slots[key] for key in ins.reads])
         for key, later in zip(ins.writes, needed, strict=True):
             if later and key not in slots:
-                if not spare:
-                    spare = [size]
-                    size = size + 1
-                slots[key] = spare.pop()
+                if spare:
+                    slots[key] = spare.pop()
+                else:
+                    slots[key] = size
+                    size += 1
         writes = tuple([slots.get(key, -1) for key in ins.writes])
         frees = tuple([slots.pop(ins.reads[place]) for place in ends])
         spare += frees
@@ -411,15 +439,15 @@ def _uses(
     keyed: Sequence[Instruction], wanted: Sequence[Key], feeds: dict[Key, int]
 ) -> Iterator[Use]:
     """The use of each instruction, from the last one to the first."""
-    used = {*wanted, *feeds}
-    for step in reversed(keyed):
-        needed = tuple([key in used for key in step.writes])
-        if step.op.updates:
-            used.update(step.writes)
-        elif step.op.renews:
-            used.difference_update(step.writes)
+    used = {*wanted, *feeds}  # later than an instruction; at the end, by the caller
+    for ins in reversed(keyed):
+        needed = tuple([key in used for key in ins.writes])
+        if ins.op.updates:
+            used.update(ins.writes)
+        elif ins.op.renews:
+            used.difference_update(ins.writes)
         ends = []
-        for place, key in enumerate(step.reads):
+        for place, key in enumerate(ins.reads):
             if key not in used:
                 used.add(key)
                 ends.append(place)
@@ -427,7 +455,7 @@ def _uses(
 
 
 def _feeds(keyed: Sequence[Instruction], wanted: Sequence[Key]) -> dict[Key, int]:
-    """Keys that are read before anything writes them: the caller passes these."""
+    """The slots of keys that are read before an instruction writes them: the caller fills these."""
     written: set[Key] = set()
     feeds: dict[Key, int] = {}
     for reads, writes in (*((ins.reads, ins.writes) for ins in keyed), (wanted, ())):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lowering is given: a schedule, with programs for each kind of microbatch."""
+"""The input of lowering: a schedule, and the programs of each kind of microbatch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from .value_graph import ValueGraph
 
 @dataclass(frozen=True)
 class ProgramSet:
-    """The programs of one kind of microbatch: those of the stages of a rank, the loss's, and the
-    value graph.
-    """
+    """The programs of one kind of microbatch, by stage of a rank, and the value graph."""
 
     graph: ValueGraph
     programs: Mapping[int, Programs]
@@ -29,7 +27,7 @@ class ProgramSet:
 
 
 class Scalar(NamedTuple):
-    """A loss, of the stage past the last, or an auxiliary loss: one number of a microbatch."""
+    """A loss or an auxiliary loss of one microbatch. The loss is one stage past the last."""
 
     stage: int
     mb: int
@@ -44,23 +42,22 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True)
 class LoweringInput:
-    """The input of lowering: a schedule with programs for it.
+    """A schedule, the programs of its actions, and how they are lowered.
 
-    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` requests gradients; without it
-    the schedule holds forwards alone. ``wide`` accumulates in another dtype.
+    ``kinds[kind_of[m]]`` describes microbatch ``m``. Without ``training`` the schedule has forwards
+    alone.
     """
 
     schedule: Schedule
     kinds: tuple[ProgramSet, ...]
     kind_of: tuple[int, ...]
     training: bool = True
-    wide: torch.dtype | None = None
-    wants_dx: bool = False
-    phased: bool = False  # all forwards first, with nothing under way between the phases
+    wide: torch.dtype | None = None  # in which gradients are accumulated, if it is another
+    wants_dx: bool = False  # whether the caller wants the gradient of x
+    phased: bool = False  # all forwards come first, and all their messages before the backwards
     wired: bool = False  # some ranks are in other processes
-    # a send blocks until it is received, and receives are posted exactly where the plan has them
-    strict: bool = False
-    ahead: int = 2
+    strict: bool = False  # a send blocks until it is received
+    ahead: int = 2  # how many receives are posted ahead of a wait
     features: tuple[Feature, ...] = ()
 
     @property
@@ -77,36 +74,34 @@ class LoweringInput:
         """Whether the parts of an action may run in turn, piece by piece."""
         return not self.strict and any(feature.interleaves for feature in self.features)
 
-    def of_a_microbatch(self) -> dict[int, list[Programs]]:
-        """The programs of each stage here for the slices of the first microbatch."""
+    def slice_programs(self) -> dict[int, list[Programs]]:
+        """For each stage of the rank, its programs for the slices of the first microbatch."""
         kinds = [self.kind(mb) for mb in range(self.schedule.slices)]
         return {stage: [kind.programs[stage] for kind in kinds] for stage in kinds[0].programs}
 
     def scalars(self, rank: int) -> list[Scalar]:
-        """The losses and auxiliary losses that a rank computes; the keys hold if the rank's
-        programs are known.
+        """The losses and auxiliary losses that a rank computes. Keys of auxiliary losses are right
+        only if ``kinds`` has the programs of that rank.
         """
-        return [
-            s for mb in range(self.schedule.units) for home, s in self._scalars(mb) if home == rank
-        ]
+        return [scalar for owner, scalar in self._scalars() if owner == rank]
 
     def scalar_ranks(self) -> list[int]:
         """The ranks that compute losses or auxiliary losses."""
-        return sorted({home for mb in range(self.schedule.units) for home, _ in self._scalars(mb)})
+        return sorted({rank for rank, _ in self._scalars()})
 
-    def _scalars(self, mb: int) -> Iterator[tuple[int, Scalar]]:
-        kind = self.kind(mb)
-        path = self.schedule.placement.path(mb)
-        if kind.loss is not None:
-            name = kind.loss.ys[0]
-            aval = kind.loss.outputs.y.tensors[0]
-            assert name is not None and aval is not None
-            yield (
-                path[-1],
-                Scalar(self.stages, mb, kind.graph.source(kind.loss, self.stages, name), aval),
-            )
-        for stage, interface in enumerate(kind.graph.interfaces):
-            if interface.aux is not None:
-                local = kind.programs.get(stage)
-                name = local.aux if local is not None else None
-                yield path[stage], Scalar(stage, mb, Value(stage, name or ""), interface.aux)
+    def _scalars(self) -> Iterator[tuple[int, Scalar]]:
+        """All losses and auxiliary losses, each with its rank."""
+        for mb in range(self.schedule.units):
+            kind = self.kind(mb)
+            path = self.schedule.placement.path(mb)
+            if kind.loss is not None:
+                name = kind.loss.ys[0]
+                aval = kind.loss.outputs.y.tensors[0]
+                assert name is not None and aval is not None
+                source = kind.graph.source(kind.loss, self.stages, name)
+                yield path[-1], Scalar(self.stages, mb, source, aval)
+            for stage, interface in enumerate(kind.graph.interfaces):
+                if interface.aux is not None:
+                    local = kind.programs.get(stage)
+                    name = local.aux if local is not None else None
+                    yield path[stage], Scalar(stage, mb, Value(stage, name or ""), interface.aux)

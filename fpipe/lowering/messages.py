@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of one rank: what it receives from which rank in which order, and what it sends.
 
-The order of a channel is that in which the sender's row computes its messages. The receiver reads
-that row, so sender and receiver know the order without exchanging it. Receives are posted a few
-messages ahead. ``wired`` has what is added where ranks are in other processes. This module must not
-know the contents of programs.
+The messages of a channel have the order in which the sender's row computes them. The receiver reads
+that row, so both ranks know the order without exchanging it. Receives are posted a few messages
+ahead. ``wired`` adds what ranks in other processes need. This module must not know the contents of
+programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from ..actions.action import Action
 from ..actions.action_kinds import KINDS
@@ -20,169 +22,195 @@ from .job import LoweringInput
 from .keys import Key
 from .value_graph import Out
 
-#: op -> the facts that it provides to other ranks.
-_SENT = {op: tuple(fact for fact in kind.provides if fact in "FI") for op, kind in KINDS.items()}
+#: By letter of an action: the facts of it that other ranks may need.
+_FACTS = {op: tuple(fact for fact in kind.provides if fact in "FI") for op, kind in KINDS.items()}
+
+#: The ranks to which values are sent, each with its values.
+Routes: TypeAlias = Sequence[tuple[int, Sequence[Out]]]
 
 
+class Message(NamedTuple):
+    """A message: its values, the action that sends it, and that action's place in its row."""
+
+    keys: tuple[Key, ...]
+    specs: tuple[Spec, ...]
+    action: Action
+    place: int
+
+
+@dataclass(eq=False)
 class Channel:
-    """Messages from one rank in their order: keys, specs, the action that sends each and its
-    place.
-    """
+    """The messages from one rank in their order, and how many were posted and received."""
 
-    def __init__(self, src: int):
-        self.src = src
-        self.messages: list[tuple[tuple[Key, ...], tuple[Spec, ...]]] = []
-        self.places: list[int] = []  # in the sender's row
-        self.actions: list[Action] = []
-        self.posted = self.received = 0
-        self.fence = -1  # messages of the first phase; -1: no phases
-
-    @property
-    def end(self) -> int:
-        """How many may be posted in this phase."""
-        return self.fence if self.fence >= 0 else len(self.messages)
+    src: int
+    messages: Sequence[Message]
+    end: int  # how many may be posted in this phase
+    posted: int = 0
+    received: int = 0
 
 
 class Messages:
-    """Emits RECV, WAIT and SEND steps into ``out``; ``here`` are the values that the rank
-    has.
-    """
+    """Yields the instructions RECV, WAIT and SEND of a rank, in the order in which they run."""
 
-    def __init__(self, job: LoweringInput, rank: int, out: list[Instruction], here: set[Key]):
+    def __init__(self, job: LoweringInput, rank: int):
         self.job = job
         self.rank = rank
-        self.out = out
-        self.here = here
         self.placement = job.schedule.placement
-        self.coming: dict[Key, tuple[Channel, int]] = {}
-        self._routes: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
-        self.channels = list(self._incoming())
+        self._routes = self._all_routes()
+        self.channels = list(self._channels())
+        #: By value of another rank: the channel and the number of the message that brings it.
+        self.incoming: dict[Key, tuple[Channel, int]] = {}
+        for channel in self.channels:
+            for number, message in enumerate(channel.messages):
+                for key in message.keys:
+                    self.incoming[key] = (channel, number)
 
     # ---- routes ----
-    def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
+    def outgoing(self, stage: int, fact: str, mb: int) -> Routes:
         """The values that a fact of a stage sends, by receiving rank."""
-        memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
-        routes = self._routes.get(memo)
-        if routes is None:
-            path = self.placement.path(mb)
-            by_rank: dict[int, list[Out]] = {}
-            last = len(path) - 1
-            home = path[min(stage, last)]
-            for out in self.job.kind(mb).graph.users[fact, stage]:
-                for rank in dict.fromkeys(path[min(max(s, 0), last)] for s in out.readers):
-                    if rank != home:
-                        by_rank.setdefault(rank, []).append(out)
-            routes = self._routes[memo] = list(by_rank.items())
+        return self._routes[stage, fact, self.job.kind_of[mb], self.placement.path_index(mb)]
+
+    def _all_routes(self) -> Mapping[tuple[int, str, int, int], Routes]:
+        """The routes by stage, fact, kind of microbatch, and path."""
+        job = self.job
+        units = range(job.schedule.units)
+        routes = {}
+        for kind, index in {(job.kind_of[mb], self.placement.path_index(mb)) for mb in units}:
+            path = self.placement.paths[index]
+            for (fact, stage), outs in job.kinds[kind].graph.leaving.items():
+                if fact == "F" or job.training:
+                    routes[stage, fact, kind, index] = _by_rank(outs, stage, path)
         return routes
 
-    def _incoming(self) -> Iterator[Channel]:
-        """The messages that other ranks send here, from their rows."""
-        job = self.job
-        sources = set()
-        kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.units)}
-        for (_, path), mb in kinds.items():
-            for stage in range(job.stages + 1):
-                for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
-                    if any(rank == self.rank for rank, _ in self.outgoing(stage, fact, mb)):
-                        sources.add(path[min(stage, job.stages - 1)])
-        for src in sorted(sources - {self.rank}):
-            channel = Channel(src)
-            for action, place, _ in places(job, src):
-                if job.phased and action.op != "F" and channel.fence < 0:
-                    channel.fence = len(channel.messages)
-                for fact in _SENT[action.op]:
-                    if fact == "I" and action.stage == job.stages - 1:
-                        self._expect(channel, place, action, action.stage + 1, "I")
-                    self._expect(channel, place, action, action.stage, fact)
-            yield channel
+    def _channels(self) -> Iterator[Channel]:
+        """A channel for each rank that sends to this one."""
+        senders = set[int]()
+        for (stage, _, _, index), routes in self._routes.items():
+            if any(rank == self.rank for rank, _ in routes):
+                senders.add(_rank_of(stage, self.placement.paths[index]))
+        for src in sorted(senders):
+            messages = list(self._messages_from(src))
+            end = len(messages)
+            if self.job.phased:
+                backwards = (n for n, message in enumerate(messages) if message.action.op != "F")
+                end = next(backwards, end)
+            yield Channel(src, messages, end)
 
-    def _expect(self, channel: Channel, place: int, action: Action, stage: int, fact: str) -> None:
-        for rank, outs in self.outgoing(stage, fact, action.microbatch):
-            if rank == self.rank:
-                keys = tuple([(o.source, action.microbatch) for o in outs])
-                for key in keys:
-                    self.coming[key] = (channel, len(channel.messages))
-                channel.messages.append((keys, tuple([out.spec for out in outs])))
-                channel.places.append(place)
-                channel.actions.append(action)
+    def _messages_from(self, src: int) -> Iterator[Message]:
+        """The messages that a rank sends to this one, from its row."""
+        last = self.job.stages - 1
+        for action, place, _ in places(self.job, src):
+            stage, _, mb = action
+            for fact in _FACTS[action.op]:
+                of_loss = fact == "I" and stage == last
+                for sender in (stage + 1, stage) if of_loss else (stage,):
+                    for rank, outs in self.outgoing(sender, fact, mb):
+                        if rank == self.rank:
+                            yield Message(*_values(outs, mb), action, place)
 
-    # ---- steps ----
-    def begin(self) -> None:
+    # ---- instructions ----
+    def begin(self) -> Iterator[Instruction]:
         """Post the first receives of a phase."""
         if not self.job.strict:
             for channel in self.channels:
-                self._post(channel, channel.received + self.job.ahead)
+                yield from post(channel, channel.received + self.job.ahead)
 
-    def before(self, place: int) -> None:
-        """Called before the action at a place of this row starts."""
+    def before(self, place: int) -> Iterable[Instruction]:
+        """What comes before the action at a place of the row."""
+        return ()
 
-    def sending(self) -> None:
-        """Called before the values of a fact are sent."""
+    def sending(self) -> Iterable[Instruction]:
+        """What comes before the values of a fact are sent."""
+        return ()
 
-    def sent(self, rank: int, fact: str, mb: int, outs: Sequence[Out]) -> None:
-        """Called once values are sent to a rank."""
+    def sent(self, rank: int, fact: str, mb: int, outs: Sequence[Out]) -> Iterable[Instruction]:
+        """What comes after values were sent to a rank."""
+        return ()
 
-    def arrived(self, peer: int, place: int) -> None:
-        """Called once a message has arrived, from a place in the row of a peer."""
+    def arrived(self, peer: int, place: int) -> Iterable[Instruction]:
+        """What comes after a message arrived, from a place in the row of a peer."""
+        return ()
 
-    def drain(self) -> None:
+    def drain(self) -> Iterator[Instruction]:
         """Wait for every message of the phase."""
         for channel in self.channels:
             while channel.received < channel.end:
-                self.fetch(channel.messages[channel.received][0][0])
+                yield from self.fetch(channel.messages[channel.received].keys[0])
 
-    def next_phase(self) -> None:
-        """Wait for every message of the forward phase; later receives belong to the backward
-        phase.
-        """
-        self.drain()
+    def next_phase(self) -> Iterator[Instruction]:
+        """Wait for every message of the forward phase; then the backward phase begins."""
+        yield from self.drain()
         for channel in self.channels:
-            channel.fence = -1
+            channel.end = len(channel.messages)
 
-    def _post(self, channel: Channel, upto: int) -> None:
-        while channel.posted < min(upto, channel.end):
-            keys, specs = channel.messages[channel.posted]
-            self.out.append(Instruction(Recv(channel.src, channel.posted, specs, keys)))
-            channel.posted += 1
-
-    def fetch(self, key: Key) -> None:
-        """Wait for the message that holds a value, and for those before it."""
-        if key not in self.coming:
+    def fetch(self, key: Key) -> Iterator[Instruction]:
+        """Wait for the message that brings a value, and for those before it."""
+        if key not in self.incoming:
             return
-        channel, number = self.coming[key]
+        channel, number = self.incoming[key]
+        ahead = 0 if self.job.strict else self.job.ahead
         while channel.received <= number:
-            self._post(channel, channel.received + 1 + (0 if self.job.strict else self.job.ahead))
-            keys, specs = channel.messages[channel.received]
-            action = channel.actions[channel.received]
-            wait = Wait(channel.src, channel.received, specs, keys)
-            self.out.append(Instruction(wait, action, writes=keys))
-            self.here.update(keys)
+            yield from post(channel, channel.received + 1 + ahead)
+            keys, specs, action, place = channel.messages[channel.received]
+            yield Instruction(Wait(channel.src, channel.received, specs, keys), action, writes=keys)
             channel.received += 1
-            self.arrived(channel.src, channel.places[channel.received - 1])
+            yield from self.arrived(channel.src, place)
 
-    def send(self, action: Action, stage: int, fact: str) -> None:
+    def send(self, action: Action, stage: int, fact: str) -> Iterator[Instruction]:
         """Send the values of a fact of a stage to other ranks."""
-        routes = self.outgoing(stage, fact, action.microbatch)
+        mb = action.microbatch
+        routes = self.outgoing(stage, fact, mb)
         if routes:
-            self.sending()
+            yield from self.sending()
         for rank, outs in routes:
-            keys = tuple([(o.source, action.microbatch) for o in outs])
-            specs = tuple([out.spec for out in outs])
-            self.out.append(Instruction(Send(rank, specs), action, keys))
-            self.sent(rank, fact, action.microbatch, outs)
+            keys, specs = _values(outs, mb)
+            yield Instruction(Send(rank, specs), action, keys)
+            yield from self.sent(rank, fact, mb, outs)
+
+
+def post(channel: Channel, count: int) -> Iterator[Instruction]:
+    """Post receives until ``count`` of the channel are posted, or all of the phase."""
+    count = min(count, channel.end)
+    while channel.posted < count:
+        message = channel.messages[channel.posted]
+        yield Instruction(Recv(channel.src, channel.posted, message.specs, message.keys))
+        channel.posted += 1
+
+
+def _values(outs: Sequence[Out], mb: int) -> tuple[tuple[Key, ...], tuple[Spec, ...]]:
+    """The keys and specs of values of a microbatch."""
+    return tuple([(out.source, mb) for out in outs]), tuple([out.spec for out in outs])
+
+
+def _rank_of(stage: int, path: Sequence[int]) -> int:
+    """The rank of a stage; the caller is on the first rank of a path, the loss on the last."""
+    return path[min(max(stage, 0), len(path) - 1)]
+
+
+def _by_rank(outs: Iterable[Out], stage: int, path: Sequence[int]) -> Routes:
+    """The values of a stage that other ranks read, by rank."""
+    home = _rank_of(stage, path)
+    routes: dict[int, list[Out]] = {}
+    for out in outs:
+        for rank in dict.fromkeys([_rank_of(reader, path) for reader in out.readers]):
+            if rank != home:
+                routes.setdefault(rank, []).append(out)
+    return list(routes.items())
 
 
 def places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
     """The actions of a row, each with the first place at which it may send, and the last at which
     it may read.
 
-    Both are its own place, or the first and the last of the parts that it is woven with.
+    Both are the action's place in the row. If the parts of a fused action are woven, they are the
+    first and the last place of its parts.
     """
-    place = 0
-    woven = job.interleaved
+    first = 0
     for action in job.schedule[rank]:
-        first = place
-        last = place + len(action.parts) - 1
-        for part in action.parts:
-            yield part, first if woven else place, last if woven else place
-            place += 1
+        last = first + len(action.parts) - 1
+        for place, part in enumerate(action.parts, first):
+            if job.interleaved:
+                yield part, first, last
+            else:
+                yield part, place, place
+        first = last + 1

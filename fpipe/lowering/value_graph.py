@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value graph: which stage computes each value that crosses stages, and which stages read it.
 
-An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and
-which of them are only passed on. A leaf that a stage passes on unchanged is not relayed: the rank
-that computes it sends it to those that use it, and its gradient is sent from user to user. This
-module knows names, and no rank, tensor or action order.
+An ``Interface`` describes a stage to other ranks: its outputs, its input gradients, and which of
+them it only passes on. A leaf that a stage passes on unchanged is not relayed: the rank that
+computes it sends it to all readers. This module knows names, and no rank, tensor or action order.
 
-As readers of values, stage -1 is the caller, who receives the gradient of x, and stage S, one past
-the last, is the loss or, without one, the caller, who receives the outputs.
+Two readers are not stages. Stage -1 is the caller, who receives the gradient of x. Stage S, one
+past the last, is the loss. Without a loss it is the caller, who receives the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -35,8 +34,8 @@ from .keys import (
     WholeParam,
 )
 
-#: How a leaf leaves a stage: computed, by name and aval; passed on, by the index of the input; or
-#: not at all.
+#: A leaf that a stage returns. A pair is the name and aval of a computed value, a number is the
+#: index of the input that is passed on, ``None`` is no tensor or no gradient.
 Leaf: TypeAlias = tuple[str, Aval] | int | None
 
 
@@ -47,20 +46,19 @@ def spec_of(aval: Aval) -> Spec:
 
 @dataclass(frozen=True)
 class Interface:
-    """A stage as others see it.
+    """A stage as other ranks see it.
 
-    ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it
-    passes on, or ``None`` for a leaf that is no tensor. ``dxs[i]`` is ``(name, aval)`` of an input
-    gradient, the index of the cotangent it passes on, or ``None``. ``dys`` says which outputs have
-    a cotangent, ``takes_x`` and ``takes_dy`` which leaves its programs read.
+    ``ys`` are its outputs and ``dxs`` its input gradients. A number in ``ys`` is the index of an
+    input, a number in ``dxs`` that of a cotangent. ``dys`` says which outputs have a cotangent.
+    ``reads_x`` and ``reads_dy`` say which inputs and cotangents its programs read.
     """
 
     y: AbstractTree
     ys: tuple[Leaf, ...]
     dxs: tuple[Leaf, ...]
     dys: tuple[bool, ...]
-    takes_x: tuple[bool, ...]
-    takes_dy: tuple[bool, ...]
+    reads_x: tuple[bool, ...]
+    reads_dy: tuple[bool, ...]
     aux: Aval | None = None
     leaves: tuple[str, ...] = ()  # the paths of the parameters
     state: AbstractTree | None = None
@@ -75,43 +73,48 @@ class Interface:
     ) -> Interface:
         """The interface of programs; ``leaves`` are the paths of the stage's parameters.
 
-        The last ``inner`` leaves of the input, and what is not in ``y``, stay on their rank and are
-        no part of it.
+        It leaves out the last ``inner`` leaves of the input, and the outputs that are not in ``y``:
+        they stay on their rank.
         """
         y = programs.outputs.y if y is None else y
-        xs = len(programs.dxs) - inner
-        count = len(y.leaves)
-        read = {
-            name
-            for program in (programs.f, programs.b, programs.i, programs.w)
-            for name in program.inputs
-        }
-        read |= {name for name in programs.dps if name is not None}
+        inputs = len(programs.dxs) - inner
+        outputs = len(y.leaves)
+        cotangents = programs.dys[:outputs]
         x_index = {name: i for name, (role, i) in programs.roles.items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
-        ys: Iterator[Leaf] = (
-            None if name is None or aval is None else x_index.get(name, (name, aval))
-            for name, aval in zip(programs.ys[:count], y.tensors, strict=True)
-        )
-        dxs: Iterator[Leaf] = (
-            None
-            if name is None
-            else dy_index[name]
-            if name in dy_index
-            else (name, programs.grad_avals[name])
-            for name in programs.dxs[:xs]
-        )
-        takes_x = tuple(name in read or name in programs.saved for name in x_index)[:xs]
-        takes_dy = tuple(name is not None and name in read for name in programs.dys[:count])
-        outputs = programs.outputs
-        dys = tuple(name is not None for name in programs.dys[:count])
+        read = set(filter(None, programs.dps))
+        for program in (programs.f, programs.b, programs.i, programs.w):
+            read.update(program.inputs)
+        ys: list[Leaf] = []
+        for name, aval in zip(programs.ys[:outputs], y.tensors, strict=True):
+            if name is None or aval is None:
+                ys.append(None)
+            else:
+                ys.append(x_index.get(name, (name, aval)))
+        dxs: list[Leaf] = []
+        for name in programs.dxs[:inputs]:
+            if name is None:
+                dxs.append(None)
+            elif name in dy_index:
+                dxs.append(dy_index[name])
+            else:
+                dxs.append((name, programs.grad_avals[name]))
+        reads_x = tuple(name in read or name in programs.saved for name in x_index)
         return cls(
-            y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state
+            y,
+            tuple(ys),
+            tuple(dxs),
+            dys=tuple(name is not None for name in cotangents),
+            reads_x=reads_x[:inputs],
+            reads_dy=tuple(name in read for name in cotangents),
+            aux=programs.outputs.aux,
+            leaves=leaves,
+            state=programs.outputs.state,
         )
 
 
 class Out(NamedTuple):
-    """A value that a stage sends to others, its spec, and the stages that read it."""
+    """A value that leaves a stage, its spec, and the stages that read it."""
 
     source: Source
     spec: Spec
@@ -120,17 +123,16 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueGraph:
-    """The value graph of one kind of microbatch: one interface per stage, and which leaves enter
-    and leave.
+    """The value graph of one kind of microbatch. Its sources hold for every such microbatch.
 
-    The sources that its methods return hold for every microbatch of the kind.
+    The sink is the loss or, without one, the caller, who passes the cotangents of the last outputs.
     """
 
-    interfaces: tuple[Interface, ...]
-    sink_dxs: tuple[Leaf, ...]  # cotangents of the last outputs, as the loss names them
-    sink_takes: tuple[bool, ...]
+    interfaces: tuple[Interface, ...]  # of the stages
+    sink_dxs: tuple[Leaf, ...]  # cotangents of the last outputs, as the sink names them
+    sink_reads: tuple[bool, ...]  # which of the last outputs the sink reads
     batch: tuple[Aval | None, ...]  # of the leaves of x
-    has_loss: bool = True  # without one the caller passes the cotangents of the last outputs
+    has_loss: bool = True
 
     @property
     def stages(self) -> int:
@@ -139,7 +141,7 @@ class ValueGraph:
 
     # ---- sources ----
     def forward(self, stage: int, leaf: int) -> Source:
-        """The source of output ``leaf`` of ``stage`` (stage -1: the batch)."""
+        """The source of output ``leaf`` of ``stage``. Outputs of stage -1 are the batch."""
         while stage >= 0:
             source = self.interfaces[stage].ys[leaf]
             if not isinstance(source, int):
@@ -152,21 +154,29 @@ class ValueGraph:
     def cotangent(self, stage: int, leaf: int) -> Source | None:
         """The source of the gradient of output ``leaf`` of ``stage``; ``None``: it has none.
 
-        Where the loss passes its cotangent on, that is the seed of the loss, which every rank is
-        fed.
+        If the loss passes its own cotangent on, the source is the seed of the loss, which every
+        rank has.
         """
         while stage < self.stages:
-            above = self.sink_dxs if stage == self.stages - 1 else self.interfaces[stage + 1].dxs
-            source = above[leaf] if leaf < len(above) else None
-            if not isinstance(source, int):
-                return None if source is None else self._gradient(stage + 1, leaf, source[0])
             stage = stage + 1
+            dxs = self._input_gradients(stage)
+            source = dxs[leaf] if leaf < len(dxs) else None
+            if source is None:
+                return None
+            if not isinstance(source, int):
+                return self._gradient(stage, leaf, source[0])
             leaf = source
         return Seed(stage)
 
+    def _input_gradients(self, stage: int) -> tuple[Leaf, ...]:
+        """The input gradients of a stage, or of the sink."""
+        return self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
+
     def _gradient(self, stage: int, leaf: int, name: str) -> Source:
-        """The gradient of input ``leaf`` of a stage that computes it under a name."""
-        return Value(stage, name) if stage < self.stages or self.has_loss else OutputCotangent(leaf)
+        """The source of the gradient of input ``leaf``, which a stage or the sink computes."""
+        if stage == self.stages and not self.has_loss:
+            return OutputCotangent(leaf)
+        return Value(stage, name)
 
     def unused(self, stage: int) -> frozenset[int]:
         """The outputs of a stage that have no cotangent."""
@@ -174,10 +184,12 @@ class ValueGraph:
             j for j in self.interfaces[stage].y.wanted if self.cotangent(stage, j) is None
         )
 
-    def lacking(self) -> bool:
-        """Whether the programs of some stage have a cotangent for an output that has none."""
+    def lacks_cotangents(self) -> bool:
+        """Whether the programs of a stage read the cotangent of an output that has none."""
         return any(
-            interface.dys[j] for s, interface in enumerate(self.interfaces) for j in self.unused(s)
+            interface.dys[output]
+            for stage, interface in enumerate(self.interfaces)
+            for output in self.unused(stage)
         )
 
     def outputs(self) -> tuple[Source, ...]:
@@ -199,13 +211,13 @@ class ValueGraph:
         if role == "computed":
             return Value(stage, name)
         if role == "x":
-            beyond = leaf - len(self.interfaces[-1].ys) if stage == self.stages else -1
-            return self.forward(stage - 1, leaf) if beyond < 0 else Target(beyond)
+            outputs = len(self.interfaces[-1].ys)
+            if stage == self.stages and leaf >= outputs:
+                return Target(leaf - outputs)
+            return self.forward(stage - 1, leaf)
         if role == "cotangent" and stage < self.stages:
             cotangent = self.cotangent(stage, leaf)
-            assert cotangent is not None, (
-                "programs have no cotangent for an output that nothing uses"
-            )
+            assert cotangent is not None, "programs read no cotangent of an unused output"
             return cotangent
         if role == "cotangent" or role == "aux cotangent":
             return Seed(stage)
@@ -213,15 +225,17 @@ class ValueGraph:
 
     # ---- messages ----
     @cached_property
-    def users(self) -> Mapping[tuple[str, int], tuple[Out, ...]]:
+    def leaving(self) -> Mapping[tuple[str, int], tuple[Out, ...]]:
         """The values that leave a stage after F ("F") or after I or B ("I"), by (fact, stage).
 
         Leaves of the batch leave with F of stage 0.
         """
-        forward = {("F", stage): _merged(self._forward(stage)) for stage in range(self.stages)}
-        return forward | {
-            ("I", stage): _merged(self._backward(stage)) for stage in range(self.stages + 1)
-        }
+        leaving: dict[tuple[str, int], tuple[Out, ...]] = {}
+        for stage in range(self.stages + 1):
+            if stage < self.stages:
+                leaving["F", stage] = _merged(self._forward(stage))
+            leaving["I", stage] = _merged(self._backward(stage))
+        return leaving
 
     def _forward(self, stage: int) -> Iterator[Out]:
         if stage == 0:
@@ -231,51 +245,54 @@ class ValueGraph:
                     yield Out(BatchLeaf(i), spec_of(aval), readers)
         for j, y in enumerate(self.interfaces[stage].ys):
             if isinstance(y, tuple):
-                yield Out(Value(stage, y[0]), spec_of(y[1]), tuple(self._readers(stage, j)))
+                name, aval = y
+                yield Out(Value(stage, name), spec_of(aval), tuple(self._readers(stage, j)))
 
     def _readers(self, stage: int, leaf: int) -> Iterator[int]:
+        """The stages that read output ``leaf`` of a stage, also through those that pass it on."""
         above = stage + 1
         if above == self.stages:
-            if leaf >= len(self.sink_takes) or self.sink_takes[leaf]:
+            if leaf >= len(self.sink_reads) or self.sink_reads[leaf]:
                 yield above
             return
         interface = self.interfaces[above]
-        if interface.takes_x[leaf]:
+        if interface.reads_x[leaf]:
             yield above
-        for k, source in enumerate(interface.ys):
-            if isinstance(source, int) and source == leaf:
-                yield from self._readers(above, k)
+        for output in _copies(interface.ys, leaf):
+            yield from self._readers(above, output)
 
     def _backward(self, stage: int) -> Iterator[Out]:
-        dxs = self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
-        for i, dx in enumerate(dxs):
+        for i, dx in enumerate(self._input_gradients(stage)):
             if isinstance(dx, tuple):
-                yield Out(
-                    self._gradient(stage, i, dx[0]),
-                    spec_of(dx[1]),
-                    tuple(self._takers(stage - 1, i)),
-                )
+                name, aval = dx
+                source = self._gradient(stage, i, name)
+                yield Out(source, spec_of(aval), tuple(self._gradient_readers(stage - 1, i)))
 
-    def _takers(self, stage: int, leaf: int) -> Iterator[int]:
+    def _gradient_readers(self, stage: int, leaf: int) -> Iterator[int]:
+        """The stages that read the cotangent of output ``leaf`` of a stage, also through others."""
         if stage < 0:
             yield -1
             return
         interface = self.interfaces[stage]
-        if leaf < len(interface.takes_dy) and interface.takes_dy[leaf]:
+        if leaf < len(interface.reads_dy) and interface.reads_dy[leaf]:
             yield stage
-        for i, source in enumerate(interface.dxs):
-            if isinstance(source, int) and source == leaf:
-                yield from self._takers(stage - 1, i)
+        for source in _copies(interface.dxs, leaf):
+            yield from self._gradient_readers(stage - 1, source)
+
+
+def _copies(leaves: Sequence[Leaf], index: int) -> list[int]:
+    """The places of the leaves that are input ``index``, passed on."""
+    return [place for place, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf == index]
 
 
 def _merged(outs: Iterable[Out]) -> tuple[Out, ...]:
     """Each source once, with all its readers."""
     merged: dict[Source, Out] = {}
     for out in outs:
-        known = merged.get(out.source)
-        merged[out.source] = (
-            out if known is None else out._replace(readers=known.readers + out.readers)
-        )
+        earlier = merged.get(out.source)
+        if earlier is not None:
+            out = out._replace(readers=earlier.readers + out.readers)
+        merged[out.source] = out
     return tuple(merged.values())
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to ranks in other processes: when sends are settled, and one common order.
+"""Messages to ranks in other processes: when sends are settled, and the common order of ranks.
 
-A send is settled, and its tensors are released, once a message of the receiver shows that it has
-arrived. On a ``strict`` group a send blocks until it is received; there, receives are posted
-exactly where one common order of all ranks has the message.
+A send is settled once a message of the receiver shows that it has arrived: its tensors are then
+released. On a ``strict`` group a send blocks until it is received. All ranks then follow one order
+of all messages, and receives are posted exactly where that order has them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..actions.action import plain
@@ -17,114 +17,121 @@ from ..actions.costs import Costs
 from ..actions.simulation import simulate_rows
 from .instruction import Instruction, Machine, Op, Registers, StepFn
 from .job import LoweringInput
-from .keys import Key
 from .memory import MemoryAccount
-from .messages import Messages, places
+from .messages import Channel, Messages, places, post
 from .value_graph import Out
 
-#: Where all ranks follow one order: the sends to one rank that may be under way.
-_UNDER_WAY = 2
+#: How many sends to one rank may be unsettled in the common order.
+_UNSETTLED = 2
 
 
 class WiredMessages(Messages):
-    """Emits SETTLE steps too, and RECV steps in one order of all ranks where that is needed."""
+    """Yields the instruction SETTLE, too, and follows the common order of ranks if it must."""
 
-    def __init__(self, job: LoweringInput, rank: int, out: list[Instruction], here: set[Key]):
-        super().__init__(job, rank, out, here)
-        self.under_way: dict[int, deque[int]] = {}
-        self._places: dict[int, dict[tuple[int, int], int]] = {}
-        self.place = 0
-        # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks
-        # follow one order.
+    def __init__(self, job: LoweringInput, rank: int):
+        super().__init__(job, rank)
+        #: By receiving rank, of each send that is not settled: the place in the receiver's row
+        #: where it has read the message.
+        self.unsettled: dict[int, deque[int]] = {}
+        self._read_places: dict[int, Mapping[tuple[int, int], int]] = {}
+        # Where all actions are forwards, no message shows which sends have arrived.
         self.ordered = job.strict or (job.wired and not job.training)
         if self.ordered:
+            self._place = 0
             self._follow()
 
-    def before(self, place: int) -> None:
-        """Where one order is followed, post what others send before the action starts."""
-        self.place = place
-        if self.ordered:
-            self._post_until((self._times[place][0], self.placement.ranks))
+    # ---- the common order ----
+    def before(self, place: int) -> Iterable[Instruction]:
+        """In the common order, post what others send before the action starts."""
+        if not self.ordered:
+            return ()
+        self._place = place
+        start, _ = self._times[place]
+        return self._post_until((start, self.placement.ranks))
 
-    def sending(self) -> None:
-        """Where one order is followed, post what others send before."""
-        if self.ordered:
-            self._post_until((self._times[self.place][1], self.rank))
-
-    def next_phase(self) -> None:
-        """Wait for every message of the forward phase, which shows that all sends have arrived."""
-        super().next_phase()
-        self.under_way.clear()
+    def sending(self) -> Iterable[Instruction]:
+        """In the common order, post what others send before the action sends."""
+        if not self.ordered:
+            return ()
+        _, end = self._times[self._place]
+        return self._post_until((end, self.rank))
 
     def _follow(self) -> None:
-        """Compute one order of the messages of all ranks.
+        """Compute the common order of messages.
 
-        It is the simulator's at unit cost: a message is at the end of the action that sends it,
-        messages of one moment are ordered by sender. Every rank posts and sends in this order, so
-        its first event that is not over can always happen: there is no deadlock.
+        It is the simulator's at unit cost. A message is sent at the end of its action, and messages
+        of one moment are ordered by sender. All ranks post and send in this order, so the first
+        message that is not over can always be exchanged: there is no deadlock.
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
         line = simulate_rows(
             rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices
         )
-        self._by_rank = {channel.src: channel for channel in self.channels}
-        ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
-        events = (
-            (ends[c.src][place], c.src, n)
-            for c in self.channels
-            for n, place in enumerate(c.places)
-        )
-        self._events = deque(sorted(events))
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
+        events: list[tuple[float, int, int, Channel]] = []
+        for channel in self.channels:
+            src = channel.src
+            ends = {span.position: span.end for span in line.of_rank(src)}
+            for number, message in enumerate(channel.messages):
+                events.append((ends[message.place], src, number, channel))
+        self._events = deque(sorted(events, key=lambda event: event[:3]))
 
-    def _post_until(self, moment: tuple[float, int]) -> None:
+    def _post_until(self, moment: tuple[float, int]) -> Iterator[Instruction]:
+        """Post the messages that the common order has before a moment, a time and a sender."""
         while self._events and self._events[0][:2] < moment:
-            _, src, number = self._events.popleft()
-            self._post(self._by_rank[src], number + 1)
+            _, _, number, channel = self._events.popleft()
+            yield from post(channel, number + 1)
 
     # ---- sends ----
-    def sent(self, rank: int, fact: str, mb: int, outs: Sequence[Out]) -> None:
-        """Enter a send among those under way to a rank."""
+    def sent(self, rank: int, fact: str, mb: int, outs: Sequence[Out]) -> Iterator[Instruction]:
+        """Record a send as unsettled; in the common order, settle an older one."""
         if not self.job.wired:
             return
-        needed = max(self._reads_at(rank, s, fact, mb) for out in outs for s in out.readers)
-        waiting = self.under_way.setdefault(rank, deque())
-        waiting.append(needed)
-        if self.ordered and len(waiting) > _UNDER_WAY:
-            # In the common order the older message comes before this one, so its receiver
-            # posts its receive without needing anything that this rank sends later.
-            waiting.popleft()
-            self.out.append(Instruction(Settle(rank, 1)))
+        read = max(self._read_place(rank, stage, mb) for out in outs for stage in out.readers)
+        unsettled = self.unsettled.setdefault(rank, deque())
+        unsettled.append(read)
+        if self.ordered and len(unsettled) > _UNSETTLED:
+            # The older message comes before this one in the common order, so its receiver posts
+            # its receive without needing anything that this rank sends later.
+            unsettled.popleft()
+            yield Instruction(Settle(rank, 1))
 
-    def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
-        """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it
-        has none.
+    def _read_place(self, rank: int, stage: int, mb: int) -> int:
+        """The place in a rank's row after which a stage reads nothing more of a microbatch; -1: it
+        reads nothing.
         """
-        read = self._places.get(rank)
-        if read is None:
-            read = self._places[rank] = {}
-            for action, _, place in places(self.job, rank):
-                if action.op != "W":  # the backward, where there is one, comes last
-                    read[action.stage, action.microbatch] = place
-        return read.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
+        if rank not in self._read_places:
+            # A later action of the same stage and microbatch, the backward, takes the place of F.
+            self._read_places[rank] = {
+                (action.stage, action.microbatch): place
+                for action, _, place in places(self.job, rank)
+                if action.op != "W"
+            }
+        stage = min(max(stage, 0), self.job.stages - 1)
+        return self._read_places[rank].get((stage, mb), -1)
 
-    def arrived(self, peer: int, place: int) -> None:
-        """A message from a place in a peer's row shows that whatever is read before that place has
-        arrived there.
+    def arrived(self, peer: int, place: int) -> Iterator[Instruction]:
+        """Settle the sends that a peer has read before a place in its row, from which it sent a
+        message.
         """
-        waiting = self.under_way.get(peer)
+        unsettled = self.unsettled.get(peer)
         count = 0
-        while waiting and waiting[0] <= place:
-            waiting.popleft()
+        while unsettled and unsettled[0] <= place:
+            unsettled.popleft()
             count += 1
         if count:
-            self.out.append(Instruction(Settle(peer, count)))
+            yield Instruction(Settle(peer, count))
+
+    def next_phase(self) -> Iterator[Instruction]:
+        """Wait for every message of the forward phase, which shows that all sends have arrived."""
+        yield from super().next_phase()
+        self.unsettled.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Settle(Op):
-    """Release sends to a rank: a message of that rank shows that it has received them."""
+    """SETTLE: release the oldest sends to a rank, which has received them."""
 
     peer: int
     count: int

@@ -65,9 +65,9 @@ class _OnRank(Feature):
         if not local:
             return
         for leaf in local:
-            if grad(*leaf) not in builder.added:
+            if grad(*leaf) not in builder.accumulated:
                 out.append(Instruction(Zero(specs[leaf]), writes=(grad(*leaf),)))
-                builder.added.add(grad(*leaf))
+                builder.accumulated.add(grad(*leaf))
         parts: list[Key] = [
             grad(*leaf) if home == rank else (PartialGrad(*leaf, home, number), None)
             for leaf, home in places

@@ -51,7 +51,7 @@ class _OnRank(Feature):
     def __init__(self, of: OfCopies, builder: Builder):
         self.of = of
         self.out = builder.out
-        self.steps = _steps(of, builder.job, builder.rank, builder.added)
+        self.steps = _steps(of, builder.job, builder.rank, builder.accumulated)
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
         sharded = self.of.copies.cut and leaf in self.of.layouts[stage].shapes

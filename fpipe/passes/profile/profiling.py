@@ -283,7 +283,7 @@ class Measuring:
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
         local: dict[int, tuple[int, int]] = {}
         for job in inputs:
-            for stage, slices in job.of_a_microbatch().items():
+            for stage, slices in job.slice_programs().items():
                 saved = sum(programs.saved_bytes for programs in slices)
                 local[stage] = saved, sum(programs.kept_bytes for programs in slices)
         held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}

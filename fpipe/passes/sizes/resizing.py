@@ -75,7 +75,7 @@ class _Sizes:
 
 def _specs(graph: ValueGraph) -> dict[Source, Spec]:
     """The specs of the values that cross stages."""
-    return {out.source: out.spec for outs in graph.users.values() for out in outs}
+    return {out.source: out.spec for outs in graph.leaving.values() for out in outs}
 
 
 def _places(before: LoweringInput, job: LoweringInput) -> _Places:
@@ -136,7 +136,7 @@ def _structure(graph: ValueGraph) -> object:
 
     stages = []
     for each in graph.interfaces:
-        reads = each.dys, each.takes_x, each.takes_dy
+        reads = each.dys, each.reads_x, each.reads_dy
         stages.append((names(each.ys), names(each.dxs), *reads, each.aux is None))
     batch = [aval is None for aval in graph.batch]
-    return stages, names(graph.sink_dxs), graph.sink_takes, batch, graph.has_loss
+    return stages, names(graph.sink_dxs), graph.sink_reads, batch, graph.has_loss
