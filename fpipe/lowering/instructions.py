@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of instructions: one class for each kind, and nothing else says what a kind means.
+"""The table of instructions: one class for each kind, which alone says what the kind means.
 
 A class states how its instruction is printed, which bytes it holds, how it becomes a function of
-the registers, and what it becomes for other sizes. Features add classes of their own, such as
+the registers, and what it becomes for other sizes. Features add more classes, for example
 ``passes/copies/instructions.py``.
 
-What runs for every message and every program is written as source for its number of slots: a loop
-over two slots costs more than the slots.
+Steps of programs and messages are generated as source for their numbers of slots: a loop over two
+slots costs more than the slots.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .instruction import Instruction, Machine, Op, Registers, Sizes, StepFn
 from .keys import Key
 from .memory import MemoryAccount
 
-#: Adds each tensor of a list into that of another.
+#: Adds each tensor of the second list into that of the first.
 add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
 
 
 def nothing(r: Registers) -> None:
-    """The step of an instruction for which nothing is to be done."""
+    """The step of an instruction that does nothing."""
 
 
 # ---- programs ----
@@ -40,7 +40,7 @@ class Run(Op):
     """F, B, I, W: run a program."""
 
     program: Program
-    stage: int  # one past that of the action for the loss
+    stage: int  # that of the action; for the loss one past it
     owner: Programs = field(compare=False, repr=False)
 
     @property
@@ -56,22 +56,24 @@ class Run(Op):
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         run = self.program.run
+        source = _PROGRAM
         if self.program.collective:
             run = feature("weaving.waits").bounded(self.program, self.owner)
         if machine.check is not None:
             run = feature("debugging").checked(run, machine.check, ins)
-        names = {
-            "run": feature("drawing").drawing(self, run, ins, machine)
-            if self.program.random
-            else run,
-            "note": machine.group.notes(machine.rank),
-            "text": " ".join(filter(None, [str(ins.action), self.program.label])),
-        }
-        return _written(_DRAWING if self.program.random else _PROGRAM, ins, **names)
+        if self.program.random:
+            run = feature("drawing").drawing(self, run, ins, machine)
+            source = _DRAWING
+        note = machine.group.notes(machine.rank)
+        text = " ".join(filter(None, [str(ins.action), self.program.label]))
+        return _step(source, ins, run=run, note=note, text=text)
 
     def resized(self, ins: Instruction, sizes: Sizes) -> Op | None:
-        found = sizes.program(ins.action, self.stage, self.program)
-        return None if found is None else replace(self, program=found[0], owner=found[1])
+        other = sizes.program(ins.action, self.stage, self.program)
+        if other is None:
+            return None
+        program, owner = other
+        return replace(self, program=program, owner=owner)
 
 
 # ---- messages ----
@@ -88,11 +90,11 @@ class Send(Op):
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
         if account.wired:
-            account.leave(self.peer, ins.reads)
+            account.send(self.peer, ins.reads)
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        return _written(_SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs))
+        return _step(_SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs))
 
     def resized(self, ins: Instruction, sizes: Sizes) -> Op:
         return replace(self, specs=sizes.specs(ins.reads, self.specs))
@@ -152,11 +154,11 @@ class Wait(Recv):
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         writes = ins.writes
         note = machine.group.notes(machine.rank)
-        what = f"{ins.action}'s message" if ins.action is not None else "gradients"
-        text = f"waiting for {what} from rank {self.peer}"
+        content = f"{ins.action}'s message" if ins.action is not None else "gradients"
+        text = f"waiting for {content} from rank {self.peer}"
         post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs)
         if fetch is not None:
-            return _written(_WAIT, ins, fetch=fetch, post=post, note=note, text=text, writes=writes)
+            return _step(_WAIT, ins, fetch=fetch, post=post, note=note, text=text, writes=writes)
         key = (self.peer, self.number)
 
         def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
@@ -169,10 +171,13 @@ class Wait(Recv):
 # ---- gradients ----
 @dataclass(frozen=True, slots=True)
 class Add(Op):
-    """Add values to gradients, each by how: "add" into one, "take" or "copy" the first."""
+    """Add values to gradients.
+
+    ``how`` says of each value: "add" it into the gradient, or "take" or "copy" it as the first.
+    """
 
     how: tuple[str, ...]
-    sums: tuple[Aval, ...] = ()  # what they are added up in, where that is known
+    sums: tuple[Aval, ...] = ()  # of the gradients; none if some are not known before the run
     kind = "ADD"
     updates = True
 
@@ -180,7 +185,7 @@ class Add(Op):
         sums = self.sums or [None] * len(ins.writes)
         for key, value, how, aval in zip(ins.writes, ins.reads, self.how, sums, strict=True):
             if how == "take":
-                account.share(key, account.behind.get(value))
+                account.share(key, account.storages.get(value))
             elif how == "copy":
                 account.copy(key, value, None if aval is None else aval.nbytes)
         return account.live
@@ -211,9 +216,9 @@ def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-# ---- instructions with a source ----
-#: ``s`` are the slots of the registers ``r``. Values that are read, the freeing of slots and the
-#: places of results are inserted; the other names stand for what :func:`_written` is given.
+# ---- steps that are generated as source ----
+#: ``s`` are the slots of the registers ``r``. ``{reads}``, ``{free}`` and ``{writes}`` become
+#: slots; the other names are arguments of :func:`_step`.
 _PROGRAM = """
 box = [{reads}]
 {free}
@@ -234,32 +239,34 @@ if message is None:
 """
 
 
-def _written(body: str, ins: Instruction, **names: object) -> StepFn:
+def _step(body: str, ins: Instruction, **names: object) -> StepFn:
     """The step of an instruction with this body, in which names have these values."""
-    wanted = tuple([slot >= 0 for slot in ins.writes])
-    bind = _binder(body, tuple(names), len(ins.reads), len(ins.frees), wanted)
-    kept = [slot for slot in ins.writes if slot >= 0]
-    return bind(*names.values(), *ins.reads, *ins.frees, *kept)
+    kept = tuple([slot >= 0 for slot in ins.writes])
+    bind = _binder(body, tuple(names), len(ins.reads), len(ins.frees), kept)
+    writes = [slot for slot in ins.writes if slot >= 0]
+    return bind(*names.values(), *ins.reads, *ins.frees, *writes)
 
 
 @lru_cache(maxsize=4096)
 def _binder(
-    body: str, names: tuple[str, ...], reads: int, frees: int, wanted: tuple[bool, ...]
+    body: str, names: tuple[str, ...], reads: int, frees: int, kept: tuple[bool, ...]
 ) -> Callable[..., StepFn]:
-    """A function of the values of names and of slots (read, freed, written); it returns a step."""
+    """A function that returns a step, given the values of names and the slots that are read, freed
+    and written. Of its results the step writes those that are ``kept``.
+    """
     read = [f"read{n}" for n in range(reads)]
     free = [f"free{n}" for n in range(frees)]
-    write = [f"write{n}" if want else "" for n, want in enumerate(wanted)]
+    write = [f"write{n}" if keep else "" for n, keep in enumerate(kept)]
     text = body.strip().format(
         reads="".join(f"s[{name}]," for name in read),
         free=" = ".join([*(f"s[{name}]" for name in free), "None"]),
         writes="".join(f"s[{name}]," if name else "_," for name in write) or "_",
     )
-    given = [*names, *read, *free, *filter(None, write)]
+    parameters = [*names, *read, *free, *filter(None, write)]
     lines = [
         # Defaults are one object for the garbage collector; values of a closure are one each.
-        f"def bind({', '.join(given)}):",
-        f"    def step(r, {', '.join(f'{name}={name}' for name in given)}):",
+        f"def bind({', '.join(parameters)}):",
+        f"    def step(r, {', '.join(f'{name}={name}' for name in parameters)}):",
         "        s = r.slots",
         *(f"        {line}" for line in text.splitlines()),
         "    return step",

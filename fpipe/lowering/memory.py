@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count
-once.
+"""How many bytes a rank holds at each instruction of its plan.
 
-Parameters, the caller's batch and constants are not counted. Where ranks live in different
-processes, a receive counts from when it is posted, and a sent value until it is known to have been
-received. This module follows steps and changes none.
+Bytes are counted by storage: two views of one tensor count once. Parameters, the caller's batch and
+constants are not counted. Between processes a receive counts from when it is posted, and a sent
+value until its send is settled. This module reads instructions and changes none.
 """
 
 from __future__ import annotations
@@ -20,61 +19,63 @@ from .keys import Key
 
 
 class MemoryAccount:
-    """Bytes held, by storage. ``wired``: messages cross processes, so receives have buffers and
+    """The bytes that are held: ``live`` in all, and by storage.
+
+    ``storages`` maps values to their storages. ``wired``: messages cross processes, so receives and
     sends hold memory.
     """
 
     def __init__(self, wired: bool = False) -> None:
         self.live = 0
         self.wired = wired
-        self.behind: dict[Hashable, Hashable] = {}  # by value: its storage
+        self.storages: dict[Hashable, Hashable] = {}
         self._sizes: dict[Hashable, int] = {}  # of storages
         self._users: dict[Hashable, int] = {}  # of storages: how many values are in them
-        self._leaving: dict[int, list[list[Hashable]]] = {}
+        self._sent: dict[int, list[list[Hashable]]] = {}  # by peer: values of unsettled messages
         self._excess: dict[tuple[Program, tuple[int, ...]], int] = {}
         self._outputs: dict[Program, list[tuple[int, Held]]] = {}  # those in memory, by place
 
-    def begin(self, key: Hashable, root: Hashable, nbytes: int) -> None:
-        """Hold a value, in memory of its own or in some that is held already."""
-        if key not in self.behind:
-            if root not in self._sizes:
-                self._sizes[root] = nbytes
+    def begin(self, key: Hashable, storage: Hashable, nbytes: int) -> None:
+        """Hold a value in a storage, which may be held already."""
+        if key not in self.storages:
+            if storage not in self._sizes:
+                self._sizes[storage] = nbytes
                 self.live += nbytes
-            self.share(key, root)
+            self.share(key, storage)
 
-    def share(self, key: Hashable, root: Hashable | None) -> None:
-        """Hold a value in the memory of another; None: in memory that is not counted."""
-        if root is not None and key not in self.behind:
-            self._users[root] = self._users.get(root, 0) + 1
-            self.behind[key] = root
+    def share(self, key: Hashable, storage: Hashable | None) -> None:
+        """Hold a value in a storage that is held already; None: it is not counted."""
+        if storage is not None and key not in self.storages:
+            self._users[storage] = self._users.get(storage, 0) + 1
+            self.storages[key] = storage
 
     def end(self, key: Hashable) -> None:
-        """Release a value."""
-        root = self.behind.pop(key, None)
-        if root is None:
+        """Release a value, and its storage after the last value in it."""
+        storage = self.storages.pop(key, None)
+        if storage is None:
             return
-        self._users[root] -= 1
-        if not self._users[root]:
-            self.live -= self._sizes.pop(root)
+        self._users[storage] -= 1
+        if not self._users[storage]:
+            self.live -= self._sizes.pop(storage)
 
     def copy(self, key: Hashable, value: Hashable, nbytes: int | None = None) -> None:
-        """Hold a copy of a value, of another size if that is given."""
-        root = self.behind.get(value)
-        if root is not None:
-            self.begin(key, key, self._sizes[root] if nbytes is None else nbytes)
+        """Hold a copy of a value, of ``nbytes`` if these are given."""
+        storage = self.storages.get(value)
+        if storage is not None:
+            self.begin(key, key, self._sizes[storage] if nbytes is None else nbytes)
 
-    def leave(self, peer: int, keys: Sequence[Hashable]) -> None:
+    def send(self, peer: int, keys: Sequence[Hashable]) -> None:
         """Hold what is sent until it is settled."""
-        self._leaving.setdefault(peer, []).append([(key, peer) for key in keys])
+        self._sent.setdefault(peer, []).append([(key, peer) for key in keys])
         for key in keys:
-            self.share((key, peer), self.behind.get(key))
+            self.share((key, peer), self.storages.get(key))
 
     def settle(self, peer: int, count: int) -> None:
         """Release the oldest messages to a rank."""
-        for sent in self._leaving[peer][:count]:
-            for key in sent:
+        for keys in self._sent[peer][:count]:
+            for key in keys:
                 self.end(key)
-        del self._leaving[peer][:count]
+        del self._sent[peer][:count]
 
     def run(
         self,
@@ -84,78 +85,70 @@ class MemoryAccount:
         writes: Sequence[Key],
         ends: Sequence[int],
     ) -> int:
-        """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the
-        reads that end.
+        """Run a program: returns the bytes held meanwhile, and holds its outputs afterwards.
+
+        ``ends`` are the places of the reads that end.
         """
         freed = self._freed(reads, ends)
         excess = self._excess.get((program, freed))
         if excess is None:
             sizes = {
-                program.inputs[place]: self._sizes[self.behind[reads[place]]] for place in freed
+                program.inputs[place]: self._sizes[self.storages[reads[place]]] for place in freed
             }
             excess = self._excess[program, freed] = _excess(programs, program, sizes)
         during = self.live + excess
         if program not in self._outputs:
-            found = [programs.memory.get(name) for name in program.outputs]
-            self._outputs[program] = [(n, held) for n, held in enumerate(found) if held is not None]
+            memory = [programs.memory.get(name) for name in program.outputs]
+            self._outputs[program] = [(n, held) for n, held in enumerate(memory) if held]
         for place, held in self._outputs[program]:
             key = writes[place]
             if not held.given:
-                self.begin(key, (key[0][0], key[1], held.root), held.nbytes)
+                source, mb = key
+                self.begin(key, (source[0], mb, held.root), held.nbytes)
             elif held.root in program.inputs:
-                source = program.inputs.index(held.root)
-                self.share(key, self.behind.get(reads[source]))
+                read = reads[program.inputs.index(held.root)]
+                self.share(key, self.storages.get(read))
         return during
 
     def _freed(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
-        """The places of reads whose memory nothing else uses."""
+        """The places of the reads whose storage ends: all values in it do."""
         freed = []
-        roots = [self.behind.get(reads[place]) for place in ends]
-        for place, root in zip(ends, roots, strict=True):
-            users = self._users.get(root)
-            if users == 1 or users == roots.count(root):
+        storages = [self.storages.get(reads[place]) for place in ends]
+        for place, storage in zip(ends, storages, strict=True):
+            users = self._users.get(storage)
+            if users == 1 or users == storages.count(storage):
                 freed.append(place)
         return tuple(freed)
 
 
-def _unused(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], list[int]]:
-    """The results of an operation that returns several, and the places of those that nothing
-    uses.
-    """
-    if not isinstance(one.value, tuple) or isinstance(one.value, Aval):
-        return [], []
-    items = {reader.args[1]: reader.name for reader in readers if reader.target is operator.getitem}
-    unused = [i for i, item in enumerate(one.value) if isinstance(item, Aval) and i not in items]
-    return list(items.values()), unused
-
-
 def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> int:
-    """The most bytes that a program holds beyond those held before it; it may free the inputs
-    ``freed``, by size.
+    """The most bytes that a program holds beyond those held before it.
+
+    It frees the inputs ``freed`` at their last use; these are given with their sizes.
     """
     if programs.eager:
         return programs.during.get(program.name[:1], 0)
     memory = programs.memory
     readers = users(program.traced)
     roots = {name: held.root for name, held in memory.items()}
-    last: dict[str, int] = {}
+    last: dict[str, int] = {}  # by storage: the last operation that uses it
     for index, one in enumerate(program.traced):
         for name in (one.name, *one.inputs):
             last[roots.get(name, name)] = index
     kept = {roots.get(name, name) for name in program.outputs}
-    storages: dict[str, int] = {}
+    inputs: dict[str, int] = {}  # the freed storages
     for name, nbytes in freed.items():
         root = roots.get(name, name)
-        storages[root] = max(nbytes, storages.get(root, 0))
+        inputs[root] = max(nbytes, inputs.get(root, 0))
     ends = Counter[int]()  # bytes that end after each operation; -1: before the first
-    for root in storages.keys() - kept:
-        ends[last.get(root, -1)] += storages[root]
+    for root in inputs.keys() - kept:
+        ends[last.get(root, -1)] += inputs[root]
 
     to_begin = {one.name for one in program.traced}
     now = -ends[-1]
     peak = 0
     for index, one in enumerate(program.traced):
-        items, unused = _unused(one, readers.get(one.name, ()))
+        items, unused = _items(one, readers.get(one.name, ()))
         for name in (one.name, *items):
             root = roots.get(name)
             if root in to_begin:
@@ -172,3 +165,14 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
         peak = max(peak, now)
         now -= ends[index]
     return peak
+
+
+def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], list[int]]:
+    """Of an operation that returns a tuple: the names of its items, and the places of unused
+    ones.
+    """
+    if not isinstance(one.value, tuple) or isinstance(one.value, Aval):
+        return [], []
+    items = {reader.args[1]: reader.name for reader in readers if reader.target is operator.getitem}
+    unused = [i for i, item in enumerate(one.value) if isinstance(item, Aval) and i not in items]
+    return list(items.values()), unused

@@ -282,7 +282,7 @@ class ValueGraph:
 
 def _copies(leaves: Sequence[Leaf], index: int) -> list[int]:
     """The places of the leaves that are input ``index``, passed on."""
-    return [place for place, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf == index]
+    return [place for place, leaf in enumerate(leaves) if leaf == index]
 
 
 def _merged(outs: Iterable[Out]) -> tuple[Out, ...]:

@@ -125,7 +125,7 @@ class Landed(OfShare):
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
         for key, nbytes in zip(ins.writes, self.share.landed(), strict=True):
             if nbytes is None:
-                account.share(key, account.behind[self.memory])
+                account.share(key, account.storages[self.memory])
             else:
                 account.begin(key, key, nbytes)
         account.end(self.memory)
