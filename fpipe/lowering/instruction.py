@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instruction: what each kind of it states, the registers that it runs on, and where it runs."""
+"""An instruction, its operation, the registers that it changes, and the machine that runs it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .memory import MemoryAccount
 
 @dataclass(slots=True, eq=False)
 class Registers:
-    """What changes while one rank runs its plan."""
+    """The values that change while a rank runs its plan."""
 
     slots: list[Any]
-    seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
-    #: by (sender, number), until awaited
+    seed: int | None = None  # of random draws; None: they continue the device's stream
+    #: By (sender, number), until awaited.
     receives: dict[tuple[int, int], Work] = field(default_factory=dict)
-    #: of all copies, until awaited
+    #: Collectives of all copies, until awaited.
     collectives: dict[Hashable, Sequence[Work]] = field(default_factory=dict)
-    #: random states between segments
+    #: Random states between segments of programs.
     streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
     each: Callable[[int, list[Any]], object] | None = None  # gets the outputs of a microbatch
     send_loss: Callable[[], torch.Tensor] | None = None  # called once the loss is computed
-    loss: torch.Tensor | None = None  # what it returned
+    loss: torch.Tensor | None = None  # the result of send_loss
 
     def copy(self) -> Registers:
-        """The same values; a run changes only the copy."""
+        """A copy, which a run may change."""
         return replace(
             self,
             slots=list(self.slots),
@@ -44,24 +44,19 @@ class Registers:
         )
 
 
-#: Returns None, or a work to wait for and the slots that its result is written to.
+#: An instruction as a function. It returns None, or a work to wait for and the slots of its result.
 StepFn: TypeAlias = Callable[[Registers], Any]
-
-
 RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
-
-
-#: Checks a program's inputs and outputs, given the random state before it where it draws.
+#: Checks the inputs and outputs of a program, given the random state before it if it draws.
 Check: TypeAlias = Callable[
     ["Instruction", Sequence[Any], Sequence[Any], torch.Tensor | None], None
 ]
 
 
 class Instruction(NamedTuple):
-    """An operation with what it reads, writes and frees: keys of values at first, slots in a plan.
+    """An operation, and what it reads, writes and frees: keys at first, slots in a plan.
 
-    ``frees`` are the slots that are empty afterwards. A value that is written to slot -1 is not
-    kept.
+    ``frees`` are the slots that are empty afterwards. A value written to slot -1 is not kept.
     """
 
     op: Op
@@ -81,11 +76,14 @@ class Instruction(NamedTuple):
         return getattr(self.op, "program", None)
 
     def __str__(self) -> str:
-        short = self.action is not None and len(self.kind) == 1
-        words = [str(self.action) if short else self.kind, str(self.op)]
-        words += [f"{list(self.reads)}"] if self.reads else []
-        words += [f"-> {list(self.writes)}"] if self.writes else []
-        words += [f"free {list(self.frees)}"] if self.frees else []
+        program = self.action is not None and len(self.kind) == 1
+        words = [str(self.action) if program else self.kind, str(self.op)]
+        if self.reads:
+            words.append(f"{list(self.reads)}")
+        if self.writes:
+            words.append(f"-> {list(self.writes)}")
+        if self.frees:
+            words.append(f"free {list(self.frees)}")
         return " ".join(filter(None, words))
 
 
@@ -107,7 +105,7 @@ class Sizes(Protocol):
     def program(
         self, action: Action | None, stage: int, program: Program
     ) -> tuple[Program, Programs] | None:
-        """What runs in place of a program."""
+        """The program that runs in place of another, and its owner."""
         ...
 
     def specs(self, keys: Sequence[Key], specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
@@ -116,7 +114,7 @@ class Sizes(Protocol):
 
 
 class Op:
-    """What an instruction does. The methods here are those of a kind that holds no memory."""
+    """What an instruction does. By default it holds no memory and is the same for all sizes."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -130,7 +128,7 @@ class Op:
         return ""
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
-        """Enter what it holds into the account; returns the bytes while it runs.
+        """Record in the account what it holds; returns the bytes that are held while it runs.
 
         ``ins`` is over keys. ``ends`` are the places of the reads that end.
         """
@@ -141,5 +139,5 @@ class Op:
         raise NotImplementedError
 
     def resized(self, ins: Instruction, sizes: Sizes) -> Op | None:
-        """The same for other sizes; None: there is none."""
+        """The operation for other sizes; None: there is none."""
         return self

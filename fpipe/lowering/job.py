@@ -103,5 +103,5 @@ class LoweringInput:
             for stage, interface in enumerate(kind.graph.interfaces):
                 if interface.aux is not None:
                     local = kind.programs.get(stage)
-                    name = local.aux if local is not None else None
+                    name = local.aux if local else None
                     yield path[stage], Scalar(stage, mb, Value(stage, name or ""), interface.aux)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Plan``: what one rank runs, as a flat tuple of instructions over numbered slots.
 
-Everything is explicit here: which program on which slots, what is sent to whom, what is received
-when, what is freed at its last use, what is added to which gradient. A plan can be printed and its
-peak memory read before anything runs. This module knows programs and ranks, and neither tensors nor
-backends.
+A plan states which program runs on which slots, what is sent to whom, when messages are received,
+what is freed at its last use, and what is added to which gradient. It can be printed, and its peak
+memory read, before anything runs. This module knows programs and ranks, no tensors or backends.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ Use: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
 class Feature:
     """What an option adds to the plan of a rank. A subclass overrides what it changes.
 
-    ``start`` returns the feature for one rank, whose methods the builder then calls.
+    ``start`` returns the feature for one rank. The builder then calls its methods.
     """
 
-    #: Whether it may run the parts of an action in turn, piece by piece.
+    #: Whether it may interleave the programs of an action.
     interleaves: ClassVar[bool] = False
 
     def start(self, builder: Any) -> Feature:
-        """The feature while a rank's plan is built."""
+        """The feature for the rank of a builder."""
         return self
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
-        """Where programs read a parameter; None: where the caller put it."""
+        """The key under which programs read a parameter; None: that of the caller's value."""
         return None
 
     def before(self) -> None:
         """Called before each action of the row, between phases, and after the row."""
 
     def act(self, action: AnyAction, position: int) -> bool:
-        """Emit an action in a way of its own; False: its parts run one after the other."""
+        """Emit an action in place of the builder; False: the builder emits it."""
         return False
 
     def after(self, action: Action) -> None:
@@ -55,11 +54,11 @@ class Feature:
         """Called at the end of the row."""
 
     def results(self, keys: Iterable[Key]) -> Iterable[Key]:
-        """The keys whose values are results, given those without it."""
+        """The keys of results, given those without this feature."""
         return keys
 
     def complete(self, plan: Plan) -> Plan:
-        """The plan with what the feature knows of it."""
+        """The plan with what the feature records in it."""
         return plan
 
 
@@ -69,9 +68,9 @@ class Plan:
 
     ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that
     hold them at the end. ``split`` is the first instruction after the last forward (for ``vjp``).
-    ``peak`` is the most bytes held at once, parameters and the caller's batch aside. With
-    ``engine="eager"`` it is an estimate, and a lower bound for stages that look at their data: what
-    autograd allocates inside a program is then not known.
+    ``peak`` is the most bytes held at once, without parameters and the caller's batch. With
+    ``engine="eager"`` it is an estimate. It is a lower bound for stages that look at their data:
+    what autograd allocates inside their programs is not known.
     """
 
     rank: int
@@ -80,9 +79,8 @@ class Plan:
     feeds: Mapping[Key, int]
     results: Mapping[Key, int]
     split: int
-    row: Row = ()  # the actions of the rank, those included that need no instruction
-    #: the instructions over keys, and of each the places of the reads that end there, and which of
-    #: its writes are used later
+    row: Row = ()  # the actions of the rank, also those that need no instruction
+    #: The instructions over keys, and the use of each.
     keyed: tuple[Instruction, ...] = field(default=(), compare=False, repr=False)
     uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
     wired: bool = False  # some ranks are in other processes
@@ -119,11 +117,9 @@ class Plan:
         lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
         for weave in {id(w): w for w in self.weaves.values()}.values():
             others = sum(w is weave for w in self.weaves.values()) - 1
-            lines += [
-                "",
-                str(weave),
-                *([f"  and {others} more fused actions like it"] if others else []),
-            ]
+            lines += ["", str(weave)]
+            if others:
+                lines.append(f"  and {others} more fused actions like it")
         return "\n".join(lines)
 
 

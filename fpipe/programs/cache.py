@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traces of each function, by signature: a signature is traced once.
+"""The traces of functions, by signature: a signature is traced once.
 
 Traces are cached as long as their function lives, up to a limit. When a second signature of a
-function differs from the first in sizes alone, the pass ``sizes`` is asked for one trace that
-serves all sizes. An engine other than tracing is a pass of its name. Knows functions and
+function differs from the first in sizes alone, the pass ``sizes`` makes one trace that serves all
+sizes. An engine other than tracing is a pass of its name. This module knows functions and
 signatures, no schedules, ranks or microbatches.
 """
 
@@ -28,29 +28,29 @@ from .spent import Part, Spent
 from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
-KEPT = 512
+MOST_TRACES = 512
 #: How many functions that cannot be referenced weakly have their traces cached.
-FUNCTIONS = 256
-#: The number of traces that differ in Python numbers alone at which the user is warned.
-ALIKE = 256
+MOST_FUNCTIONS = 256
+#: How many traces that differ in Python numbers alone cause a warning.
+MANY_TRACES = 256
 
 Key: TypeAlias = tuple[Hashable, ...]
 
 
 class Occasion(Protocol):
-    """What a trace is taken for: a call of a pipeline."""
+    """The call of a pipeline for which a trace is taken."""
 
     @property
     def pipeline(self) -> object:
-        """The same for all calls of one pipeline."""
+        """An object that all calls of one pipeline share."""
         ...
 
 
 class Traces(dict[Key, Programs]):
     """The traces of one function, the oldest first.
 
-    ``firsts`` has the first signature that a pipeline asked for, of those that differ in sizes
-    alone, with its occasion; ``families`` is what the pass ``sizes`` keeps of them.
+    ``firsts`` and ``families`` are by signature without sizes. The first signature of a pipeline is
+    in ``firsts``, with its occasion. The pass ``sizes`` keeps traces for all sizes in ``families``.
     """
 
     def __init__(self) -> None:
@@ -73,22 +73,21 @@ def programs_of(
     unused: frozenset[int] = frozenset(),
     occasion: Occasion | None = None,
 ) -> Programs:
-    """The programs of a stage for a signature and the autocast that is on, traced where they are
-    not in the cache.
+    """Return the programs of a stage for a signature under the autocast of the caller; trace them
+    if they are not cached.
 
     The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one
     call.
     """
-    surroundings = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
-    # without traces for all sizes, also where another Stage of the function has one
-    each_size = stage.dynamic is False
-    options: Key = (stage.aux_loss, stage.state, stage.compile, each_size, surroundings, unused)
+    modes = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+    one_size = stage.dynamic is False  # never a trace for all sizes, such as another Stage may have
+    options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, modes, unused)
     fn = stage.fn
     engine = None if stage.engine == "trace" else stage.engine
     if engine:
         options = (*options, engine, fn, stage.like)
     stands_for = getattr(fn, "stands_for", None)
-    if stands_for is not None:  # it is created for each use, and another function lives
+    if stands_for is not None:  # fn is created for each use; the function that it stands for lives
         fn, others = stands_for()
         options = (*options, others)
     store: MutableMapping[Key, Programs] = _UNTRACED if engine else _traces_of(fn)
@@ -103,12 +102,11 @@ def programs_of(
     if programs is None:
         with exclusive():  # torch's tracing changes state of the process
             if isinstance(store, Traces):
-                programs = _trace(store, stage, signature, unused, options, occasion)
+                programs = store[key] = _trace(store, stage, signature, unused, options, occasion)
+                _limit(store, stage, programs)
             else:
                 programs = feature(f"{engine}.programs").programs_of(stage, signature, unused)
-            store[key] = programs
-            if isinstance(store, Traces):
-                _bound(store, stage, programs)
+                store[key] = programs
     return programs
 
 
@@ -120,12 +118,15 @@ def _trace(
     options: Key,
     occasion: Occasion | None,
 ) -> Programs:
-    """Programs for a signature that is new: of a trace for all sizes, or of their own trace."""
+    """Trace the programs for a new signature: for its sizes, or for all sizes."""
     key = (*options, signature.skeleton)
     first = store.firsts.setdefault(key, (signature, occasion))
-    if stage.dynamic is None and key not in store.families and not _alike(first[1], occasion):
-        first = store.firsts[key] = signature, occasion
-    if stage.dynamic or (stage.dynamic is None and first[0] is not signature):
+    all_sizes = stage.dynamic
+    if all_sizes is None:
+        if key not in store.families and not _of_one_pipeline(first[1], occasion):
+            first = store.firsts[key] = signature, occasion
+        all_sizes = first[0] is not signature
+    if all_sizes:
         programs = feature("sizes.families").programs_of(
             store.families, key, first, stage, signature, unused, occasion
         )
@@ -135,19 +136,19 @@ def _trace(
     return feature("compilers").compiled(programs, stage.compile) if stage.compile else programs
 
 
-def _alike(first: Occasion | None, occasion: Occasion | None) -> bool:
-    """Whether both are of one pipeline; functions outlive pipelines, which may have sizes of their
-    own.
+def _of_one_pipeline(first: Occasion | None, occasion: Occasion | None) -> bool:
+    """Whether both may be calls of one pipeline. A function outlives pipelines, and another one may
+    use it with other sizes.
     """
     return first is None or occasion is None or first.pipeline is occasion.pipeline
 
 
-def _bound(store: Traces, stage: Stage, newest: Programs) -> None:
-    """Drop the oldest trace where there are too many; warn where they differ in numbers alone."""
-    if len(store) > KEPT:
+def _limit(store: Traces, stage: Stage, newest: Programs) -> None:
+    """Drop the oldest trace if there are too many, and warn if they differ in numbers alone."""
+    if len(store) > MOST_TRACES:
         del store[next(iter(store))]
-    if len(store) >= ALIKE and not store.warned and newest.origin is None:
-        store.warned = feature("explain").warn_of_numbers(stage.label, list(store), ALIKE)
+    if len(store) >= MANY_TRACES and not store.warned and newest.origin is None:
+        store.warned = feature("explain").warn_of_numbers(stage.label, list(store), MANY_TRACES)
 
 
 def _traces_of(fn: Callable[..., object]) -> Traces:
@@ -156,7 +157,7 @@ def _traces_of(fn: Callable[..., object]) -> Traces:
     except TypeError:
         store = _STRONG.pop(fn, None)
         store = _STRONG[fn] = Traces() if store is None else store
-        if len(_STRONG) > FUNCTIONS:
+        if len(_STRONG) > MOST_FUNCTIONS:
             _STRONG.pop(next(iter(_STRONG)), None)
         return store
 
@@ -167,7 +168,7 @@ _PARTS: ContextVar[list[Spent] | None] = ContextVar("PARTS", default=None)
 
 @contextmanager
 def measured() -> Iterator[list[Spent]]:
-    """Collect what is spent inside.
+    """Collect the time that is spent inside, by part.
 
     >>> with measured() as parts, timed("lowering"):
     ...     pass
@@ -186,7 +187,7 @@ def measured() -> Iterator[list[Spent]]:
 
 @contextmanager
 def timed(part: Part) -> Iterator[None]:
-    """Measure a part; no part is in another of its kind."""
+    """Measure a part. It must not be inside another of its kind."""
     parts = _PARTS.get()
     if parts is None:
         yield

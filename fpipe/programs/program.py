@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Programs``, the four programs of a stage, and ``Program``, a straight line of operations.
 
-A program is printed as Python and called with a box: a list of arguments that it empties as it
-starts, so that a tensor is freed at its last use even if the caller keeps the list. The values of
-one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..``
-state, ``dy0..`` and ``daux`` cotangents, and the trace's names for the rest. Knows no schedules or
-ranks.
+A program is printed as Python. It is called with a box, a list of arguments, which it empties as it
+starts: a tensor is then freed at its last use even if the caller keeps the list. The programs of a
+stage share one namespace: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..``
+state, ``dy0..`` and ``daux`` cotangents, and the trace's names for the rest. This module knows no
+schedules or ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from .operations import Input, Operation, Ref, Role
 from .signature import Outputs
 
 Adds: TypeAlias = Mapping[str, Sequence[str]]
-#: What the names in a source stand for. The private functions here enter what they meet.
+#: The values of the names in a source. The private functions of this module add to it.
 Scope: TypeAlias = dict[str, object]
 
-#: Overloads whose Python binding does the same with less parsing. Only those whose positional
-#: arguments agree.
+#: Overloads with a Python binding that parses less. Both have the same positional arguments.
 _SAME_NAME = """
     mm.default bmm.default addmm.default tanh.default sigmoid.default relu.default neg.default
     exp.default rsqrt.default permute.default unsqueeze.default t.default
@@ -50,17 +49,17 @@ _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAM
 # ---- one program ----
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A callable straight-line program; calling it empties the box.
+    """A callable straight-line program; a call empties the box.
 
-    ``traced`` are its operations at the sizes of the trace, ``operations`` those at its sizes:
-    ``resized`` maps one to the other. ``inputs`` and ``outputs`` are value names, in the order of
-    the box and of the returned tuple; ``code`` is the source that runs. ``random``: whether it
-    draws random numbers. ``adds`` names, for a value, the inputs into which it is added as soon as
-    it is computed. ``stage`` describes the stage for messages.
+    ``inputs`` and ``outputs`` are names of values, in the order of the box and of the returned
+    tuple. ``code`` is the source that runs. ``random``: it draws random numbers. ``adds`` has, for
+    a value, the inputs into which it is added as soon as it is computed. ``stage`` describes the
+    stage for messages. ``traced`` are its operations with the sizes of the trace; ``resized``
+    converts one of them to the sizes of this program.
 
-    Of a segment of a program, ``label`` is its name, ``numbers`` the numbers of its program's
-    collectives, and ``stream``, where several segments draw, whether it continues another's random
-    stream and whether another continues its own.
+    A segment of a program has a ``label``, and ``numbers`` of the program's collectives. If several
+    segments draw, ``stream`` says whether it continues the random stream of another, and whether
+    another continues its stream.
 
     >>> add = Operation("total", torch.add, (Ref("a"), Ref("b")), {}, ("a", "b"))
     >>> add = Program.of("add", [add], inputs=["a", "b"], outputs=["total"])
@@ -85,7 +84,7 @@ class Program:
 
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
-        """Its operations, with the sizes of this program."""
+        """The operations with the sizes of this program."""
         return self.traced if self.resized is None else tuple(map(self.resized, self.traced))
 
     @cached_property
@@ -113,7 +112,7 @@ class Program:
         adds: Adds | None = None,
         stage: str = "",
     ) -> Program:
-        """Write the operations as Python, compile it once, and bind every target to a name."""
+        """Write the operations as Python, in which every target has a name, and compile it."""
         body = tuple(operations)
         constants = constants or {}
         adds = adds or {}
@@ -134,9 +133,9 @@ class Program:
         )
 
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
-        """The program that adds values into further inputs and returns ``outputs``."""
+        """The program that adds values into more inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
-        if not self.traced:  # it takes the further inputs as it is
+        if not self.traced:  # an eager program, whose function takes more inputs
             return replace(self, inputs=inputs, outputs=tuple(outputs))
         return Program.of(
             self.name, self.operations, inputs, outputs, self.constants, adds, self.stage
@@ -204,14 +203,13 @@ def _text(value: object, scope: Scope) -> str:
     if isinstance(value, (list, tuple)):
         items = [_text(item, scope) for item in value]
         return f"[{', '.join(items)}]" if isinstance(value, list) else f"({_tuple(items)})"
-    if value is None or type(value) in (bool, int, str):
-        return repr(value)
-    if type(value) is float and math.isfinite(value):
+    finite = type(value) is float and math.isfinite(value)
+    if value is None or finite or type(value) in (bool, int, str):
         return repr(value)
     name = "lit"
     if isinstance(value, (torch.dtype, torch.device)):
         name = f"lit_{type(value).__name__}_{value}"
-    elif isinstance(value, (int, float)):  # of a class with names, for which others can be put
+    elif isinstance(value, (int, float)):  # a subclass whose values may have names
         name = getattr(value, "name", name)
     return _enter("".join(c if c.isalnum() else "_" for c in name), value, scope)
 
@@ -254,21 +252,21 @@ class Programs(HeldBytes):
     dxs: tuple[str | None, ...]
     saved: tuple[str, ...]
     kept: tuple[str, ...]
-    #: Of the gradients, where known.
+    #: By name of a gradient; without those that are not known before the run.
     grad_avals: Mapping[str, Aval]
-    #: Behind each value.
+    #: By name of a value: the memory that it holds.
     memory: Mapping[str, Held]
     #: Gradients that share no memory, into which others may be added.
     fresh: frozenset[str] = frozenset()
     eager: bool = False
-    #: What a loss passes to the caller's function, of any kind.
+    #: The name of a value of any type that a loss passes to a function of the caller.
     extra: str | None = None
-    #: Of an eager stage: bytes that programs hold beyond others.
+    #: By letter, of an eager stage: the most bytes that the program holds beyond those before it.
     during: Mapping[str, int] = field(default_factory=dict)
     compiled: bool = False
     label: str = ""
-    #: Of programs for other sizes than those of the trace: those of the trace, and how one of them
-    #: is resized.
+    #: If the sizes are not those of the trace: the programs of the trace, and a function that
+    #: resizes one of them.
     origin: tuple[Programs, Callable[[Program], Program]] | None = None
 
     @cached_property
@@ -284,9 +282,7 @@ class Programs(HeldBytes):
 
     @cached_property
     def roles(self) -> Mapping[str, Input]:
-        """The names of the programs for their inputs; any other name is that of a value that one
-        of them computes.
-        """
+        """The roles of the inputs of programs, by name. Other names are computed values."""
         params, xs, sides, states = self.counts
         table: tuple[tuple[str, Role, int], ...] = (
             ("p", "param", params),
@@ -307,9 +303,7 @@ class Programs(HeldBytes):
 
     # ---- gradients added as soon as they are computed ----
     def added_by(self, letter: str) -> dict[int, str]:
-        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") computes and can
-        add itself.
-        """
+        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") can add itself."""
         program = self.b if letter == "B" else self.w
         if self.compiled:
             return {}
@@ -323,7 +317,7 @@ class Programs(HeldBytes):
         return self._b_adding if letter == "B" else self._w_adding
 
     def known_adding(self, letter: str) -> Program | None:
-        """What ``adding`` returned, if it was called."""
+        """The result of ``adding``, if it was called."""
         return vars(self).get("_b_adding" if letter == "B" else "_w_adding")
 
     @cached_property

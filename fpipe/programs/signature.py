@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments and results of a stage function in abstract form, its call, and losses as stages.
 
-The results are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.
+A run on fake tensors gives the results. This module knows no graphs, schedules or ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from ..stage import Stage, as_stage, keyword_only
 from ..tree import AbstractTree, Aval, Tree
 from .internals import PLAIN, Sizes, fake_inputs, pure_on_fakes, unseeded
 
-#: Parts of a function that have names: the numbers of the first of autograd's nodes and of the one
-#: after the last, and the name; inner parts before outer ones.
-#: What leaves of an output may be, beside tensors.
+#: The types that leaves of an output may have, beside tensors.
 LITERALS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
 
@@ -37,7 +35,7 @@ class Signature(NamedTuple):
 
     @property
     def slots(self) -> list[tuple[int, int]]:
-        """Argument and leaf of each tensor, in the order in which programs take them."""
+        """The argument and leaf of each tensor, in the order of the inputs of programs."""
         return [(g, i) for g, argument in enumerate(self) for i in argument.avals]
 
     @property
@@ -53,7 +51,7 @@ class Signature(NamedTuple):
     @property
     def skeleton(self) -> tuple[AbstractTree, ...]:
         """All but the sizes of input, side inputs and state."""
-        return (self.params, *(each.with_avals(without_sizes) for each in self[1:]))
+        return (self.params, *(argument.with_avals(without_sizes) for argument in self[1:]))
 
     def __str__(self) -> str:
         """Parameters and input, for messages."""
@@ -67,18 +65,14 @@ def without_sizes(aval: Aval) -> Aval:
 
 # ---- results ----
 class WithExtra(NamedTuple):
-    """What a function returns to pass on, beside its output, something of any kind that is not
-    known beforehand.
-    """
+    """The output of a function, and an extra value of any type."""
 
     y: Tree
     extra: object
 
 
 class Result(NamedTuple):
-    """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without
-    them.
-    """
+    """What a stage function returned. Without ``aux`` or ``state`` these are ``None``."""
 
     y: Tree
     aux: torch.Tensor | None = None
@@ -90,9 +84,8 @@ class Result(NamedTuple):
 class Outputs:
     """The results of a stage function in abstract form.
 
-    ``copies``: its input must be copied first, since the function writes into it. ``unused`` are
-    the leaves of ``y`` that have no cotangent although they carry a gradient: nothing that the loss
-    depends on uses them.
+    ``copies``: the function writes into its input, which is therefore copied first. ``unused`` are
+    leaves of ``y`` that carry a gradient and have no cotangent: the loss does not depend on them.
     """
 
     y: AbstractTree
@@ -103,13 +96,13 @@ class Outputs:
 
     @cached_property
     def cotangents(self) -> dict[str, Aval]:
-        """The results that have a cotangent, by its name."""
+        """The avals of the cotangents, by name."""
         names = {f"dy{j}": self.y.avals[j] for j in self.y.wanted if j not in self.unused}
         return names | ({"daux": self.aux} if self.aux is not None and self.aux.grad else {})
 
 
 def outputs_of(stage: Stage, signature: Signature, sizes: Sizes = PLAIN) -> Outputs:
-    """The results of a stage on fake tensors: without data and without effects on any tensor."""
+    """Run a stage on fake tensors, without data and without effects on any tensor."""
     for copies in (False, True):
         with sizes.mode():
             groups = fake_inputs(signature)
@@ -126,12 +119,12 @@ def outputs_of(stage: Stage, signature: Signature, sizes: Sizes = PLAIN) -> Outp
 
 
 def writes_into_leaf(error: RuntimeError) -> bool:
-    """Whether autograd refused a write into an input, which therefore must be copied first."""
+    """Whether autograd refused a write into an input."""
     return "leaf Variable" in str(error)
 
 
 def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
-    """The abstract form of a result, which is checked."""
+    """Check a result, and return its abstract form."""
     ys, y_spec = tree.flatten(result.y)
     _check_leaves(stage, ys)
     check_aux(stage, result.aux)
@@ -159,9 +152,7 @@ def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
 
 
 def check_aux(stage: Stage, aux: object) -> None:
-    """Raise StageError where the auxiliary loss of a stage that has one is not one floating
-    number.
-    """
+    """Raise StageError if a stage has an auxiliary loss that is not one floating number."""
     scalar = isinstance(aux, torch.Tensor) and not aux.dim() and aux.is_floating_point()
     if stage.aux_loss and not scalar:
         raise feature("explain").aux_error(stage.label, aux)
@@ -180,20 +171,19 @@ def stage_that_runs() -> str | None:
 def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of x as the function gets them.
 
-    What another stage computed is no leaf of autograd in a run of the whole model, so it must not
-    be one here: autocast keeps its casts of leaves. A tensor that it returned twice is one tensor:
-    the order in which the gradients of its uses are added depends on that.
+    In a run of the whole model, a value that another stage computed is no leaf of autograd. Here it
+    must not be one either: autocast caches its casts of leaves. A tensor that the other stage
+    returned twice must be one tensor: the order in which gradients are added depends on that.
     """
+    values = list(leaves)
     if not x.computed:
-        return list(leaves)
-    alias = torch.ops.aten.alias.default
-    given = [
-        alias(leaf) if i in x.wanted and leaf.requires_grad else leaf
-        for i, leaf in enumerate(leaves)
-    ]
-    for leaf, first in x.repeats:
-        given[leaf] = given[first]
-    return given
+        return values
+    for i, leaf in enumerate(values):
+        if i in x.wanted and leaf.requires_grad:
+            values[i] = torch.ops.aten.alias.default(leaf)
+    for i, first in x.repeats:
+        values[i] = values[first]
+    return values
 
 
 def call(
@@ -221,7 +211,7 @@ def call(
 
 
 def result_of(stage: Stage, out: object) -> Result:
-    """The parts of what a stage function returned."""
+    """Split what a stage function returned into its parts."""
     if isinstance(out, WithExtra):
         return Result(out.y, extra=out.extra)
     names = ["y", *(["scalar"] if stage.aux_loss else []), *(["state"] if stage.state else [])]
@@ -237,7 +227,7 @@ def result_of(stage: Stage, out: object) -> Result:
 class LossCall:
     """A loss as a stage function of (no parameters, (output, \\*targets)).
 
-    ``extra``: what it returns beside the scalar is no output of the stage, and may be anything.
+    ``extra``: the second value of the loss is no output of the stage, and may have any type.
     """
 
     loss: Callable[..., Any]
@@ -253,15 +243,15 @@ class LossCall:
         return WithExtra(scalar, aux) if self.extra else (scalar, aux)
 
     def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
-        """The function whose traces these are, and what else they depend on."""
+        """The function under which traces are cached, and what else they depend on."""
         return self.loss, self.has_aux
 
 
 def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
     """A loss as a stage without parameters whose input is (output, *targets).
 
-    ``each``: its second value goes to a function of the caller; on autograd it may then be
-    anything.
+    ``each``: a function of the caller gets the second value of the loss. The eager engine then
+    accepts any type.
     """
     stage = as_stage(loss)
     extra = has_aux and each and stage.engine == "eager"
@@ -281,7 +271,7 @@ def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
 
 
 def with_aux(result: object) -> tuple[Any, Any]:
-    """What a loss returned with has_aux=True: the scalar and everything else."""
+    """The scalar and the second value that a loss with has_aux=True returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise StageError(
             f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
@@ -290,9 +280,7 @@ def with_aux(result: object) -> tuple[Any, Any]:
 
 
 def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
-    """Raise StageError where ``first``, the first tensor that a loss returned, is not one floating
-    number.
-    """
+    """Raise StageError if the first tensor that a loss returned is not one floating number."""
     if isinstance(first, torch.Tensor):
         first = Aval.like(first)
     if first is None or first.shape != () or not first.dtype.is_floating_point:

@@ -6,14 +6,14 @@
     W   what the parameter gradients need beyond F and I
     B   I and W in the order in which they were traced
 
-A value that a later program needs is passed on under its name: an input, an output of F ("saved"),
-or an output of I ("kept"). Views use no memory of their own, so they are passed on like anything
-else. Constants that depend on no input are computed again; so is a value inside a recompute region,
-random draws excepted. Knows graphs alone, no tensors, stages or ranks.
+A program reads values of earlier programs by name: an output of F is "saved", one of I is "kept".
+Views are passed on like other values, since they use no memory. Two kinds of values are computed
+again: constants, which depend on no input, and values inside a recompute region that are not random
+draws. This module knows graphs alone, no tensors, stages or ranks.
 
-First the graph is made normal: placeholders are named after their role (``p0..`` parameters,
-``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state, ``dy0..`` cotangents), and what computes
-nothing is removed.
+Before the split, ``normalize`` names placeholders after their roles (``p0..`` parameters, ``x0..``
+inputs, ``k0..`` side inputs, ``t0..`` state, ``dy0..`` cotangents), and removes operations that
+compute nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .internals import draws, storage_id
 class Joint:
     """The nodes of a traced forward and backward, and those of its results.
 
-    ``extras`` are auxiliary scalar and new state. ``ys``, ``dps`` and ``dxs`` have one entry for
-    each leaf: ``None`` for an output that is no tensor, and where no gradient flows.
+    ``extras`` are the auxiliary scalar and the new state. ``ys``, ``dps`` and ``dxs`` have one
+    entry for each leaf. It is ``None`` where an output is no tensor, or where no gradient flows.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -57,9 +57,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The programs of a joint graph. ``saved``: held from F to I or B; ``kept``: held from I to
-    W.
-    """
+    """The programs of a joint graph. ``saved`` is held from F to I or B, ``kept`` from I to W."""
 
     f: Piece
     b: Piece
@@ -70,7 +68,7 @@ class Pieces(NamedTuple):
 
 
 def split(joint: Joint) -> Pieces:
-    """Split ``joint`` in four."""
+    """Split a joint graph into four programs."""
     nodes = joint.nodes
     constant = _constants(nodes)
     ends = [*filter(None, joint.ys), *joint.extras, *filter(draws, nodes)]
@@ -78,31 +76,27 @@ def split(joint: Joint) -> Pieces:
     forward |= _items(nodes, forward)
     savable = _savable(forward) - constant
 
-    def available(node: fx.Node) -> bool:  # in the backward without computing it
+    def available(node: fx.Node) -> bool:
+        """Whether the backward has a value without computing it."""
         return node.op == "placeholder" or node in savable
 
-    def needed(gradients: Sequence[fx.Node | None]) -> set[fx.Node]:
-        computed = _ancestors([node for node in gradients if node is not None], available)
+    def computed_for(gradients: Iterable[fx.Node | None]) -> set[fx.Node]:
+        computed = _ancestors(filter(None, gradients), available)
         return computed | {item for item in _items(nodes, computed) if not available(item)}
 
-    for_inputs = needed(joint.dxs)
-    for_weights = needed(joint.dps)
+    def in_order(part: set[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node in part]
+
+    for_inputs = computed_for(joint.dxs)
+    for_weights = computed_for(joint.dps)
+    f = in_order(forward)
+    b = in_order(for_inputs | for_weights)
+    i = in_order(for_inputs)
+    w = in_order(for_weights - (for_inputs - constant))
     dxs = _names(joint.dxs)
     dps = _names(joint.dps)
-    f, b, i, w = (
-        [node for node in nodes if node in part]
-        for part in (
-            forward,
-            for_inputs | for_weights,
-            for_inputs,
-            for_weights - (for_inputs - constant),
-        )
-    )
-    b_computes = set(_names(b))
-    w_computes = set(_names(w))
-    passed_on = (*_free(b), *(end for end in dps + dxs if end not in b_computes))
-    saved = _unique(name for name in passed_on if name not in joint.cotangents)
-    kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))
+    saved = tuple(name for name in _read(b, dps + dxs) if name not in joint.cotangents)
+    kept = _read(w, dps)
     return Pieces(
         _piece(f, (*_names((*joint.ys, *joint.extras)), *saved)),
         _piece(b, dps + dxs),
@@ -113,8 +107,16 @@ def split(joint: Joint) -> Pieces:
     )
 
 
+def _read(nodes: Sequence[fx.Node], results: Iterable[str]) -> tuple[str, ...]:
+    """The names that a program must get: those that it reads, and results that it does not
+    compute.
+    """
+    computed = set(_names(nodes))
+    return _unique((*_free(nodes), *(name for name in results if name not in computed)))
+
+
 def _piece(nodes: Sequence[fx.Node], results: Iterable[str]) -> Piece:
-    """A program that returns those of the results that it computes."""
+    """The program of these nodes; it returns those of the results that it computes."""
     computed = set(_names(nodes))
     return Piece(nodes, _free(nodes), tuple(n for n in _unique(results) if n in computed))
 
@@ -130,8 +132,8 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _savable(forward: set[fx.Node]) -> set[fx.Node]:
-    """Forward values that may be saved: outside recompute regions all; inside, random draws and
-    what leaves the region in the forward.
+    """The forward values that may be saved. Of a recompute region these are random draws and values
+    that the forward uses outside the region.
     """
     regions = {node: annotation(node, "fpipe_remat") for node in forward}
     savable = set()
@@ -144,14 +146,12 @@ def _savable(forward: set[fx.Node]) -> set[fx.Node]:
 
 
 def _items(nodes: Iterable[fx.Node], computed: set[fx.Node]) -> set[fx.Node]:
-    """The items of the tuples that are computed: a tuple is passed on by its items."""
+    """The items of computed tuples: programs pass on the items of a tuple."""
     return {n for n in nodes if n.target is operator.getitem and n.args[0] in computed}
 
 
 def _ancestors(ends: Iterable[fx.Node], available: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """All call nodes on which ``ends`` depend, without those that are available and what only they
-    depend on.
-    """
+    """The call nodes that must run to compute ``ends`` from the values that are available."""
     seen: set[fx.Node] = set()
     stack = [node for node in ends if not available(node)]
     while stack:
@@ -179,16 +179,12 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+# ---- values of nodes ----
 VIEW = torch.ops.aten.view.default
-
-
 _T = torch.ops.aten.t.default
-
-
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
-
-#: Parts of the names of operations that have rules of their own, in the pass ``operators``.
+#: Parts of the names of operations that the pass ``operators`` replaces.
 _SPECIAL = (
     "aten.copy_",
     "aten.convolution_backward",
@@ -201,13 +197,12 @@ _SPECIAL = (
 )
 
 
-#: What the first letter of a placeholder's name means, where its memory belongs to the caller and
-#: may not change.
+#: Placeholders, by the first letter of their names, whose memory is the caller's: it must not
+#: change.
 _SHARED = {"p": "a parameter", "k": "a side input"}
 
-
-#: The key of a node's meta that identifies its storage, where another call of the same block shares
-#: its fake tensor.
+#: The key of a node's meta that identifies its storage. Calls of one block share fake tensors, and
+#: have this key instead.
 STORAGE = "fpipe_storage"
 
 
@@ -225,8 +220,8 @@ def argument(node: fx.Node, index: int) -> fx.Node:
 
 
 def shared(node: fx.Node) -> str | None:
-    """What a node is, in words, if stages may not write into it: a parameter, a side input or a
-    captured tensor.
+    """The description of a node into which stages must not write: "a parameter", "a side input" or
+    "a captured tensor".
     """
     if node.op == "get_attr":
         return "a captured tensor"
@@ -234,48 +229,46 @@ def shared(node: fx.Node) -> str | None:
 
 
 def annotation(node: fx.Node, key: str) -> object | None:
-    """The annotation ``key`` under which a node was recorded, if any."""
+    """The annotation ``key`` of a node, if it was recorded under one."""
     custom = node.meta.get("custom")
     return custom.get(key) if isinstance(custom, dict) else None
 
 
 def storage(node: fx.Node, value: torch.Tensor) -> Hashable:
-    """What identifies the storage of a node's value; calls of one block share the fake tensors of
-    its trace.
-    """
+    """The identity of the storage of a node's value."""
     return node.meta.get(STORAGE) or storage_id(value)
 
 
 def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
-    """The storage behind each value, named after the first value on it."""
+    """The storage of each value, named after the first value in it."""
     roots: dict[Hashable, str] = {}
-    behind: dict[str, Held] = {}
+    memory: dict[str, Held] = {}
     for node in nodes:
         value = value_of(node)
         if value is None or value.layout is not torch.strided:
             continue
-        waits = node.name.startswith("wait_tensor")  # returns the tensor that it waited for
-        root = roots.setdefault(
-            storage(node, value), behind[str(node.args[0])].root if waits else node.name
-        )
-        behind[node.name] = behind.get(root) or Held(
-            root, value.untyped_storage().nbytes(), node.op == "placeholder"
-        )
-    return behind
+        root = node.name
+        if root.startswith("wait_tensor"):  # it returns the tensor that it waited for
+            root = memory[str(node.args[0])].root
+        root = roots.setdefault(storage(node, value), root)
+        nbytes = value.untyped_storage().nbytes()
+        memory[node.name] = memory.get(root) or Held(root, nbytes, node.op == "placeholder")
+    return memory
 
 
 def constants(graph: fx.GraphModule) -> dict[str, Any]:
-    """Captured tensors and modules by name."""
-    captured = {n.name: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
-    # A tensor that requires a gradient was used under no_grad or detached.
-    return {
-        name: v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v
-        for name, v in captured.items()
-    }
+    """The captured tensors and modules of a graph, by name."""
+    captured = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, node.target)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value = value.detach()  # it was used under no_grad, or detached
+        captured[node.name] = value
+    return captured
 
 
 def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
-    """Name the inputs of a graph as it was traced, and clean it up."""
+    """Name the inputs of a traced graph, and simplify it."""
     name_inputs(graph, names)
     special = any(part in str(n.target) for n in graph.graph.nodes for part in _SPECIAL)
     if special:
@@ -289,18 +282,18 @@ def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
 
 
 def name_inputs(graph: fx.GraphModule, names: Sequence[str]) -> None:
-    """Name the placeholders, and rename every node whose name is taken."""
+    """Name the placeholders, and rename other nodes that have such a name."""
     placeholders = graph.graph.find_nodes(op="placeholder")
-    taken = {*names, "box", "lit"}
+    reserved = {*names, "box", "lit"}
     for node in graph.graph.nodes:
-        if node.op != "placeholder" and node.name in taken:
+        if node.op != "placeholder" and node.name in reserved:
             node.name = f"{node.name}_"
     for placeholder, name in zip(placeholders, names, strict=True):
         placeholder.name = placeholder.target = name
 
 
 def remove_identities(graph: fx.GraphModule) -> None:
-    """Remove aliases and what is transposed twice, then dead code."""
+    """Remove aliases and double transposes, then dead code."""
     for node in list(graph.graph.nodes):
         if node.target in _IDENTITY:
             node.replace_all_uses_with(argument(node, 0))
@@ -313,17 +306,16 @@ def remove_identities(graph: fx.GraphModule) -> None:
 
 
 def copy_shared_outputs(graph: fx.GraphModule) -> None:
-    """Copy what is returned and belongs to others (parameters, side inputs, state, captured
-    tensors), and what has gaps in memory and would arrive with other strides. An input or a
-    cotangent that is returned stays as it is.
+    """Copy results that share memory with parameters, side inputs, state or captured tensors, and
+    computed results with gaps in memory: these would arrive with other strides.
     """
     output = next(iter(graph.graph.find_nodes(op="output")))
     copies: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         value = value_of(node)
-        foreign = shared(node) or (node.op == "placeholder" and node.name[0] == "t")
+        state = node.op == "placeholder" and node.name[0] == "t"
         gaps = value is not None and tuple(value.stride()) != arriving(value.shape, value.stride())
-        if not foreign and not (gaps and node.op == "call_function"):
+        if not (shared(node) or state or (gaps and node.op == "call_function")):
             continue
         with graph.graph.inserting_before(output):
             copies[node] = graph.graph.call_function(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a stage over fake tensors and splits the graph into programs, for one signature.
 
-Outputs and gradients are traced as one joint graph. The joint function is written with
+Outputs and gradients are traced as one joint graph. The joint function calls
 ``torch.autograd.grad``, so custom autograd functions, functional collectives and torch.func inside
-a stage all trace. What depends on data cannot be traced, since there is no data. Knows functions
-and signatures, no schedules, ranks or microbatches.
+a stage can be traced. Python that depends on data cannot. This module knows functions and
+signatures, no schedules, ranks or microbatches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -45,11 +46,13 @@ from .split import Joint, Piece, Pieces, constants, memory, normalize, split, va
 from .wrappers import BLOCKS, Block
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-Handed: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
+#: Called between forward and backward with the outputs that have a cotangent, the params and x as
+#: the function got them, and the cotangents; returns the cotangents to use.
+Hook: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
 
 
 class InexactError(Exception):
-    """A graph with blocks that were traced once is not that without blocks: trace without."""
+    """Blocks that are traced once would change the graph: the stage is traced without them."""
 
 
 def traced(
@@ -59,16 +62,16 @@ def traced(
     sizes: Sizes = PLAIN,
     shown: str = "",
 ) -> Programs:
-    """The programs of a stage for one signature; its outputs ``unused`` have no cotangent.
+    """Trace the programs of a stage for one signature. Its outputs ``unused`` have no cotangent.
 
-    ``sizes`` says what becomes of the numbers in the trace. ``shown`` describes the signature in
-    messages.
+    ``sizes`` converts the numbers in the trace. ``shown`` describes the signature in messages.
     """
-    for aval in (aval for argument in signature for aval in argument.avals.values()):
-        if aval.kind is not None:
-            raise feature("explain").nested_tensor_error(stage.label, aval)
+    for argument in signature:
+        for aval in argument.avals.values():
+            if aval.kind is not None:
+                raise feature("explain").nested_tensor_error(stage.label, aval)
     shown = shown or str(signature)
-    # A trace is cached for all callers, so none of their modes may be in it.
+    # A trace is cached for all callers, so it must not depend on their modes.
     with quiet(), torch.inference_mode(False), torch.enable_grad():
         try:
             outputs, graph = _recorded(stage, signature, unused, sizes)
@@ -83,13 +86,13 @@ def traced(
 def _recorded(
     stage: Stage, signature: Signature, unused: frozenset[int], sizes: Sizes
 ) -> tuple[Outputs, fx.GraphModule]:
-    """The outputs of a stage and its joint graph, in which each block was traced once."""
+    """Trace the outputs of a stage and its joint graph. All calls of a block have one trace."""
 
     def record() -> tuple[Outputs, fx.GraphModule]:
         outputs = replace(outputs_of(stage, signature, sizes), unused=unused)
         return outputs, joint_graph(stage, signature, outputs, sizes)
 
-    calls: list[Any] = []  # those of blocks, in one record, once there is a block
+    calls: list[Any] = []  # one record of all calls of blocks; empty where there is no block
 
     def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = feature("blocks.calls")
@@ -114,9 +117,7 @@ def _recorded(
 def make_graph(
     fn: Callable[..., Any], flat: Sequence[torch.Tensor], sizes: Sizes = PLAIN
 ) -> fx.GraphModule:
-    """Record what ``fn`` does to tensors as a graph without writes; one placeholder for each
-    tensor.
-    """
+    """Record ``fn`` as a graph without writes, with a placeholder for each tensor of ``flat``."""
     for tensor in flat:
         tensor.grad = None
     with preserve_node_meta():
@@ -133,14 +134,12 @@ def joint_graph(
     signature: Signature,
     outputs: Outputs,
     sizes: Sizes,
-    handed: Handed = lambda ends, inputs, cotangents: cotangents,
+    hook: Hook = lambda ends, inputs, cotangents: cotangents,
 ) -> fx.GraphModule:
-    """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x),
-    tensors only.
+    """Trace a stage and its gradients as one graph.
 
-    Its inputs are the tensors of the signature and the cotangents. ``handed`` is called between
-    forward and backward, with the outputs that have a cotangent, the params and x as the function
-    got them, and the cotangents, which it returns.
+    Its inputs are the tensors of the signature, then the cotangents. It returns the tensors of
+    outputs, auxiliary scalar and new state, then the gradients of params and x.
     """
     mode = sizes.mode()
     with mode:
@@ -162,17 +161,16 @@ def joint_graph(
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
-            given = handed(live, [*arguments[0], *arguments[1]], flat[len(slots) :])
-            # A checkpoint computes again what functional_call computed, but with the module's
-            # parameters.
+            dys = hook(live, [*arguments[0], *arguments[1]], flat[len(slots) :])
+            # A checkpoint inside functional_call would compute again with the module's parameters.
             with without_autocast(), pure_on_fakes(stage.label, "other_parameters_error"):
-                grads = torch.autograd.grad(live, wrt, given, allow_unused=True)
+                grads = torch.autograd.grad(live, wrt, dys, allow_unused=True)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
                 raise feature("explain").sparse_gradient_error(stage.label, grad.shape)
         return (*ends, *tree.leaves(result.state), *grads)
 
-    with mode:  # tensors that the function creates (arange, zeros, ...) must be fake, too
+    with mode:  # the function may create tensors (arange, zeros, ...), which must be fake, too
         flat = [*(groups[g][i] for g, i in slots), *cotangents]
         return make_graph(joint, flat, sizes)
 
@@ -237,11 +235,8 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
     (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
     following = iter(returned)
 
-    def take(count: int) -> tuple[Any, ...]:
-        return tuple(next(following) for _ in range(count))
-
     def by_leaf(leaves: Collection[int], count: int) -> tuple[fx.Node | None, ...]:
-        nodes = dict(zip(leaves, take(len(leaves)), strict=True))
+        nodes = {leaf: next(following) for leaf in leaves}
         return tuple(map(nodes.get, range(count)))
 
     params = signature.params
@@ -251,7 +246,7 @@ def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> 
         nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
         cotangents=frozenset(outputs.cotangents),
         ys=by_leaf(outputs.y.avals, len(outputs.y.leaves)),
-        extras=take((outputs.aux is not None) + len(state)),
+        extras=tuple(islice(following, (outputs.aux is not None) + len(state))),
         dps=by_leaf(params.wanted, len(params.leaves)),
         dxs=by_leaf(x.wanted, len(x.leaves)),
     )
@@ -261,23 +256,23 @@ def _with_strides(outputs: Outputs, ys: Iterable[fx.Node], sizes: Sizes) -> Outp
     """The outputs with the strides of the traced operations and the numbers of the trace."""
     following = iter(ys)
 
-    def computed(aval: Aval) -> Aval:
+    def traced_aval(aval: Aval) -> Aval:
         value = value_of(next(following))
         return sizes.aval(aval if value is None else Aval.like(value, aval.grad))
 
     return replace(
         outputs,
-        y=outputs.y.with_avals(computed),
+        y=outputs.y.with_avals(traced_aval),
         aux=None if outputs.aux is None else sizes.aval(outputs.aux),
         state=None if outputs.state is None else outputs.state.with_avals(sizes.aval),
     )
 
 
 def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozenset[str]:
-    """Gradients that alone use their storage, so that others may be added into them."""
-    gradients = {node.name: node for node in joint.dps if node is not None}
-    passed_on = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)}
-    uses = [node.name for node in joint.dps if node is not None]
+    """The gradients that are alone in their storage, so that others may be added into them."""
+    gradients = {node.name: node for node in filter(None, joint.dps)}
+    passed_on = {*pieces.saved, *pieces.kept, *(node.name for node in filter(None, joint.dxs))}
+    uses = [node.name for node in filter(None, joint.dps)]
     uses += passed_on - gradients.keys()
     users = Counter(behind[name].root for name in uses if name in behind)
     return frozenset(
@@ -293,7 +288,7 @@ def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozense
 
 
 def _dense(node: fx.Node) -> bool:
-    """Whether all elements of a value are at different places in memory."""
+    """Whether no two elements of a value are at one place in memory."""
     value = value_of(node)
     return value is not None and all(
         stride > 0 or n <= 1 for n, stride in zip(value.shape, value.stride(), strict=True)
@@ -302,7 +297,7 @@ def _dense(node: fx.Node) -> bool:
 
 # ---- its operations ----
 def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operation]:
-    """The records of the operations of a graph."""
+    """The operations of a graph as records."""
     values: dict[fx.Node, Value] = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
     operations: dict[fx.Node, Operation] = {}
     for node, value in values.items():
@@ -321,7 +316,7 @@ def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operati
 
 
 def _argument(value: Any, sizes: Sizes) -> Any:
-    """An argument of a node: names in place of nodes, and the numbers of the trace."""
+    """An argument of a node with names in place of nodes, and the numbers of the trace."""
     if isinstance(value, fx.Node):
         return Ref(value.name)
     if isinstance(value, (list, tuple)):

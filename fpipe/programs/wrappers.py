@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that stand for others: ``remat`` computes again instead of saving, a ``block`` is
-traced once for many calls, and a stage of modules has a mode.
+"""Functions around others: ``remat`` computes again instead of saving, a ``block`` is traced once
+for many calls, and a function of modules has modes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..stage import Elsewhere, F, Stage, check_function
 #: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a
 #: checkpoint.
 RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
-#: What a call of a block does while a stage is traced.
+#: Called for each call of a block while a stage is traced.
 BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar(
     "BLOCKS", default=None
 )
 
 
 class _Wrapper:
-    """A function that another one stands for."""
+    """A function that calls another function in a special way."""
 
     def __init__(self, fn: Callable[..., Any]):
         check_function(f"what {type(self).__name__.lower()} takes", "(...)", fn)
@@ -126,12 +126,9 @@ class HasModes(Protocol):
 
 
 def in_mode(stage: Stage, training: bool) -> Stage:
-    """A stage in training or in evaluation; as it is where its function has no modes."""
+    """A stage in training or in evaluation. It is unchanged if its function has no modes."""
     fn = stage.fn
-    if isinstance(stage.fn, Remat):
-        inner = stage.fn.fn
-    else:
-        inner = stage.fn
+    inner = fn.fn if isinstance(fn, Remat) else fn
     if isinstance(inner, HasModes):
         moded = inner.in_mode(training)
         fn = Remat(moded) if inner is not fn else moded

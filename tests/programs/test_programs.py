@@ -657,8 +657,8 @@ def test_numbers_are_part_of_the_signature():
 def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(cache, "ALIKE", 3)
-    monkeypatch.setattr(cache, "KEPT", 4)
+    monkeypatch.setattr(cache, "MANY_TRACES", 3)
+    monkeypatch.setattr(cache, "MOST_TRACES", 4)
     fn = lambda p, x, *, heat: x @ p * heat
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
@@ -685,7 +685,7 @@ print([name for name in sys.modules if name.startswith("fpipe.passes.")])
 
 
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache, "ALIKE", 3)
+    monkeypatch.setattr(cache, "MANY_TRACES", 3)
     fn = lambda p, x, *, layer: x @ p * layer
     for rows in (1, 2, 3, 4, 5):
         trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
@@ -714,7 +714,7 @@ def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.Mon
         def __call__(self, p: Tensor, x: Tensor) -> Tensor:
             return x @ p * self.scale
 
-    monkeypatch.setattr(cache, "FUNCTIONS", 3)
+    monkeypatch.setattr(cache, "MOST_FUNCTIONS", 3)
     monkeypatch.setattr(cache, "_STRONG", {})
     layers = [Layer(float(n)) for n in range(5)]
     first = trace(layers[0], EYE, X)

@@ -302,14 +302,14 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     tensors = [*signature.params.avals.values(), *signature.x.avals.values()]
     uses = [0] * len(tensors)
 
-    def handed(
+    def hook(
         ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         uses[:] = _uses(ends, inputs)
         with torch.no_grad():
             return BACKWARD(list(dys), HERE)
 
-    graph = joint_graph(definition.stage, signature, outputs, sizes, handed)
+    graph = joint_graph(definition.stage, signature, outputs, sizes, hook)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])
     ends = tuple(next(results) for _ in ends_avals)
