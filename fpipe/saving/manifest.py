@@ -186,6 +186,7 @@ class Manifest:
         manifest = cls(**rows)
         for key, leaf in manifest.leaves.items():
             manifest.check_leaf(key, leaf)
+        assert manifest.digest  # ValueError for text that is not Unicode
         return manifest
 
     def check_leaf(self, key: str, leaf: Leaf) -> None:

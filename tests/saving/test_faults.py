@@ -453,6 +453,7 @@ def deep(levels: int) -> list[Any]:
         lambda rows: rows["slots"].update(params=3),
         lambda rows: rows["slots"]["params"].update({"first.w": None}),
         lambda rows: rows["trees"].update(params=5),
+        lambda rows: rows["trees"].update(note=["value", "\ud800"]),
         lambda rows: rows["trees"].update(params=["device", "no such"]),
     ],
 )
