@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as data: kinds of actions, the rule of dependence, text, checks, costs, simulation and
-timelines.
+"""Schedules as data: actions, the rule of dependence, text, checks, costs, simulation, timelines.
 
 The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch. What is exported here
-is for all of the package; the other names are for this folder, ``schedule`` and ``lowering``.
+is for all of the package. Other names are for this folder, ``schedule`` and ``lowering``.
 """
 
 from .action import Action, AnyAction, Fused, Placement, Row, joined, plain

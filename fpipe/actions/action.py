@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule, and ``Placement``, which rank
-runs each stage.
+"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule, and ``Placement``, the rank of
+each stage.
 
-Standard library only; nothing here knows tensors or order.
+Standard library only. Nothing here knows tensors or order.
 
-F   forward of a stage on a microbatch
-I   gradient of the stage's input        W   gradient of its parameters        B   both at once
-(a;b;...)OVERLAP_F_B    a fused action: its parts run as one, in any order, so they must not need
-each other
+    3F0                     forward of stage 3 on microbatch 0
+    3I0                     gradient of the input of the stage
+    3W0                     gradients of its parameters
+    3B0                     both in one
+    (3F1;0B0)OVERLAP_F_B    a fused action: its parts run as one and may not need each other
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
         yield from action.parts
 
 
+#: A ScheduleError about a placement.
 refuse = partial(ScheduleError, rule="placement")
 
 
@@ -115,16 +117,17 @@ refuse = partial(ScheduleError, rule="placement")
 class Placement:
     """Which rank runs each stage, for each microbatch.
 
-    With one path each stage is on one rank. A stage that is on different ranks in different paths
-    has replicas (DualPipe, Chimera). Paths that no microbatch takes are removed, and the others are
-    sorted by the first microbatch that takes them, so that equal placements compare equal.
+    A path is the rank of every stage. With one path each stage is on one rank. A stage that is on
+    different ranks in different paths has replicas (DualPipe, Chimera).
+
+    Equal placements compare equal: paths that no microbatch takes are removed, and the others are
+    sorted by the first microbatch that takes them.
 
     Args:
-        paths: ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route
-            ``k``.
+        paths: ``paths[k][s]`` is the rank of stage ``s`` for the microbatches that take path ``k``.
         ranks: how many ranks there are.
-        route: ``route[m]`` is the path of microbatch ``m``, or of slice ``m`` of all; empty where
-            there is one path.
+        route: ``route[m]`` is the index of the path of microbatch ``m``, or of slice ``m`` of all
+            slices. It is empty if there is one path.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -142,20 +145,20 @@ class Placement:
             raise refuse("a placement needs at least one stage; give each stage a rank")
         if any(len(path) != len(self.paths[0]) for path in self.paths):
             raise refuse("every path of a placement must name a rank for each stage")
-        bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
-        if bad:
+        outside = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
+        if outside:
             raise refuse(
-                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
+                f"a placement names rank {outside[0]}, but there are ranks 0 to {self.ranks - 1}; "
                 "give ranks=, or correct the rank of the stage"
             )
         if len(self.paths) > 1 and not self.route:
             raise refuse("several paths need a route: one path index per microbatch")
         if any(not 0 <= k < len(self.paths) for k in self.route):
             raise refuse("a route names a path that the placement does not have")
-        taken: dict[tuple[int, ...], int] = {}
-        route = tuple(taken.setdefault(self.paths[k], len(taken)) for k in self.route)
-        object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
-        object.__setattr__(self, "route", route if len(taken) > 1 else ())
+        index: dict[tuple[int, ...], int] = {}  # of the paths that a microbatch takes
+        route = tuple(index.setdefault(self.paths[k], len(index)) for k in self.route)
+        object.__setattr__(self, "paths", tuple(index) or self.paths[:1])
+        object.__setattr__(self, "route", route if len(index) > 1 else ())
 
     # ---- constructors ----
     @classmethod
@@ -176,8 +179,9 @@ class Placement:
 
     @classmethod
     def v(cls, ranks: int, per_rank: int = 2) -> Placement:
-        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for
-        2, the last stage.
+        """Stages go down the ranks, up again, down, ..., ``per_rank`` times in all.
+
+        With two stages a rank, rank 0 holds the first and the last stage.
 
         Args:
             ranks: how many ranks there are.
@@ -190,11 +194,12 @@ class Placement:
         Placement(0: [0, 5], 1: [1, 4], 2: [2, 3])
         """
         down = tuple(range(ranks))
-        return cls((sum((down if c % 2 == 0 else down[::-1] for c in range(per_rank)), ()),), ranks)
+        crossings = (down if c % 2 == 0 else down[::-1] for c in range(per_rank))
+        return cls((sum(crossings, ()),), ranks)
 
     @classmethod
     def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
-        """From the stages that each rank holds, each stage on exactly one.
+        """From the stages that each rank holds. Each stage is on exactly one rank.
 
         Args:
             stages_by_rank: for each rank, its stages.
@@ -226,13 +231,14 @@ class Placement:
     def bidirectional(
         cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1
     ) -> Placement:
-        """Stages as in ``v(ranks, per_rank)`` and, for the microbatches in ``up``, with the ranks
-        the other way round.
+        """Stages as in ``v(ranks, per_rank)``. The microbatches in ``up`` enter at the last rank.
+
+        For these, rank r has the stages that rank ``ranks - 1 - r`` has for the others.
 
         Args:
             ranks: how many ranks there are.
             microbatches: how many microbatches there are.
-            up: the microbatches that enter at the last rank.
+            up: the numbers of these microbatches.
             per_rank: how many stages each rank holds for one direction.
 
         Returns:
@@ -261,7 +267,7 @@ class Placement:
 
         Args:
             stage: the number of the stage.
-            microbatch: which of several paths counts.
+            microbatch: the number of the microbatch, which decides the path.
 
         Returns:
             The rank.
@@ -286,11 +292,11 @@ class Placement:
         return self.paths[self.path_index(microbatch)]
 
     def path_index(self, microbatch: int) -> int:
-        """Which of ``paths`` a microbatch takes."""
+        """The index of the path that a microbatch takes."""
         return self.route[microbatch % len(self.route)] if self.route else 0
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All ranks of ``stage``, in path order, each once.
+        """All ranks of ``stage``, in the order of paths, without repetition.
 
         Args:
             stage: the number of the stage.
@@ -315,9 +321,8 @@ class Placement:
         >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
         (0, 0, 1, 1)
         """
-        return Placement(
-            self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices))
-        )
+        route = tuple(k for k in self.route for _ in range(slices))
+        return Placement(self.paths, self.ranks, route)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slow part of ``check``: the first place where a rule is broken, and the error that names it,
-its remedy, and shows the actions around it.
+"""The slow part of ``check``: it finds the first place where a rule is broken.
+
+The error names the place, the rule and the remedy, and shows the actions around the place.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from .rule import Blocked, Fact, Walk, needs, needs_slice, provides
 from .text import counted
 from .unit import unit
 
-_SHOWN_RANKS, _SHOWN_ACTIONS = 6, 5  # of a circle; on each side of a place
+_SHOWN_RANKS = 6  # of a circle
+_SHOWN_ACTIONS = 5  # on each side of a place
 
 
 def wrong_size(
     rows: Sequence[Row], placement: Placement, microbatches: int, slices: int
 ) -> ScheduleError:
-    """The error for rows that are not those of all ranks, or too few for all stages."""
+    """The error for rows whose number is not that of ranks, or that have too few actions."""
     if len(rows) != placement.ranks:
         what = f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks"
         return ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
@@ -37,7 +39,7 @@ def wrong_size(
 
 
 def no_action(rows: Sequence[Row]) -> ScheduleError:
-    """The error for a schedule without rows, or with something else than actions in one."""
+    """The error for a schedule without rows, or with a cell that is no action."""
     if not rows:
         return ScheduleError(
             "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
@@ -70,9 +72,7 @@ def no_slicing(present: int, slices: object) -> ScheduleError:
 def wrong_cell(
     rows: Sequence[Row], placement: Placement, microbatches: int, slices: int
 ) -> ScheduleError:
-    """The error for a cell that is no action, is out of range, stands elsewhere, or occurs
-    twice.
-    """
+    """The error for a cell that is no action, out of range, on a wrong rank, or there twice."""
     done: dict[tuple[int, int], list[tuple[Action, int, int]]] = defaultdict(list)
     for rank, position, cell in _cells(rows):
         fault = partial(_error, rows, rank, position)
@@ -126,8 +126,8 @@ def _malformed_part(part: object) -> str:
 
 
 def wrong_slices(rows: Sequence[Row], placement: Placement, slices: int) -> ScheduleError | None:
-    """The error for an action without a slice where others have some, or for slices of a microbatch
-    on several paths.
+    """The error for an action without a slice if others have slices, or for slices of a microbatch
+    on several paths; None if there is no such action.
     """
     for rank, position, part in _parts(rows):
         if part.slices != slices:
@@ -184,8 +184,9 @@ def missing(
 
 
 def stuck(rows: Sequence[Row], stages: int, walked: Walk) -> ScheduleError:
-    """The error for a walk with blocked ranks: dependent parts of a fused action, a wrong order, or
-    a circle.
+    """The error for a walk with blocked ranks.
+
+    Parts of a fused action need each other, an order is wrong, or ranks wait in a circle.
     """
     for rank, position, cell in _cells(rows):
         for one, other in permutations(cell.parts, 2):
@@ -213,9 +214,7 @@ def stuck(rows: Sequence[Row], stages: int, walked: Walk) -> ScheduleError:
 
 
 def wrong_slice_order(rows: Sequence[Row]) -> ScheduleError | None:
-    """The error for a slice that runs before the one of the same stage and microbatch that it
-    needs.
-    """
+    """The error for a slice that runs before the slice that it needs; None if there is none."""
     for rank, row in enumerate(rows):
         sources = {fact: (at, part) for _, at, part in _parts([row]) for fact in provides(part)}
         for _, position, part in _parts([row]):
@@ -254,7 +253,9 @@ def _needs_later(fact: Fact, source: Action, position: int) -> str:
 def _circle(
     rows: Sequence[Row], blocked: dict[int, Blocked], sources: dict[Fact, tuple[int, int, Action]]
 ) -> ScheduleError:
-    """Follow the ranks from each to the one that it waits for, until a rank repeats."""
+    """The error for ranks that wait in a circle: go from each rank to the one that it waits for,
+    until a rank repeats.
+    """
     path: list[int] = []
     rank = min(blocked)
     while rank not in path:
@@ -289,8 +290,8 @@ def _error(
     rule: str,
     *more: tuple[int, int],
 ) -> ScheduleError:
-    """The error at a place, or at the end of a row, with the actions around it and ``more``
-    places.
+    """The error at a position, or at the end of a row (None). It shows the actions around this
+    place and ``more`` places.
     """
     where = f"rank {rank}"
     place = (rank, len(rows[rank]))

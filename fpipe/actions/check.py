@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a schedule is complete and can run; reports the first broken rule with rank,
-position and remedy.
+"""Checks whether a schedule is complete and can run.
+
+The error names the first broken rule, with rank, position and remedy.
 
     rule         what it requires
     action       every cell is an action, or two or more fused ones
@@ -13,13 +14,13 @@ position and remedy.
                  backwards in reverse
     deadlock     no ranks wait for each other in a circle
 
-The last rule suffices even where a send blocks until it is received: without a circle there is an
+The last rule suffices even where a send blocks until it is received. Without a circle there is an
 order of all actions in which each follows what it needs. Insert every message into that order, as
-one event, behind the action that sends it, and give each rank its part of the order. Then all
+one event, behind the action that sends it. Each rank runs its part of the order. Then all
 participants of the first unfinished event have reached it, so some event can always complete.
 
-A valid schedule passes a fast pass that counts. Only when that fails does ``broken_rules``
-search for the place. Nothing here knows time, memory or tensors.
+A fast pass counts actions. Only if it fails, ``broken_rules`` searches for the place. Nothing here
+knows time, memory or tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from .unit import Slice
 
 
 class Inspection(NamedTuple):
-    """Which ops occur, as the sum of their bits at ``stage * microbatches + mb``; and an order of
-    the actions.
+    """What a check finds in rows.
+
+    ``seen`` has the ops that occur, as the sum of their bits, at ``stage * microbatches + mb``.
+    ``walk`` has an order of the actions.
     """
 
     seen: bytearray
@@ -55,10 +58,10 @@ def check_rows(
     inspected: Inspection | None = None,
     slices: int = 1,
 ) -> None:
-    """Raise ScheduleError at the first broken rule. ``training=False`` requires F alone.
+    """Raise ScheduleError for the first broken rule. ``training=False`` requires F alone.
 
-    ``inspected`` is the result of :func:`inspect_rows` for these rows, if it is known.
-    ``microbatches`` counts slices where each microbatch has several.
+    ``inspected`` is the result of :func:`inspect_rows` for these rows, if the caller has it.
+    ``microbatches`` counts slices if microbatches have slices.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
     >>> check_rows(rows, Placement.loop(2), 1)
@@ -72,10 +75,10 @@ def check_rows(
     seen, walked = inspected or inspect_rows(rows, placement, microbatches, slices)
     complete = TRAINED if training else FORWARD
     if sum(map(seen.count, complete)) != placement.stages * microbatches:
-        index = next(index for index, had in enumerate(seen) if had not in complete)
-        had = frozenset(op for op, bit in BIT.items() if seen[index] & bit)
+        index = next(index for index, bits in enumerate(seen) if bits not in complete)
+        ops = frozenset(op for op, bit in BIT.items() if seen[index] & bit)
         raise broken_rules.missing(
-            rows, placement, *divmod(index, microbatches), had, training=training, slices=slices
+            rows, placement, *divmod(index, microbatches), ops, training=training, slices=slices
         )
     if walked.blocked:
         raise broken_rules.stuck(rows, placement.stages, walked)
@@ -86,8 +89,9 @@ def check_rows(
 def inspect_rows(
     rows: Sequence[Row], placement: Placement, microbatches: int, slices: int = 1
 ) -> Inspection:
-    """Check the first four rules, and that no action occurs twice; walk the rows. Actions may be
-    missing, or blocked.
+    """Check the first four rules and that no action occurs twice, and walk through the rows.
+
+    Actions may be missing, or blocked.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))]
     >>> list(inspect_rows(rows, Placement.loop(1), 2).seen)
@@ -110,14 +114,14 @@ def inspect_rows(
 
 
 def most_units(rows: Sequence[Row]) -> int:
-    """Stages times microbatches of which these rows can be: tables of all facts would be mostly
-    empty for more.
+    """The most stages times microbatches for rows of this length. With more, tables of all facts
+    would be mostly empty.
     """
     return 100_000 + 100 * sum(map(len, rows))
 
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
-    """Which ops occur, and whether the rows are ordered as ``walk`` asks; ValueError where a cell
+    """Which ops occur, and whether the rows are ``ordered`` for ``walk``. ValueError if a cell
     breaks a rule.
     """
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
@@ -138,7 +142,7 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tupl
 
 
 def _parts(row: Row) -> Sequence[Action]:
-    """The actions of a row, with the parts of fused ones; the row itself where none is fused."""
+    """The actions of a row, with the parts of fused ones; the row itself if none is fused."""
     types = set(map(type, row))
     if types <= {Action}:
         return cast(Sequence[Action], row)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each action needs and provides, and an order of a schedule's actions in which each follows
-what it needs.
+"""Facts that actions need and provide, and an order of the actions of a schedule.
 
-Which action must come before which is stated in ``action_kinds.KINDS`` alone. The checker, the
-simulator, the lowering, the pictures and the tests read it by ``rule.needs`` and ``rule.provides``
-or, for millions of actions, by the offsets that :class:`Facts` derives. Nothing here knows time,
-placement or counts. Where microbatches have slices, what is said of microbatches here holds for
-slices, counted through all microbatches.
+``action_kinds.KINDS`` alone states which action must come before which. The checker, the simulator,
+the lowering, the pictures and the tests read it by ``rule.needs`` and ``rule.provides``. For
+millions of actions they read the offsets of :class:`Facts`. Nothing here knows time, placement or
+counts. Here "microbatch" means a slice, counted through all microbatches, if these have slices.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ _FACTS = tuple(FACTS)
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of so many stages and microbatches, numbered by integers.
+    """The facts of these stages and microbatches, numbered by integers.
 
-    A fact has the index ``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two
-    extra stages, one before the first and one after the last, are the targets of offsets that leave
-    the model; their facts are present from the start.
+    A fact has the index ``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. Two
+    stages are extra, one before the first and one after the last. An offset may lead to them. Their
+    facts are present from the start.
     """
 
     stages: int
@@ -39,14 +37,14 @@ class Facts:
 
     @property
     def size(self) -> int:
-        """The number of indices."""
+        """The number of facts."""
         return len(_FACTS) * (self.stages + 2) * self.microbatches
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """op -> (offsets of what it needs, offsets of what it provides).
+        """op -> (offsets of the facts that it needs, offsets of those that it provides).
 
-        An offset is added to ``stage * microbatches + microbatch`` of the action.
+        The index of a fact is an offset plus ``stage * microbatches + microbatch`` of the action.
         """
 
         def offset(kind: FactKind, by: int = 0) -> int:
@@ -70,10 +68,8 @@ class Facts:
         kind, stage = divmod(row, self.stages + 2)
         return Fact(_FACTS[kind], stage - 1, microbatch)
 
-    def at_first(self) -> bytearray:
-        """1 for every fact that is present before any action runs: those beyond the ends of the
-        model.
-        """
+    def initial(self) -> bytearray:
+        """For each fact whether it is present before any action runs: 1 for the extra stages."""
         edge = b"\1" * self.microbatches
         inside = bytes(self.stages * self.microbatches)
         return bytearray((edge + inside + edge) * len(_FACTS))
@@ -82,42 +78,46 @@ class Facts:
 def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool = False) -> Walk:
     """Run every rank as far as possible, in turns, until all have ended or all wait.
 
-    The stages and microbatches in the rows must be in range and no action occur twice (see
-    ``check.inspect_rows``). ``ordered`` says that every action stands behind those of its own stage
-    that it needs, and that none is fused: then only facts of other stages are looked for.
+    Stages and microbatches must be in range, and no action may occur twice (``check.inspect_rows``
+    checks this). ``ordered``: no action is fused, and each stands behind those of its stage that it
+    needs. Then only facts of other stages are read.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    present = facts.at_first() + b"\1"
+    present = facts.initial() + b"\1"  # the last one is always present
     run = _run_ordered if ordered else _run
     ranks = [run(cast(Any, row), facts, present) for row in rows]
-    reached, lacking = [0] * len(rows), [facts.size] * len(rows)  # that one is always present
-    runs, turn, moved = list[int](), range(len(rows)), True  # an array grows slower
+    reached = [0] * len(rows)
+    awaited = [facts.size] * len(rows)
+    runs = list[int]()  # an array grows slower
+    turn = range(len(rows))
+    moved = True
     while moved:
         moved = False
         for rank in turn:
-            if not present[lacking[rank]]:
+            if not present[awaited[rank]]:
                 continue
             start = reached[rank]
-            stop, lacking[rank] = next(ranks[rank], (start, facts.size))
+            stop, awaited[rank] = next(ranks[rank], (start, facts.size))
             if stop > start:
                 runs += (rank, start, stop)
-                reached[rank], moved = stop, True
+                reached[rank] = stop
+                moved = True
         turn = turn[::-1]  # forwards go down the ranks, backwards up
     blocked = (
-        Blocked(rank, reached[rank], facts.fact(lacks))
-        for rank, lacks in enumerate(lacking)
-        if not present[lacks]
+        Blocked(rank, reached[rank], facts.fact(fact))
+        for rank, fact in enumerate(awaited)
+        if not present[fact]
     )
     return Walk(array("q", runs), tuple(blocked))
 
 
 def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]]:
-    """Run a row: where it has to wait, yield the position and the fact that it lacks; at last its
-    length and a number that is present.
+    """Run a row. Where it must wait, yield the position and the fact that is missing. At the end,
+    yield the length of the row and the index that is always present.
     """
     table = facts.table
     microbatches = facts.microbatches
@@ -136,8 +136,8 @@ def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]
 def _run_ordered(
     row: Sequence[Action], facts: Facts, present: bytearray
 ) -> Iterator[tuple[int, int]]:
-    """The same where each action needs the last fact of its rule alone, and only the first that it
-    provides counts.
+    """As ``_run`` for ordered rows: an action can wait only for the last fact that it needs, and
+    other stages need only the first that it provides.
     """
     offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
     microbatches = facts.microbatches
@@ -152,7 +152,7 @@ def _run_ordered(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the garbage collector, for what creates many objects and no reference cycles."""
+    """Pause the garbage collector, around code that creates many objects and no cycles of them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads features and products when they are used. What loads them works without them.
+"""Loads features and products by name, when they are used.
 
-``fpipe.passes`` has features that most pipelines do not use, ``fpipe.products`` what is built on
-the library.
+``fpipe.passes`` has features that most pipelines do not use. ``fpipe.products`` has what is built
+on the library, which works without it.
 """
 
 from __future__ import annotations

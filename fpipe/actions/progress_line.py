@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of work that takes longer than a second, as one line on standard error, if that is a
-terminal.
+"""The progress of work that takes longer than a second, as one line on standard error.
 
-The line is drawn by a thread and erased at the end. This module must not know schedules.
+A thread draws the line, if standard error is a terminal, and erases it at the end. This module must
+not know schedules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 AFTER = 1.0  #: seconds until the line appears
 _END = 1.0  #: seconds for the thread to erase it
-_EVERY = 0.1  #: seconds between two pictures of it
+_EVERY = 0.1  #: seconds between two updates
 
 
 class Track(Protocol):
@@ -27,14 +27,16 @@ class Track(Protocol):
 
 @contextmanager
 def progress(what: str | Callable[[], str]) -> Iterator[Track]:
-    """Around the work; ``track(items)`` yields the items, and lets the line show how many were
-    processed. ``what`` is a text, or a function that returns the present one.
+    """Show a line while the body runs. ``track(items)`` yields items and counts them in the line.
+
+    ``what`` is the text of the line, or a function that returns it.
 
     >>> with progress("reading") as track:
     ...     list(track([1, 2]))
     [1, 2]
     """
-    counts, done = [0, 0], threading.Event()  # items that were processed, and all of them
+    counts = [0, 0]  # items that were processed, and all items
+    done = threading.Event()
 
     def track(items: Sequence[T]) -> Iterator[T]:
         counts[1] = len(items)
@@ -57,7 +59,7 @@ def progress(what: str | Callable[[], str]) -> Iterator[Track]:
 
 @contextmanager
 def noted(what: str) -> Iterator[Callable[[str], None]]:
-    """Around the work; ``note(text)`` says which part of it follows.
+    """Show a line while the body runs. ``note(text)`` names the next part of the work in it.
 
     >>> with noted("tracing") as note:
     ...     note("stage 1 of 2")

@@ -12,9 +12,9 @@ from .action import Placement, Row, plain, refuse
 def placement_of(rows: Sequence[Row]) -> Placement:
     """The placement that the rows imply.
 
-    A stage is on the rank of its actions. If these are on several ranks, each microbatch has
-    its own rank: that of its actions or, if they differ, of most of them (``check`` then
-    reports the others).
+    A stage is on the rank of its actions. If these are on several ranks, each microbatch has a
+    path: the stage is on the rank of the actions of this microbatch or, if they differ, of most of
+    them. ``check`` then reports the others.
 
     Args:
         rows: the actions of each rank, as in a ``Schedule``.
@@ -50,8 +50,8 @@ def placement_of(rows: Sequence[Row]) -> Placement:
 def _routes(
     rows: Sequence[Row], candidates: dict[int, list[int]], stages: int
 ) -> Iterator[tuple[int, ...]]:
-    """The rank of every stage, by microbatch. ``candidates`` are a stage's ranks, that with most
-    actions first.
+    """The path of each microbatch. ``candidates`` are the ranks of a stage, that with most actions
+    first.
     """
     votes: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each action needs and provides, as facts; and a walk through a schedule as a value."""
+"""The facts that an action needs and provides, and ``Walk``, the result of a walk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .unit import unit
 
 
 class Fact(NamedTuple):
-    """What one action provides and others need: an output (F), an input's gradient (I) or the
-    parameters' (W).
+    """What one action provides and others need: an output (F), the gradient of an input (I) or the
+    gradients of parameters (W).
     """
 
     kind: FactKind
@@ -33,8 +33,9 @@ def provides(action: Action) -> tuple[Fact, ...]:
 
 
 def needs(action: Action, stages: int) -> tuple[Fact, ...]:
-    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages; without
-    other slices.
+    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages.
+
+    Facts of other slices are left out; see :func:`needs_slice`.
 
     >>> needs(Action(2, "I", 5), stages=4)
     (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
@@ -66,9 +67,7 @@ def needs_slice(action: Action) -> Fact | None:
 
 
 class Blocked(NamedTuple):
-    """A rank that cannot continue: the position that it reached, and the fact that its action there
-    lacks.
-    """
+    """A rank that cannot continue: the position of its action, and the fact that this lacks."""
 
     rank: int
     position: int
@@ -76,8 +75,9 @@ class Blocked(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """``numbers`` holds three integers per run, and ``blocked`` the ranks that did not reach their
-    end.
+    """A walk: its runs of actions, and the ranks that did not reach the end of their rows.
+
+    ``numbers`` holds three integers for each run.
     """
 
     numbers: array[int]
@@ -85,7 +85,7 @@ class Walk(NamedTuple):
 
     @property
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(rank, start, stop): positions that a rank runs without waiting."""
+        """(rank, start, stop) of each run: the positions that a rank runs without waiting."""
         numbers = iter(self.numbers)
         return zip(numbers, numbers, numbers, strict=True)
 

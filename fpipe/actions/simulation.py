@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each action would run, and what each rank would hold: costs in, a ``Timeline`` out.
+"""When each action would run, and what each rank would hold: from costs to a ``Timeline``.
 
-Every rank runs its row in order, each action as soon as the rank is free and the facts it needs
-have arrived. Links have a latency and a bandwidth but no queue. The order comes from
-``dependencies.walk``; an incomplete schedule can be simulated too, since only ``check`` asks
-whether it is complete.
+Every rank runs its row in order. An action runs as soon as the rank is free and the facts that it
+needs have arrived. Links have a latency and a bandwidth but no queue. ``dependencies.walk`` returns
+the order. An incomplete schedule can be simulated too: only ``check`` asks for all actions.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from .dependencies import Facts
 from .rule import Walk
 from .timeline import Carried, Timeline
 
-#: How an op runs on a stage; a plain tuple, since unpacking that is three times as fast:
-#: the offset of the last fact that it needs, the only one that it can wait for; the time from the
-#: end of that fact's action to its arrival; the times to receive, to run and to send; and the
-#: offset of the first fact that it provides, the only one that other stages wait for.
+#: How an op runs on a stage. A plain tuple is unpacked three times as fast as a named one. It has:
+#: - the offset of the last fact that the op needs, the only one that it can wait for;
+#: - the time from the end of the action that provides this fact to its arrival;
+#: - the times to receive, to run and to send;
+#: - the offset of the first fact that the op provides, the only one that other stages wait for.
 _Step: TypeAlias = tuple[int, float, float, float, float, int]
 _Columns: TypeAlias = "tuple[array[float], ...]"
 _Times: TypeAlias = (
@@ -44,10 +44,9 @@ def simulate_rows(
     walked: Walk | None = None,
     slices: int = 1,
 ) -> Timeline:
-    """The timeline of these rows. ``walked`` is their walk, if it is known; then they have been
-    checked.
+    """The timeline of these rows. ``walked`` is their walk, if the caller has it.
 
-    ``microbatches`` counts slices where each microbatch has several; costs are those of whole
+    ``microbatches`` counts slices if microbatches have slices. Costs are those of whole
     microbatches.
 
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
@@ -61,14 +60,12 @@ def simulate_rows(
     sizes = costs.of_units("size", microbatches, slices)
     facts = Facts(stages, microbatches)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
-    if callable(costs.overlap):
-        given = costs.overlap
-    else:
-        given = costs.times(stages).get("overlap")
-    if given is None:
-        overlap = None
-    else:
-        overlap = partial(_overlapped, given, slices)
+    overlap_cost = costs.overlap
+    if not callable(overlap_cost):
+        overlap_cost = costs.times(stages).get("overlap")
+    overlap = None
+    if overlap_cost is not None:
+        overlap = partial(_overlapped, overlap_cost, slices)
     starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         rows,
@@ -93,7 +90,7 @@ def _run(
     facts: Facts,
     overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None,
 ) -> _Times:
-    """Starts, ends and causes of all actions, and what links carry beside them, by rank."""
+    """For each rank the starts, ends and causes of its actions, and what its link carries."""
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
     carried: list[list[Carried]] = [[] for _ in rows]
@@ -101,10 +98,11 @@ def _run(
     clocks = [0.0] * len(rows)
     microbatches = facts.microbatches
     for rank, first, stop in walked.runs:
-        clock, (begin, end, cause) = clocks[rank], append[rank]
+        clock = clocks[rank]
+        begin, end, cause = append[rank]
         for action in rows[rank][first:stop]:
             waited = -1
-            if overlap is None and type(action) is Action:  # as below, for one part
+            if overlap is None and type(action) is Action:  # the same as below, for one part
                 stage, op, microbatch = action
                 need, travel, receive, length, send, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
@@ -120,11 +118,11 @@ def _run(
                 receive = 0.0
                 length = 0.0
                 send = 0.0
-                given = []
+                finished = []
                 for stage, op, microbatch in action.parts:
                     need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
                     fact = stage * microbatches + microbatch
-                    given.append(fact + provided)
+                    finished.append(fact + provided)
                     if arrivals[need + fact] + travel > clock:
                         clock = arrivals[need + fact] + travel
                         waited = need + fact
@@ -137,7 +135,7 @@ def _run(
                     length, beside = overlap(action, length, clock)
                     carried[rank] += beside
                 clock += length
-                for fact in given:
+                for fact in finished:
                     arrivals[fact] = clock
             cause(waited)
             end(clock)
@@ -149,12 +147,11 @@ def _run(
 def _overlapped(
     overlap: Predict | Sequence[float], slices: int, action: AnyAction, length: float, start: float
 ) -> tuple[float, Sequence[Carried]]:
-    """The time of an action where overlap has a cost, and what its rank's link carries
-    meanwhile.
-    """
+    """The time of an action if ``overlap`` has a cost, and what the link carries meanwhile."""
     if not callable(overlap):
-        fused = len(action.parts) > 1
-        return (overlap[action.parts[0].stage] / slices if fused else length), ()
+        if len(action.parts) > 1:
+            length = overlap[action.parts[0].stage] / slices
+        return length, ()
     predicted = overlap(action)
     if isinstance(predicted, Beside):
         carried = [
@@ -167,7 +164,7 @@ def _overlapped(
 def _steps_of_all(
     facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
 ) -> list[dict[str, tuple[_Step, ...]]]:
-    """For each microbatch how ops run on it; computed once for equal path, load and size."""
+    """For each microbatch the steps of ops; computed once for each path, load and size."""
     paths = map(placement.path_index, range(facts.microbatches))
     loads = costs.of_units("load", facts.microbatches, slices)
     groups = list(zip(paths, loads, sizes, strict=True))
@@ -181,7 +178,7 @@ def _steps_of_all(
 def _steps(
     facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float
 ) -> dict[str, tuple[_Step, ...]]:
-    """op -> how it runs on each stage, for microbatches with this path, load and size."""
+    """op -> its step on each stage, for microbatches with this path, load and size."""
     stages = facts.stages
     table = facts.table
     times = costs.times(facts.stages)
@@ -191,11 +188,8 @@ def _steps(
     users = {fact: -by for kind in KINDS.values() for fact, by in kind.needs if by}
 
     def crossing(numbers: Sequence[float], stage: int, by: int) -> float:
-        """The number of the boundary between two stages; 0 where there is none or both are on one
-        rank.
-        """
-        crossed = 0 <= stage + by < stages and path[stage + by] != path[stage]
-        if crossed:
+        """The number of the boundary between two stages; 0 if there is none between ranks."""
+        if 0 <= stage + by < stages and path[stage + by] != path[stage]:
             return numbers[min(stage, stage + by)]
         return 0.0
 

@@ -10,14 +10,12 @@ from .unit import Slice
 
 
 def sliced_rows(rows: Sequence[Row], slices: int) -> tuple[Row, ...]:
-    """The rows with each action as one for each slice: in order for F, else in reverse."""
+    """The rows with each action as one for each slice, in order for F and in reverse for others."""
     return tuple(tuple(cell for action in row for cell in _sliced(action, slices)) for row in rows)
 
 
 def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
-    """An action as one for each slice; of a fused action, whose parts may go in different
-    directions, too.
-    """
+    """An action as one for each slice. Parts of a fused action may go in different directions."""
     for step in range(slices):
 
         def at(part: Action, step: int = step) -> int:

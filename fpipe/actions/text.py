@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as text: one line of cells per rank, as brackets for people or as CSV, both ways and
-exact.
+"""Schedules as text: a line for each rank, in brackets for people or as CSV.
 
-The readers are strict: every character of a cell belongs to an action, or a ``ScheduleError`` names
-line, column and the expected text; no text raises another exception. ``check`` validates the
-actions together.
-
-    [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes, blank lines ignored
+    [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes
     [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches
     0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads and writes
 
-Of a CSV, empty cells and actions of communication and sharding are dropped, and a blank line is an
-idle rank. torch.distributed.pipelining does not know slices.
+Text that was written is read as the same rows. The readers are strict: every character of a cell
+belongs to an action, or a ``ScheduleError`` names line, column and the expected text. They raise no
+other exception. ``check`` validates the actions of all rows.
+
+In brackets, blank lines are ignored. In a CSV, empty cells and actions of communication and
+sharding are dropped, and a blank line is an idle rank. torch.distributed.pipelining does not know
+slices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .unit import unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([{OPS}]){_NUMBER}(?:[.]{_NUMBER})?")
-#: what the lowering of torch.distributed.pipelining adds; ours adds its own
+#: Actions that the lowering of torch.distributed.pipelining adds; that of fpipe adds instructions.
 _DROPPED = re.compile(
     f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)(?:{_NUMBER})?)"
 )
@@ -42,7 +42,7 @@ _EXPECTED = (
 
 
 def number(value: float) -> str:
-    """At most four significant digits, thousands and more in full, no trailing zeros.
+    """A number with at most four significant digits, or all those before the point.
 
     >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
     ('26', '0.3', '123457', '0.6667')
@@ -53,12 +53,14 @@ def number(value: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """A count and its noun, in the plural unless the count is 1.
 
     >>> counted(1, "rank"), counted(2, "microbatch")
     ('1 rank', '2 microbatches')
     """
-    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def format_rows(rows: Iterable[Iterable[AnyAction]]) -> str:
@@ -82,8 +84,7 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
 
 
 def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
-    """The rows that :func:`format_rows` wrote; ``track`` yields their lines, for a display of
-    progress.
+    """The rows that :func:`format_rows` wrote. ``track`` yields the lines, and may count them.
 
     >>> parse_rows("[0F0, 0B0]")
     ((0F0, 0B0),)
@@ -119,8 +120,7 @@ def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
 
 
 def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
-    """The rows of a CSV, each line one rank; cells that are not compute are dropped. ``track`` is
-    as above.
+    """The rows of a CSV, without the cells that are not compute. ``track`` is as above.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
@@ -162,11 +162,11 @@ class _Line(NamedTuple):
     def error(
         self, start: int, end: int, expected: str, found: str = "", position: int | None = None
     ) -> ScheduleError:
-        """Expected text against actual text; columns ``start`` to ``end`` are marked under the
-        line.
-        """
+        """The error for columns ``start`` to ``end``, which are marked under the line."""
         found = found or self.text[start:end]
-        what = found if found.startswith("the ") else repr(found[:40]) if found else "nothing"
+        what = found or "nothing"
+        if found and not found.startswith("the "):
+            what = repr(found[:40])
         more = " and more" if len(found) > 40 else ""
         where = f"line {self.number}, column {start + 1}"
         left = max(0, start - 30)

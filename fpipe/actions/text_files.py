@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of files that others wrote, up to a size, and writing of files as a whole.
+"""Reads files that others wrote, up to a size, and writes whole files.
 
-A written file is complete or not there, and a symbolic link to a file is not followed: in a folder
-that others may write to, it could lead to any file of the user. This module must not know
-schedules.
+A written file is complete or not there. A symbolic link to a file is not followed: in a folder that
+others may write to, it could lead to any file of the user. This module must not know schedules.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
 
 def read_bytes(path: str | PathLike[str], most: int) -> bytes:
-    """The bytes of a file; ValueError if it has more than ``most``, of which no more than that are
-    read.
-    """
+    """The bytes of a file; ValueError if it has more than ``most``. No more than these are read."""
     with open(path, "rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -34,8 +31,9 @@ def read_bytes(path: str | PathLike[str], most: int) -> bytes:
 
 
 def write_bytes(path: str | PathLike[str], content: bytes) -> None:
-    """Write a file in place of the one that is there, or to a device or pipe; OSError for a
-    symbolic link to a file.
+    """Write a file, in place of an existing one, or write to a device or pipe.
+
+    OSError for a symbolic link to a file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "file")
@@ -57,8 +55,8 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
 
 
 def _write_to_stream(path: Path, content: bytes) -> None:
-    """Write to a device or a pipe. What was opened is checked: a link may lead elsewhere a moment
-    later.
+    """Write to a device or a pipe. The opened file is checked, because a link can change between
+    the check of a path and its opening.
     """
     refused = OSError(
         errno.ELOOP, "it is a symbolic link to a file, which is not followed", str(path)
@@ -74,6 +72,7 @@ def _write_to_stream(path: Path, content: bytes) -> None:
 
 
 def _write_beside(path: Path, part: Path, content: bytes) -> None:
+    """Write the file ``part`` and rename it to ``path``."""
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
         file.write(content)
     if path.exists():
@@ -81,7 +80,7 @@ def _write_beside(path: Path, part: Path, content: bytes) -> None:
     part.replace(path)
 
 
-#: Of a file of actions: about eight million of them.
+#: The most bytes of a file of actions, which are about eight million actions.
 MOST_BYTES = 64 << 20
 
 

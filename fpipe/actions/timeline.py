@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Timeline``: when each action ran and what each rank held, as a plain frozen value.
+"""``Timeline``: when each action ran and what each rank held, as a frozen value.
 
-Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that
-millions of actions fit in memory; other figures are computed on first access. ``pictures`` draws
+Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so millions
+of actions fit in memory. Other figures are computed when they are first read. ``pictures`` draws
 this value.
 """
 
@@ -66,11 +66,12 @@ class Carried(NamedTuple):
 class Timeline:
     """Start and end of every action, and the figures that follow from them.
 
-    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see
-    ``dependencies.Facts``) whose arrival ended the rank's wait before that action, or -1 where it
-    did not wait. ``memory[op]`` is what an action adds to what its rank holds, one number per
-    stage; ``boundary`` is the bytes of a message between a stage and the next. Both are multiplied
-    by ``sizes`` of the microbatch, if these differ.
+    ``starts[rank][position]`` and ``ends[rank][position]`` are times. ``causes[rank][position]`` is
+    the index of the fact (see ``dependencies.Facts``) that the rank waited for before this action,
+    or -1 if it did not wait. ``memory[op]`` has for each stage what an action adds to the memory of
+    its rank. ``boundary`` has the bytes of a message between a stage and the next. If microbatches
+    differ, both are multiplied by their ``sizes``. ``unit`` is that of time; "" stands for that of
+    the costs. ``carried`` has for each rank what its link carries, if that was predicted.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -91,9 +92,9 @@ class Timeline:
     memory: Held = field(default_factory=dict)
     boundary: Sequence[float] = ()
     name: str = ""
-    unit: str = ""  # of time; "" for that of the cost model
-    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank, if that was predicted
-    sizes: Sequence[float] = ()  # by microbatch, where they are not equal
+    unit: str = ""
+    carried: tuple[tuple[Carried, ...], ...] = ()
+    sizes: Sequence[float] = ()
 
     @classmethod
     def measured(
@@ -103,12 +104,12 @@ class Timeline:
         name: str = "",
         unit: str = "s",
     ) -> Timeline:
-        """From measured ``(rank, action, start, end)``.
+        """The timeline of measured actions, each as ``(rank, action, start, end)``.
 
         Args:
             spans: in any order, all by one clock.
-            name: of the timeline, in pictures.
-            unit: of times.
+            name: the name of the timeline in pictures.
+            unit: the unit of times.
 
         Returns:
             A timeline that begins at the first start.
@@ -169,8 +170,9 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Every action with its start and end, rank by rank; to iterate over the timeline itself
-        takes less memory.
+        """Every action with its start and end, rank by rank.
+
+        To iterate over the timeline takes less memory.
         """
         return tuple(self)
 
@@ -200,7 +202,7 @@ class Timeline:
 
     @cached_property
     def total(self) -> float:
-        """From the first start to the last end, over all ranks: the makespan."""
+        """The makespan: the time from the first start to the last end, over all ranks."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0) - self.start
 
     @cached_property
@@ -239,8 +241,8 @@ class Timeline:
     # ---- memory ----
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W
-        or B.
+        """Per rank, the most activations held at once. One is that of a stage and a microbatch,
+        from F to W or B.
         """
         return tuple(map(int, self._most(self._activations)))
 
@@ -305,7 +307,7 @@ class Timeline:
         amounts: list[float] = []
         for (path_index, op, stage, size), times in actions.items():
             path = self.placement.paths[path_index]
-            other = stage + KINDS[op].needs[-1][1]  # no more than the last one is of another stage
+            other = stage + KINDS[op].needs[-1][1]  # only the last fact is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
                 messages += times
                 if self.boundary:
@@ -323,7 +325,7 @@ class Timeline:
         return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
 
     def waited_for(self, rank: int, position: int) -> Wait | None:
-        """What a free rank waited for before this action; None if it did not wait.
+        """What a rank waited for before this action; None if it did not wait.
 
         Args:
             rank: the rank.
@@ -338,18 +340,15 @@ class Timeline:
         Wait(rank=0, position=0, time=1.0)
         """
         source = self._sources.get(self.causes[rank][position])
-        if position:
-            free = self.ends[rank][position - 1]
-        else:
-            free = self.start
-        if source:
-            return Wait(*source, self.starts[rank][position] - free)
-        return None
+        if source is None:
+            return None
+        free = self.ends[rank][position - 1] if position else self.start
+        return Wait(*source, self.starts[rank][position] - free)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of actions, each held back by the one before it, that ends last and so makes
-        the total.
+        """The chain of actions that determines the total. Each waited for the one before it, and
+        no action ends after the last one.
         """
         ranks = [rank for rank, row in enumerate(self.rows) if row]
         rank = max(ranks, key=lambda rank: self.ends[rank][-1], default=0)
@@ -452,7 +451,7 @@ class Timeline:
 
 
 def _changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:
-    """What the actions of a row add to the memory of its rank; fused ones first add, then free."""
+    """What actions of a row add to the memory of its rank. A fused action adds, then frees."""
     if sizes or any(isinstance(action, Fused) for action in row):
         return _fused_changes(row, held, sizes)
     return (held[op][stage] for stage, op, _ in cast(Sequence[Action], row))
@@ -472,7 +471,7 @@ def _fused_changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[flo
 def _causes(
     rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
 ) -> tuple[array[int], ...]:
-    """What measured actions seem to have waited for: of the facts that they need the last to
+    """The facts that measured actions waited for: of those that an action needs, the last one to
     arrive, if the rank was free before.
     """
     arrivals = {fact: ends[rank][position] for fact, rank, position in provided(facts, rows)}

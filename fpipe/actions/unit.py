@@ -9,8 +9,7 @@ from ..errors import ScheduleError
 class Slice(int):
     """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
 
-    It is that number, so that slices are compared and counted as microbatches are, and it prints as
-    ``3.1``.
+    It is an integer, so slices are compared and counted as microbatches are. It prints as ``3.1``.
 
     Args:
         microbatch: the number of the microbatch.

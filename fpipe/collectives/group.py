@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Group``: the interface through which the runner reaches other ranks.
 
-A message is a tuple of tensors, described on both sides by the same tuple of :class:`Spec`. A
-channel is a pair of ranks (source, destination); its n-th receive gets its n-th send, so messages
+A message is a tuple of tensors. Sender and receiver describe it by the same tuple of :class:`Spec`.
+A channel is a pair of ranks (source, destination). Its n-th receive gets its n-th send, so messages
 carry no tags. This module must not know backends, processes or plans.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from ..errors import GroupError
 from ..tree import Spec
 
-#: What ranks compare, as text by name; ``None`` is not compared.
+#: Texts that ranks compare, by name; None is not compared.
 Facts: TypeAlias = Mapping[str, str | None]
-#: A message, and what describes it.
+#: A message, and its description.
 Tensors: TypeAlias = tuple[Tensor, ...]
 Specs: TypeAlias = tuple[Spec, ...]
 OPS = ("sum", "mean", "max", "min")  #: the reductions
@@ -30,13 +30,13 @@ class Work(Protocol):
     """A send, a receive or a collective that has started."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once. Never blocks; False where the backend does not
-        report it.
+        """Whether ``wait`` would return at once. It never blocks. It is False if the backend cannot
+        tell.
         """
         ...
 
     def wait(self) -> Tensors:
-        """Block until it is complete and return its result; ``()`` for a send."""
+        """Block until the work is complete and return its result; ``()`` for a send."""
         ...
 
 
@@ -61,8 +61,8 @@ class Done(NamedTuple):
 class Pending:
     """A work whose first ``wait`` calls ``finish``; later ones return the same result.
 
-    ``ready`` reports whether ``finish`` would return at once. Both are dropped after the first
-    ``wait``, and with them the buffers that they refer to.
+    ``ready`` reports whether ``finish`` would return at once. The first ``wait`` drops both, and
+    with them the buffers that they refer to.
 
     >>> work = Pending(lambda: (torch.ones(1),))
     >>> work.done(), work.wait() is work.wait(), work.done()
@@ -93,7 +93,7 @@ def in_order(
 ) -> Pending:
     """A receive that waits for those of its channel that were requested before it.
 
-    ``receive`` returns the next message; ``arrived`` tells whether it has, after so many others.
+    ``receive`` returns the next message. ``arrived(n)``: whether more than n messages have arrived.
     """
 
     def finish() -> Tensors:
@@ -108,19 +108,20 @@ def in_order(
     return work
 
 
-#: The sending end of a channel, for messages of one tuple of Specs; None: the send is complete.
+#: The sending end of a channel, for messages of one tuple of Specs. None is a complete send.
 Sender: TypeAlias = Callable[[Tensors], Work | None]
 
 
 class Receiver(NamedTuple):
     """The receiving end of a channel, for messages of one tuple of Specs.
 
-    ``post`` requests the next message, as ``recv`` of the group does. Where ``fetch`` is None, a
-    plan calls ``post`` ahead of need, at its RECV instruction. Otherwise a receive needs no buffer
-    in advance: a plan does nothing at RECV, calls ``fetch`` when it needs the message, and only
-    where that returns None, ``post``, whose work it waits for before anything else of the channel.
-    ``fetch`` returns the next message if it has arrived, and may return None for messages of
-    certain Specs. Either all channels between two ranks have a ``fetch`` or none has.
+    ``post`` requests the next message, as ``recv`` of the group does. ``fetch`` returns the next
+    message if it has arrived; it may also return None for messages of certain Specs.
+
+    If ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction. Otherwise a
+    receive needs no buffer in advance, and a plan does nothing at RECV. It calls ``fetch`` when it
+    needs the message. If that returns None, it calls ``post``, and waits for this work before it
+    uses the channel again. Either all channels between two ranks have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]
@@ -129,14 +130,13 @@ class Receiver(NamedTuple):
 
 @runtime_checkable
 class Group(Protocol):
-    """The ranks of a pipeline, and messages and collectives between them. Implementations derive
-    from it.
+    """The ranks of a pipeline, and messages and collectives between them.
 
-    ``size`` is the number of ranks; ``here`` are those of this process: all of a local group, one
-    of a distributed one; ``timeout`` is the longest time in seconds that a rank waits for another.
-    ``at_once``: a send is complete when it returns, so plans keep no buffer for it and emit no
-    SETTLE. ``strict``: a send may block until its receive is posted, so plans post receives exactly
-    where the schedule places them.
+    Implementations derive from this class. ``size`` is the number of ranks. ``here`` are the ranks
+    of this process: all of a local group, one of a distributed group. ``timeout`` is the longest
+    time in seconds that a rank waits for another. ``at_once``: a send is complete when it returns,
+    so plans keep no buffer for it and contain no SETTLE. ``strict``: a send may block until its
+    receive is posted, so plans post receives exactly where the schedule places them.
     """
 
     size: int
@@ -153,9 +153,9 @@ class Group(Protocol):
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """A function that sends a message, for a plan that sends many of one kind.
 
-        The group keeps buffers alive; the tensors must not be changed until a send is done.
-        ``specs`` are those that the receiver expects: a tensor of other strides is copied into
-        those, and one of another shape or dtype is refused before anything is sent.
+        The group keeps buffers alive. The tensors must not be changed until a send is done.
+        ``specs`` are those that the receiver expects. A tensor with other strides is copied. One
+        with another shape or dtype is refused before anything is sent.
         """
         ...
 
@@ -164,54 +164,48 @@ class Group(Protocol):
         ...
 
     def send(self, tensors: Tensors, src: int, dst: int, specs: Specs | None = None) -> Work:
-        """Send one message; ``specs`` are those of its tensors, where they are not given."""
+        """Send one message. ``specs`` are by default those of its tensors."""
         if specs is None:
             specs = tuple(map(Spec.of, tensors))
         return self.sender(src, dst, specs)(tensors) or Done()
 
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
-        """Request the next message of a channel; may be called long before the message is
-        needed.
-        """
+        """Request the next message of a channel, perhaps long before it is needed."""
         return self.receiver(src, dst, specs).post()
 
     def settle(self, dst: int, count: int) -> None:
-        """Release the buffers of the ``count`` oldest sends to a rank; the caller knows that they
-        were received.
-        """
+        """Release the buffers of the ``count`` oldest sends to a rank, which has received them."""
         ...
 
     def flush(self) -> None:
-        """Block until every send of this process is complete; raises their errors."""
+        """Block until every send of this process is complete, and raise their errors."""
         ...
 
     def reset(self) -> None:
-        """After an error: drop messages that were sent and not received, where the group stays
-        usable.
-        """
+        """After an error, drop messages that were not received, if the group stays usable."""
 
     # ---- calls ----
     def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
-        """Announce the next call of a pipeline, before its first message; returns its number, from
-        0.
+        """Announce the next call of a pipeline, before its first message, and return its number.
 
-        ``digest`` is equal on all ranks that run the same plan with the same options. Where digests
-        differ, every rank raises the same MismatchError, on a wait for another rank or in
-        ``confirm``; it compares what ``facts()`` returns. Messages of different calls never
-        meet. Groups of one process have nothing to compare.
+        ``digest`` is equal on all ranks that run the same plan with the same options. If digests
+        differ, every rank raises the same MismatchError, in a wait for another rank or in
+        ``confirm``. The error compares the results of ``facts()``. Messages of different calls
+        never meet. Groups of one process compare nothing. The first number is 0.
         """
         return 0
 
     def refuse(self, error: BaseException) -> None:
-        """Announce, in place of the next call, that this rank refuses its arguments, with the error
-        that it raises.
+        """Announce, in place of the next call, that this rank refuses its arguments.
 
-        The other ranks raise PeerError in that call. All ranks can go on with the next one.
+        ``error`` is what it raises. The other ranks raise PeerError in that call. All ranks can go
+        on with the next one.
         """
 
     def confirm(self) -> None:
-        """Return once every rank has announced the same call; at the end of each call, before
-        results are read.
+        """Return once every rank has announced the same call.
+
+        It is called at the end of each call, before results are read.
         """
 
     def global_rank(self, rank: int) -> int:
@@ -224,33 +218,34 @@ class Group(Protocol):
         ...
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """What every rank passed, by rank; the ranks of one process pass one object together.
+        """The objects that all ranks passed, by rank. A process passes one object for its ranks.
 
-        Between processes it is sent as data (``codec.py``): numbers, text, plain tensors, and
-        containers of them. Tensors arrive on the CPU. GroupError, which names the type, for
-        anything else.
+        Between processes an object is sent as data (``codec.py``): numbers, text, plain tensors,
+        and containers of them. Tensors arrive on the CPU. Other types raise GroupError.
         """
         ...
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """``sum``, ``mean``, ``max`` or ``min`` over processes; the argument is not changed."""
+        """Reduce a tensor over processes by ``sum``, ``mean``, ``max`` or ``min``.
+
+        The argument is not changed.
+        """
         ...
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """Start ``all_reduce``; the work returns the result. The group may overwrite ``memory``, of
-        one axis.
+        """Start ``all_reduce`` of a tensor of one axis. The work returns the result.
 
-        With ``scatter`` the result is this process's part of as many equal ones. Started
-        collectives complete in the order in which they were started; every process must start them
-        in one order.
+        The group may overwrite ``memory``. With ``scatter`` the result is cut into one equal part
+        for each process, and the work returns that of this process. Every process must start
+        collectives in the same order. They complete in this order.
         """
         ...
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Start filling ``memory`` (one axis, in equal parts by rank) with the parts of the other
-        processes.
+        """Start to fill ``memory`` with the parts of the other processes. The work returns it.
 
-        The caller has filled in its part; the work returns ``memory``, complete.
+        ``memory`` has one axis, and an equal part for each process. The caller has filled in the
+        part of this process.
         """
         ...
 
@@ -260,13 +255,14 @@ class Group(Protocol):
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
-        """A function that records what a rank of this process does next, for error messages of all
-        ranks. Cheap.
+        """A function that records what a rank of this process does next.
+
+        Error messages of all ranks show it. It is cheap.
         """
         ...
 
     def journal(self, rank: int, text: str) -> None:
-        """Record it once."""
+        """Record one note."""
         self.notes(rank)(text)
 
     def last_note(self, rank: int) -> str:
@@ -274,21 +270,19 @@ class Group(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Report to the other processes that this one raised: without delay, and without a
-        guarantee.
-        """
+        """Report to the other processes that this one raised. The report may get lost."""
         ...
 
 
 def as_group(option: str, value: object) -> Group:
-    """``value``, or GroupError where it is no group."""
+    """Return ``value``; GroupError if it is no group."""
     if isinstance(value, Group):
         return value
     raise no_group(option, value)
 
 
 def no_group(option: str, value: object) -> GroupError:
-    """The error for an option that is no group, as where a process group was passed as it is."""
+    """The error for an option that is no group, such as a process group of torch."""
     return GroupError(
         f"{option}={value!r} is no group of ranks; pass fpipe.init(), fpipe.local(ranks), or "
         "fpipe.adopt(process_group)"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.local``: all ranks in this process; a message is a reference to its tensors.
+"""``fpipe.local``: all ranks in this process. A message is a reference to its tensors.
 
-Nothing is copied where sender and receiver share a device. There are no threads: the caller that
-runs the ranks in turn checks ``done`` before ``wait``, and a ``wait`` that could never return
-raises at once. This module must not know backends.
+Nothing is copied if sender and receiver share a device. There are no threads: the caller runs the
+ranks in turn, and asks ``done`` before ``wait``. A ``wait`` that could never return raises at once.
+This module must not know backends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .wire import as_planned, part_of
 def local(
     ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None
 ) -> LocalGroup:
-    """A group whose ranks are all in this process, on the CPU or on ``devices``, one per rank.
+    """A group whose ranks are all in this process, on the CPU or on ``devices``.
 
     Args:
         ranks: how many ranks there are; by default one for each device.
@@ -35,7 +35,7 @@ def local(
         A group. One thread runs its ranks, one after another.
 
     Raises:
-        GroupError: if there is no rank, or not one device for each.
+        GroupError: if there is no rank, or if ranks and devices differ in number.
 
     >>> from fpipe.tree import Spec
     >>> group = local(4)
@@ -64,13 +64,13 @@ def local(
 
 
 def check_ranks(name: str, ranks: object) -> None:
-    """Raise GroupError unless an argument is a number of ranks."""
+    """Raise GroupError if an argument is not a number of ranks."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
 class _Next(NamedTuple):
-    """A Work, the same for all messages of one kind: the next message of a channel."""
+    """The Work of a receive: the next message of a channel. All receives of one kind share it."""
 
     sent: deque[Tensors]
     fetch: Callable[[], Tensors | None]
@@ -91,9 +91,7 @@ class _Next(NamedTuple):
 
 
 class LocalGroup(Group):
-    """See :func:`local`. ``pg`` is the process group for ``fpipe.ops``: none, since there is one
-    process.
-    """
+    """See :func:`local`. ``pg``, the process group for ``fpipe.ops``, is None in one process."""
 
     pg = None
 
@@ -105,7 +103,7 @@ class LocalGroup(Group):
         self.strict = False
         self._devices = devices
         self._one_device = len(set(devices)) == 1
-        #: By channel, the messages that were not received, and receives that were requested.
+        #: For each channel the messages that were not received, and the requested receives.
         self._channels: defaultdict[tuple[int, int], tuple[deque[Tensors], deque[Pending]]]
         self._channels = defaultdict(lambda: (deque(), deque()))
         self._notes: dict[int, str] = {}
@@ -116,9 +114,7 @@ class LocalGroup(Group):
 
     @property
     def dp(self) -> LocalGroup:
-        """The group of the copies of this pipeline, of which there is one; as that of
-        ``fpipe.init``.
-        """
+        """The group of the copies of this pipeline, as in ``fpipe.init``. There is one copy."""
         return LocalGroup(self._devices[:1])
 
     tp = dp
@@ -129,22 +125,22 @@ class LocalGroup(Group):
 
     # ---- messages ----
     def confirm(self) -> None:
-        """All ranks make one call."""
+        """Return: one process makes the call for all ranks."""
 
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
-        """A message goes into its channel as it is, or moved to the device of its receiver, which
-        checks it.
+        """A function that puts a message into its channel, on the device of the receiver. The
+        receiver checks it.
         """
         put = self._channel(src, dst)[0].append
         if self._one_device:
             return put
         device = self._devices[dst]
-        # The receiver reads on the CPU at once, where no stream waits for the copy.
-        early = device.type != "cpu"
-        return lambda tensors: put(tuple(t.to(device, non_blocking=early) for t in tensors))
+        # On the CPU no stream waits for the copy: the receiver reads it at once.
+        non_blocking = device.type != "cpu"
+        return lambda tensors: put(tuple(t.to(device, non_blocking=non_blocking) for t in tensors))
 
     def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
-        """A message is taken out of its channel if it was sent."""
+        """Functions that take a message out of its channel, if it was sent."""
         sent, _ = self._channel(src, dst)
         shape, stride, dtype = specs[0] if len(specs) == 1 else ((), (), torch.uint8)
         plain = len(specs) == 1 and not dtype.is_complex
@@ -153,7 +149,7 @@ class LocalGroup(Group):
             if not sent:
                 return None
             tensors = sent.popleft()
-            if plain and len(tensors) == 1:  # most messages: what as_planned checks, written out
+            if plain and len(tensors) == 1:  # most messages: the check of as_planned, but faster
                 (t,) = tensors
                 as_sent = t.stride() == stride and t.shape == shape and t.dtype is dtype
                 if as_sent and not t.is_neg():
@@ -164,7 +160,7 @@ class LocalGroup(Group):
         return Receiver(lambda: work, fetch)
 
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
-        """Requested ahead of need, and waited for in any order."""
+        """Request the next message; works may be waited for in any order."""
         sent, requested = self._channel(src, dst)
         next_message = super().recv(specs, src, dst)
         return in_order(requested, next_message.wait, lambda before: len(sent) > before)
@@ -180,14 +176,14 @@ class LocalGroup(Group):
             requested.clear()
 
     def settle(self, dst: int, count: int) -> None:
-        """Sends are complete when they return."""
+        """Do nothing: sends are complete when they return."""
 
     def flush(self) -> None:
-        """Sends are complete when they return."""
+        """Do nothing: sends are complete when they return."""
 
     # ---- all ranks, which are in this process ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
-        """The tensors themselves."""
+        """Return the tensors."""
         if tensors is None:
             raise GroupError(
                 f"share needs the tensors of rank {src}, which is in this process; got None"
@@ -196,29 +192,29 @@ class LocalGroup(Group):
         return tensors
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """The object, once per rank."""
+        """Return the object once for each rank."""
         return [obj for _ in self.here]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         if op not in OPS:
             raise GroupError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
         return tensor
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """Complete: this process holds the only part."""
+        """Return a complete work: this process holds the only part."""
         return Done((self.all_reduce(memory, op),))
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Complete: this process holds the only part."""
+        """Return a complete work: this process holds the only part."""
         return Done((part_of(memory, 0, 1),))
 
     def barrier(self) -> None:
-        """Returns."""
+        """Return at once."""
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
-        """Recorded for :meth:`last_note`."""
+        """A function that records a note for :meth:`last_note`."""
         return partial(self._notes.__setitem__, rank)
 
     def last_note(self, rank: int) -> str:
@@ -226,11 +222,11 @@ class LocalGroup(Group):
         return self._notes.get(rank, "")
 
     def failed(self, error: BaseException) -> None:
-        """There are no other processes."""
+        """Do nothing: there are no other processes."""
 
 
 def check_channel(src: int, dst: int, size: int) -> None:
-    """Raise GroupError if a rank of a channel is not one of a group's."""
+    """Raise GroupError if a rank of a channel is not in the group."""
     for rank in (src, dst):
         if not 0 <= rank < size:
             raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")
