@@ -443,8 +443,8 @@ def test_rows_in_which_a_stage_waits_for_itself_are_not_ordered() -> None:
 def test_every_fact_has_its_own_number() -> None:
     facts = Facts(stages=3, microbatches=4)
     named = [facts.fact(index) for index in range(facts.size)]
-    assert len(set(named)) == facts.size == len(facts.at_first())
+    assert len(set(named)) == facts.size == len(facts.initial())
     assert all(
         there == (not 0 <= fact.stage < 3)
-        for there, fact in zip(facts.at_first(), named, strict=True)
+        for there, fact in zip(facts.initial(), named, strict=True)
     )
