@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of actions: one table, ``KINDS``, with a row for each.
 
-A row states what the letter stands for, what the action provides and needs, how it changes the
-memory of its rank, and its colours. The rule of dependence, the check, the simulator, the costs,
-the text and the pictures read this table. Nothing here knows tensors, placement or time.
+A row states what the letter stands for, what the action provides and needs, what it takes of time
+and memory, and its colours. The rule of dependence, the check, the simulator, the costs, the text
+and the pictures read this table. Nothing here knows tensors, placement or time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Op: TypeAlias = Literal["F", "B", "I", "W"]
 #: What actions provide: an output, the gradient of an input, the gradient of parameters.
 FactKind: TypeAlias = Literal["F", "I", "W"]
 
-#: The facts in the words of an error message.
+#: What a message calls each of these.
 FACTS: dict[FactKind, str] = {
     "F": "the output",
     "I": "the input gradient",
     "W": "the weight gradient",
 }
-#: The facts that a schedule must provide once for every stage and microbatch.
+#: Those that a schedule must provide once for every stage and microbatch.
 REQUIRED: tuple[FactKind, ...] = ("F", "I", "W")
 
 
@@ -32,17 +32,16 @@ class Kind:
 
     Args:
         name: what the letter stands for.
-        provides: the facts that it provides. Other stages need only the first one.
-        needs: the facts that it needs, each with the offset of the stage: ``("F", -1)`` is the
-            output of the stage before. Nothing is needed from beyond the ends of the model. Only
-            the last fact may come from another stage.
-        slice: the fact that it also needs from another slice of the same stage and microbatch, with
-            the offset of the slice. The state of a sequence goes from each slice to the next, and
-            its gradient back.
+        provides: the facts that it provides. Other stages need the first one only.
+        needs: the facts that it needs, each with the offset of the stage. An offset that leaves the
+            model needs nothing. Only the last one may come from another stage.
+        slice: where microbatches have slices, the fact of the same stage that it needs besides,
+            with the offset of the slice. The state of a sequence goes from each slice to the next,
+            and its gradient back.
         saved: how many times it adds ``Costs.saved`` to the memory of its rank.
         kept: how many times it adds ``Costs.kept``.
-        colours: those of the first stage of a rank and of the last, in pictures.
-        dark: the same on dark paper, if ``colours`` cannot be seen there.
+        colours: in pictures, of the first stage of a rank and of the last.
+        dark: the same on dark paper, where these cannot be seen there.
 
     >>> KINDS["B"].name, KINDS["B"].provides, KINDS["B"].activations
     ('backward', ('I', 'W'), -1)
@@ -108,5 +107,5 @@ KINDS: dict[str, Kind] = {
         dark=("#82559d", "#8d7794"),
     ),
 }
-#: The letters of all kinds, in the order of the table.
+#: The letters of all kinds, in that order.
 OPS = "".join(KINDS)

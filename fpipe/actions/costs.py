@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Costs``: the time and memory of actions, and the time and bytes of messages.
-
-It knows no schedule.
+"""``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no
+schedule.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 
 
 class Beside(NamedTuple):
-    """The predicted time of a woven action, and what the link carries beside it.
-
-    ``carried`` has (start, end, name) of each transfer, in times from the start of the action.
+    """What a woven action is expected to take: its time, and what the link carries from its start
+    on.
     """
 
     time: float
-    carried: tuple[tuple[float, float, str], ...] = ()
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what)
 
 
-#: A function of an action, fused or plain, that returns its time; None for the default time.
+#: From an action, fused or plain, to its time, or None for the time that it would take otherwise.
 Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 
 _OF_STAGE = ("F", "I", "W", "B", "overlap", "saved", "kept")
 _OF_BOUNDARY = ("comm", "boundary", "bandwidth", "send", "receive")
-#: The names of numbers, and of what there may be one number for each.
+#: The names of numbers, and what may have one each.
 _ONE_PER = {
     **dict.fromkeys(_OF_STAGE, "stages"),
     **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
@@ -48,34 +46,34 @@ _refuse = partial(ScheduleError, rule="costs")
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost. A cost is one number, or one per stage: a sequence, or a mapping from
-    stage to number.
+    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to
+    number).
 
     This is the one model of costs: pictures and comparisons simulate with it, the solver and the
     plans of large runs search with it, and ``fpipe.profile`` and ``pipe.plan`` return it.
 
-    *Time.* An action takes its number of F, I, W or B. *Messages.* A message between different
-    ranks takes ``comm + boundary / bandwidth``. *Memory.* F adds ``saved`` bytes to what its rank
-    holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``. *Microbatches.* They may
-    differ by ``load`` and ``size``. Each slice of a microbatch has an equal share of its costs.
+    *Time.* An action takes its number of F, I, W or B. *Messages.* One between different ranks
+    takes ``comm + boundary / bandwidth``. *Memory.* F adds ``saved`` bytes to what its rank holds,
+    I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``. *Microbatches.* They may differ by
+    ``load`` and ``size``. Where microbatches have slices, a slice has an equal share of the costs.
 
     Args:
         F, I, W: the times of these actions.
         B: the time of B; by default I + W.
-        overlap: the time of a fused action, by the stage of its first part; by default the sum of
-            its parts. It may be a function of an action, as in ``pipe.plan(...).costs``.
-        comm: the latency of a message. This and the next four may have one number for each
-            boundary between a stage and the next.
+        overlap: the time of a fused action, by the stage of its first part, or a function of an
+            action, as ``pipe.plan(...).costs`` has; by default the sum of its parts.
+        comm: the latency of a message. This and the next four may differ by boundary, one number
+            between each stage and the next.
         boundary: the bytes of a message.
         bandwidth: bytes per time.
-        send: how long a message keeps the rank of its sender busy, after the action.
-        receive: how long it keeps the rank of its receiver busy, before the action that needs it.
+        send: how long a message keeps its sender's rank busy, after the action.
+        receive: how long it keeps its receiver's rank busy, before the action that needs it.
         saved: the bytes that are held from F on.
-        kept: the bytes that I leaves for W; by default all.
-        load: factors of the times, one for each microbatch or for each slice of every microbatch.
-            Later slices of causal attention take longer.
-        size: such factors of the bytes that a microbatch saves, keeps and sends.
-        unit: the unit of times in texts and pictures, such as ``"ms"``.
+        kept: those that I leaves for W; by default all.
+        load: one number for each microbatch, or for each slice of every microbatch, which
+            multiplies the times of its actions: later slices of causal attention take longer.
+        size: such numbers, which multiply the bytes that a microbatch saves, keeps and sends.
+        unit: of times, for texts and pictures, such as ``"ms"``.
 
     Raises:
         ScheduleError: if a cost is not a number, or is negative.
@@ -98,7 +96,7 @@ class Costs:
     kept: PerStage | None = None
     load: float | Sequence[float] = 1.0
     size: float | Sequence[float] = 1.0
-    unit: str = ""
+    unit: str = ""  #: of time, for people
 
     def __post_init__(self) -> None:
         for name in _ONE_PER:
@@ -122,7 +120,7 @@ class Costs:
         >>> print(Costs(F=(1 / 3, 2), I=0.5, W=1e-5 / 3))
         Costs(F=(0.3333, 2), I=0.5, W=3.333e-06)
         """
-        return re.sub(r"\d+\.\d+(e[+-]\d+)?", lambda match: f"{float(match[0]):.4g}", repr(self))
+        return re.sub(r"\d+\.\d+(e[+-]\d+)?", lambda found: f"{float(found[0]):.4g}", repr(self))
 
     # ---- text ----
     @classmethod
@@ -143,7 +141,7 @@ class Costs:
         """
         values: dict[str, Any] = {}
         for item in filter(None, map(str.strip, text.split(","))):
-            name, _, value = (part.strip() for part in item.partition("="))
+            name, _, value = (word.strip() for word in item.partition("="))
             if not value or name not in _ONE_PER or name in values:
                 names = f"the names are {', '.join(_ONE_PER)}"
                 if name in values:
@@ -240,7 +238,7 @@ class Costs:
     # ---- other costs ----
     @property
     def counts(self) -> set[int]:
-        """The numbers of stages for which costs have numbers; empty if all costs are one number.
+        """For how many stages there are numbers; empty where all costs are one number.
 
         >>> Costs(F=[1, 2], saved=3).counts
         {2}
@@ -264,18 +262,20 @@ class Costs:
         Costs(F=1.0, I=0.5, W=0.5, comm=0.5, saved=0.5)
         """
         values = {name: getattr(self, name) for name in _OF_STAGE}
-        values = {name: value for name, value in values.items() if value is not None}
         for name, value in values.items():
-            if not isinstance(value, float):
-                raise _refuse(
-                    f"{name}={value!r} is one number per stage, but schedules with different "
-                    "stages are compared by a rank's whole share; give one number"
+            if value is not None and not isinstance(value, float):
+                rule = (
+                    "schedules with different stages are compared by a rank's whole share; give "
+                    "one number"
                 )
-        return replace(self, **{name: value * share for name, value in values.items()})
+                raise _refuse(f"{name}={value!r} is one number per stage, but {rule}")
+        return replace(
+            self, **{name: value * share for name, value in values.items() if value is not None}
+        )
 
     # ---- by stage ----
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
-        """op -> its time on each stage; also ``"overlap"``, if it has a number.
+        """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
 
         Args:
             stages: how many stages there are.
@@ -300,7 +300,7 @@ class Costs:
         return times
 
     def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
-        """op -> the bytes that it adds to those that its rank holds, for each stage.
+        """op -> what it adds to the bytes that its rank holds, for each stage.
 
         Args:
             stages: how many stages there are.
@@ -325,9 +325,8 @@ class Costs:
         }
 
     def links(self, stages: int, size: float = 1.0) -> tuple[float, ...]:
-        """For each boundary the time from the sending of a message to its arrival.
-
-        Both ends are on different ranks, and ``size`` is that of the microbatch.
+        """The time that a message of a microbatch of this size takes over each boundary once it is
+        sent, where its ends are on different ranks.
 
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
@@ -339,9 +338,7 @@ class Costs:
         )
 
     def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
-        """The factor ``name``, of ``load`` and ``size``, for each of ``count`` units.
-
-        Units are microbatches, or slices with an equal share of the factor.
+        """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
 
         >>> Costs(load=[1, 3]).of_units("load", 4,
         ...     slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
@@ -367,9 +364,8 @@ class Costs:
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """The value of a cost as a float or a tuple of floats.
-
-    None stays None if that is the default, and a function stays a function for ``overlap``.
+    """One float or a tuple of them; None only where that is the default; a function for ``overlap``
+    as it is.
     """
     if name == "overlap" and callable(value):
         return value
@@ -387,7 +383,7 @@ def _numbers(name: str, value: Any) -> Any:
 
 
 def number(name: str, value: object) -> float:
-    """``value`` as a float; ScheduleError, which names the cost, if it is no valid number."""
+    """``value`` as a float, or an error that names the cost."""
     try:
         if isinstance(value, SupportsFloat):
             result = float(value)
