@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
-from ..errors import ActionError, FpipeError, StageError, TraceError
+from ..errors import ActionError, FpipeError, GroupError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
 from ..programs.signature import Signature
@@ -31,14 +31,14 @@ from ..tree import AbstractTree, Aval, Static, describe
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
-    ".numpy()",
     "symbolically trace",
     "fake impl",
-    "data pointer",
     "meta kernel",
     "meta tensors",
     "inputs of bf16",
 )
+#: Parts of torch's messages about code that reads the memory of a tensor without data.
+_MEMORY = ("data pointer", ".numpy()", 'set the storage of a tensor on device "meta"')
 
 #: Errors of operations on fake tensors whose result depends on data.
 _DATA_DEPENDENT = (
@@ -75,6 +75,12 @@ def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionErr
         return TraceError(
             f"stage {label} {shapes} depends on data{place}: a value decides what is computed or "
             f"of which shape, so it has no straight-line program; {EAGERLY}"
+        )
+    if any(part in text for part in _MEMORY):
+        return TraceError(
+            f"stage {label} {shapes} reads the memory of a tensor{place}, as numpy() and copies of "
+            "storages do, and tensors have no memory while a stage is traced; compute that outside "
+            f"of the stage and close over the result, or {EAGERLY}"
         )
     if isinstance(error, UnsupportedOperatorException) or any(
         part in text for part in _UNTRACEABLE
@@ -123,7 +129,13 @@ def where_in(stack: Iterable[traceback.FrameSummary]) -> str:
     # Compared by path: a directory of the user's may be called fpipe, too.
     libraries = (*torch.__path__, dirname(dirname(__file__)))
     inside = (*(path + sep for path in libraries), "<fpipe")
-    frames = [f for f in stack if not f.filename.startswith(inside)]
+    standard = dirname(traceback.__file__) + sep
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith(inside)
+        and ("site-packages" in frame.filename or not frame.filename.startswith(standard))
+    ]
     if frames:
         return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
     return ""
@@ -169,6 +181,15 @@ def seed_error(label: str) -> TraceError:
         "torch.seed, torch.set_rng_state or torch.random.fork_rng), which a trace does not record: "
         "its draws would be other ones. Pass seed= to fpipe.pipeline or to the call, which makes "
         f"every draw a function of the seed, the stage and the microbatch; or {EAGERLY}"
+    )
+
+
+def busy_error(seconds: float) -> GroupError:
+    """The error for a thread that waited for another one to draw or to trace."""
+    return GroupError(
+        f"another thread has drawn random numbers or traced a function for {seconds:g} "
+        "seconds, and only one thread of a process can; run pipelines that draw inside "
+        "collectives in processes of their own"
     )
 
 
@@ -303,6 +324,21 @@ def unsendable_error(label: str, leaf: object) -> StageError:
         f"stage {label} returns a {what}, which cannot be sent to the next stage; return tensors "
         "(of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
         '(optree, namespace="fpipe")'
+    )
+
+
+def unhashable_error(label: str, error: TypeError) -> StageError:
+    """The error for an argument that is no tensor and cannot be a key."""
+    return StageError(
+        f"stage {label}: a leaf that is neither a tensor nor hashable came in ({error}); "
+        'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
+    )
+
+
+def pair_error(result: object) -> StageError:
+    """The error for a loss that returned no pair although it has a second value."""
+    return StageError(
+        f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
     )
 
 

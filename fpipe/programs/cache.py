@@ -14,12 +14,12 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..actions.product import feature
-from ..errors import StageError
 from ..stage import Stage
 from .internals import ambient, exclusive
 from .program import Programs
@@ -29,8 +29,6 @@ from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
 MOST_TRACES = 512
-#: How many functions that cannot be referenced weakly have their traces cached.
-MOST_FUNCTIONS = 256
 #: How many traces that differ in Python numbers alone cause a warning.
 MANY_TRACES = 256
 
@@ -60,9 +58,8 @@ class Traces(dict[Key, Programs]):
         self.families: dict[Key, Any] = {}
 
 
-_WEAK: WeakKeyDictionary[Callable[..., object], Traces] = WeakKeyDictionary()
-#: Of functions that cannot be referenced weakly, the least recently used first.
-_STRONG: dict[Callable[..., object], Traces] = {}
+#: By identity: functions that are == may compute something else.
+_WEAK: MutableMapping[object, Traces] = WeakIdKeyDictionary()
 #: Programs of other engines refer to their function, so they are cached as long as they are used.
 _UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 
@@ -84,21 +81,18 @@ def programs_of(
     options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, modes, unused)
     fn = stage.fn
     engine = None if stage.engine == "trace" else stage.engine
-    if engine:
-        options = (*options, engine, fn, stage.like)
     stands_for = getattr(fn, "stands_for", None)
     if stands_for is not None:  # fn is created for each use; the function that it stands for lives
         fn, others = stands_for()
         options = (*options, others)
+    if engine:  # the programs keep both alive
+        options = (*options, engine, id(fn), id(stage.like))
     store: MutableMapping[Key, Programs] = _UNTRACED if engine else _traces_of(fn)
     key: Key = (*options, signature)
     try:
         programs = store.get(key)
     except TypeError as error:
-        raise StageError(
-            f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
-            'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
-        ) from error
+        raise feature("explain").unhashable_error(stage.label, error) from error
     if programs is None:
         with exclusive():  # torch's tracing changes state of the process
             if isinstance(store, Traces):
@@ -155,11 +149,7 @@ def _traces_of(fn: Callable[..., object]) -> Traces:
     try:
         return _WEAK.setdefault(fn, Traces())
     except TypeError:
-        store = _STRONG.pop(fn, None)
-        store = _STRONG[fn] = Traces() if store is None else store
-        if len(_STRONG) > MOST_FUNCTIONS:
-            _STRONG.pop(next(iter(_STRONG)), None)
-        return store
+        return feature("unreferenced").traces_of(fn)
 
 
 # ---- how long preparations take ----

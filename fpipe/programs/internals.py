@@ -8,7 +8,6 @@ Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows no stages, 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
@@ -23,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
-from ..errors import GroupError
 from ..tree import AbstractTree, Aval
 
 Op: TypeAlias = torch._ops.OpOverload
@@ -33,6 +31,8 @@ Args: TypeAlias = Sequence[object]
 Kwargs: TypeAlias = Mapping[str, object]
 #: Runs an operation on arguments and keyword arguments.
 Run: TypeAlias = Callable[[Op, Args, Kwargs], object]
+#: Operations that ran, with what they returned.
+Steps: TypeAlias = list[tuple[Op, Args, Kwargs, object]]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 #: ``torch.tensor(...)``: its schema says view, but nobody else has the memory.
@@ -191,8 +191,10 @@ class Fake(FakeTensorMode):
     supports_higher_order_operators = True
 
     def __init__(self, shape_env: ShapeEnv | None = None):
-        _enter_first()
+        if torch.version.cuda is not None and not torch.cuda.is_available():
+            feature("first_mode").enter_first()
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
+        self._allow_unsafe_data_ptr_access = False  # numpy() reads memory that is not there
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
@@ -223,27 +225,6 @@ def fake_tensors() -> AbstractContextManager[object]:
     'FakeTensor'
     """
     return Fake()
-
-
-@lru_cache(maxsize=1)
-def _enter_first() -> None:
-    """Enter a mode, before any other, in a thread that does not end.
-
-    Where torch is built for CUDA and finds no device, the first thread to enter a mode registers an
-    object that ends with that thread. Torch 2.11 then calls it in the next mode, and the process
-    dies.
-    """
-    if torch.version.cuda is None or torch.cuda.is_available():
-        return
-    entered = threading.Event()
-
-    def enter() -> None:
-        with FakeTensorMode():
-            entered.set()
-        threading.Event().wait()
-
-    threading.Thread(target=enter, name="fpipe-fake", daemon=True).start()
-    entered.wait()
 
 
 class Sizes:
@@ -329,10 +310,13 @@ class Around(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
 
-def pure_on_fakes(label: str, error: str = "captured_gradient_error") -> Around:
+def pure_on_fakes(
+    label: str, error: str = "captured_gradient_error", steps: Steps | None = None
+) -> Around:
     """While a function runs on fake tensors under this mode, refuse writes into real ones.
 
-    A real one that requires a gradient is refused with an error of the pass ``explain``.
+    A real one that requires a gradient is refused with an error of the pass ``explain``. What ran
+    is added to ``steps``.
     """
     #: Of fake views of real tensors, by address; kept alive here.
     views: dict[int, torch.UntypedStorage] = {}
@@ -349,6 +333,8 @@ def pure_on_fakes(label: str, error: str = "captured_gradient_error") -> Around:
         result = op(*args, **kwargs)
         if captured and op is not _FRESH and returns_views(op) and is_fake(result):
             views[storage_id(result)] = result.untyped_storage()
+        if steps is not None:
+            steps.append((op, args, kwargs, result))
         return result
 
     return Around(run)
@@ -428,11 +414,7 @@ def exclusive() -> Iterator[None]:
     ...     pass
     """
     if not _LOCK.acquire(timeout=PATIENCE):
-        raise GroupError(
-            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
-            "seconds, and only one thread of a process can; run pipelines that draw inside "
-            "collectives in processes of their own"
-        )
+        raise feature("explain").busy_error(PATIENCE)
     try:
         yield
     finally:

@@ -16,10 +16,18 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..errors import StageError
 from ..stage import Stage, as_stage, keyword_only
 from ..tree import AbstractTree, Aval, Tree
-from .internals import PLAIN, Sizes, fake_inputs, pure_on_fakes, unseeded
+from .internals import (
+    PLAIN,
+    Sizes,
+    Steps,
+    fake_inputs,
+    is_fake,
+    pure_on_fakes,
+    tensors_in,
+    unseeded,
+)
 
 #: The types that leaves of an output may have, beside tensors.
 LITERALS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
@@ -103,11 +111,20 @@ class Outputs:
 
 def outputs_of(stage: Stage, signature: Signature, sizes: Sizes = PLAIN) -> Outputs:
     """Run a stage on fake tensors, without data and without effects on any tensor."""
+    steps: Steps = []
+    try:
+        return _observed(stage, signature, sizes, steps)
+    finally:
+        if any(not any(map(is_fake, tensors_in(args))) for _, args, _, _ in steps):
+            feature("tables").settle(steps)  # of a cache, for example
+
+
+def _observed(stage: Stage, signature: Signature, sizes: Sizes, steps: Steps) -> Outputs:
     for copies in (False, True):
         with sizes.mode():
             groups = fake_inputs(signature)
             try:
-                with unseeded(stage.label), pure_on_fakes(stage.label):
+                with unseeded(stage.label), pure_on_fakes(stage.label, steps=steps):
                     groups[1] = entering(signature.x, groups[1])
                     result = call(stage, signature, groups, copies)
             except RuntimeError as error:
@@ -244,7 +261,7 @@ class LossCall:
 
     def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
         """The function under which traces are cached, and what else they depend on."""
-        return self.loss, self.has_aux
+        return self.loss, (self.has_aux, self.extra)
 
 
 def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
@@ -273,9 +290,7 @@ def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
 def with_aux(result: object) -> tuple[Any, Any]:
     """The scalar and the second value that a loss with has_aux=True returned."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise StageError(
-            f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
-        )
+        raise feature("explain").pair_error(result)
     return result
 
 

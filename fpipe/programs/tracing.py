@@ -33,6 +33,7 @@ from .internals import (
     draws,
     empty,
     fake_inputs,
+    is_fake,
     mutates,
     operator_of,
     pure_on_fakes,
@@ -186,6 +187,8 @@ def _programs(
 ) -> Programs:
     joint = _joint_of(graph, signature, outputs)
     captured = constants(graph)
+    if any(map(is_fake, captured.values())):
+        feature("tables").refuse(stage, signature, captured.values())
     pieces = split(joint)
     behind = {
         name: held._replace(nbytes=sizes.number(held.nbytes))

@@ -23,7 +23,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.passes import views
+from fpipe.passes import unreferenced, views
 from fpipe.programs import cache
 from fpipe.programs.program import Programs
 
@@ -714,14 +714,14 @@ def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.Mon
         def __call__(self, p: Tensor, x: Tensor) -> Tensor:
             return x @ p * self.scale
 
-    monkeypatch.setattr(cache, "MOST_FUNCTIONS", 3)
-    monkeypatch.setattr(cache, "_STRONG", {})
+    monkeypatch.setattr(unreferenced, "FUNCTIONS", 3)
+    monkeypatch.setattr(unreferenced, "_STRONG", {})
     layers = [Layer(float(n)) for n in range(5)]
     first = trace(layers[0], EYE, X)
     for layer in layers[1:4]:
         trace(layer, EYE, X)
         assert trace(layers[0], EYE, X) is first, "it is in use"
-    assert list(cache._STRONG) == [layers[2], layers[3], layers[0]]
+    assert [fn for fn, _ in unreferenced._STRONG.values()] == [layers[2], layers[3], layers[0]]
 
 
 def test_a_loss_and_its_batch_do_not_stay_alive():

@@ -226,7 +226,7 @@ def _plain_values(loss: object) -> tuple[Hashable, ...]:
         held = vars(loss)
         for name, value in held.items():
             if isinstance(value, int | float | str):
-                values.append((name, value))
+                values.append((name, repr(value)))  # 1 == 1.0 == True
         loss = held.get("__wrapped__")
     return tuple(values)
 

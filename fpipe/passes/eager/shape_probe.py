@@ -29,6 +29,7 @@ from ...programs.internals import (
     Fake,
     Kwargs,
     Op,
+    Steps,
     empty,
     fake_inputs,
     is_fake,
@@ -60,6 +61,7 @@ from ..explain import (
     write_error,
 )
 from ..streams import restore_streams, save_streams
+from ..tables import settle
 from .autograd_split import Edges, all_gradients, all_nodes, saved_tensors, survey
 from .meter import Meter, gradient_bytes, meter
 
@@ -91,13 +93,17 @@ def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> Stag
     if stage.like is not None:
         return _declared(stage, signature, unused)
     errors = []
+    steps: Steps = []
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(restore_streams, save_streams({torch.device("cpu"), *devices_of(signature)}))
         for create in (empty, _invented):
             try:
-                with quiet(), Fake() if create is empty else nullcontext():
-                    facts = _observed(stage, signature, create, unused)
+                try:
+                    with quiet(), Fake() if create is empty else nullcontext():
+                        facts = _observed(stage, signature, create, unused, steps)
+                finally:
+                    settle(steps)
             except FpipeError:
                 raise
             except Exception as error:
@@ -191,6 +197,7 @@ def _observed(
     signature: Signature,
     create: Callable[[Aval], torch.Tensor],
     unused: frozenset[int],
+    steps: Steps,
 ) -> StageFacts:
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
@@ -200,7 +207,8 @@ def _observed(
         on_numbers = partial(_pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
         try:
             given = [groups[0], entering(signature.x, groups[1]), *groups[2:]]
-            with (pure_on_fakes if create is empty else on_numbers)(stage.label), count.mode:
+            pure = partial(pure_on_fakes, steps=steps) if create is empty else on_numbers
+            with pure(stage.label), count.mode:
                 result = run_recording(stage, signature, given, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
