@@ -60,7 +60,7 @@ class Elsewhere:
     sides: tuple[str, ...] = ()
     moded: str = ""
 
-    def __call__(self, *args: Any, **side: Any) -> Any:
+    def __call__(self, /, *args: Any, **side: Any) -> Any:
         raise StageError(
             "this stage is on another process and cannot run here; see fpipe.Stage.elsewhere"
         )
@@ -156,7 +156,7 @@ class Stage:
         """
         return cls(Elsewhere(), name="a stage of another process")
 
-    def __call__(self, *args: Any, **side: Any) -> Any:
+    def __call__(self, /, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)
 
     @property

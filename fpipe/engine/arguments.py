@@ -18,7 +18,7 @@ import torch
 from .. import tree
 from ..actions.product import feature
 from ..generators.forward import forwards_first, forwards_of
-from ..programs.internals import ambient
+from ..programs.internals import surroundings
 from ..tree import AbstractTree, Structure, Tree
 from . import mistakes, side_inputs
 from .config import Config
@@ -98,7 +98,10 @@ class Call:
         if slices > 1 and not x_parts.absent:
             mistakes.check_sliced(x_parts.leaves, slices)
         sides = side_inputs.cut(config, side, microbatches) if side else {}
-        if any(part.absent for part in (x_parts, *target_parts, *sides.values())):
+        every = (x_parts, *target_parts, *sides.values())
+        if len({rows for part in every for rows in part.lengths}) > 1:
+            mistakes.check_rows({part.name: part.lengths for part in every})
+        if any(part.absent for part in every):
             feature("elsewhere.arguments").check(config, x_parts, target_parts, sides)
         if seed is None:
             seed = config.seed
@@ -153,9 +156,7 @@ class Call:
         The description is another process's where the argument is elsewhere.
         """
         if part.absent and part.name in self.descriptions:
-            trees = self.descriptions[part.name]
-            described = trees[m if len(trees) > 1 else 0]
-            return described.with_avals(lambda a: a._replace(grad=grad and a.differentiable))
+            return feature("elsewhere.arguments").described(self.descriptions[part.name], m, grad)
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     @cached_property
@@ -196,14 +197,6 @@ class Call:
         if names is None:
             return []
         return [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
-
-    @property
-    def scale(self) -> float | None:
-        """The loss scale as a number that ranks can compare; 0 for a tensor on an accelerator."""
-        scale = self.loss_scale
-        if not isinstance(scale, torch.Tensor):
-            return scale
-        return scale.item() if scale.device.type == "cpu" else 0.0
 
     # ---- devices ----
     def misplaced(self) -> str | None:
@@ -251,7 +244,7 @@ class Call:
             self.each is None,
             self.number,
             DEBUGGING.get(),
-            ambient(),
+            surroundings(),
             tuple(self.sides),
             tuple(structures),
             tuple(tree.cache_keys(all_leaves)),

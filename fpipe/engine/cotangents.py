@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -159,7 +159,7 @@ def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
 def _cut(leaf: Any, avals: Sequence[AbstractLeaf]) -> Sequence[Any]:
     """A leaf of the whole batch by microbatch: the inverse of how the outputs were joined."""
     shapes = [y.shape for y in avals if isinstance(y, Aval) and y.differentiable]
-    if not isinstance(leaf, torch.Tensor) or len(shapes) < len(avals):
+    if not _is_dense(leaf) or len(shapes) < len(avals):
         return [leaf] * len(avals)
     rows = [shape[0] if shape else 1 for shape in shapes]
     whole = (sum(rows), *shapes[0][1:])
@@ -177,10 +177,10 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     """A leaf that fits; None where the output carries no gradient."""
     if leaf is None or not isinstance(y, Aval) or not y.differentiable:
         return None
-    if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != y.shape or leaf.dtype != y.dtype:
+    if not _is_dense(leaf) or tuple(leaf.shape) != y.shape or leaf.dtype != y.dtype:
         raise BatchError(
             f"dy has the leaf {_described(leaf)} per microbatch where the output is {y}; give a "
-            "tensor of its shape and dtype, or None for zeros"
+            "dense tensor of its shape and dtype, or None for zeros"
         )
     if leaf.device.type not in devices:
         raise BatchError(
@@ -189,9 +189,14 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     return leaf if y.grad else None
 
 
+def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether a leaf is a tensor with strides; others cannot be cut, and some have no shape."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+
+
 def _described(leaf: object) -> str:
     """A leaf for a message; a container may hold a whole batch."""
-    if isinstance(leaf, torch.Tensor):
+    if _is_dense(leaf):
         return tree.describe([leaf])
     kind = type(leaf).__name__
     if isinstance(leaf, (int, float, complex, str)):

@@ -12,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..actions.product import feature
 from ..collectives.group import Facts
-from .arguments import Call, Descriptions
+from .arguments import Call, Descriptions, LossScale
 from .config import Config
 from .facts import facts, of_call, shared
 from .handshake import agree, tag_of, together
@@ -23,8 +25,6 @@ from .kinds import TracedKind
 from .prepare import Prepared
 from .request import Request
 
-#: The number that stands for None in announcements.
-_NONE = -(2**60)
 #: The announcement of a call that has no plans yet.
 NEW = 1
 
@@ -62,7 +62,7 @@ class FirstCall:
         request = self.request
         signature_facts = self.facts
         config = call.config
-        call_facts = of_call(signature_facts, call.seed, call.scale, "none yet")
+        call_facts = of_call(signature_facts, call.seed, _number(call.loss_scale), "none yet")
         number = config.group.enter(NEW, lambda: call_facts)
 
         def details(fact: str) -> str:
@@ -134,7 +134,7 @@ def enter(call: Call, signature_facts: Facts, tag: int, number: int, pullback: i
     of 0 or more is the number of the call whose pullback runs.
     """
     seed = call.seed
-    scale = call.scale
+    scale = _number(call.loss_scale)
 
     def call_facts() -> Facts:
         facts = of_call(signature_facts, seed, scale, f"those prepared for call {number}")
@@ -142,9 +142,15 @@ def enter(call: Call, signature_facts: Facts, tag: int, number: int, pullback: i
             return facts
         return facts | {"call": f"the pullback of call {pullback}"}
 
-    # The hash of None is an address, so it differs between processes.
-    numbers = (_NONE if value is None else value for value in (seed, scale))
-    return call.config.group.enter(hash((tag, pullback, *numbers)), call_facts)
+    word = tag_of(of_call({"pullback": str(pullback)}, seed, scale, str(tag)))
+    return call.config.group.enter(word, call_facts)
+
+
+def _number(scale: LossScale) -> float | None:
+    """A loss scale as a number that ranks can compare; 0 for a tensor on an accelerator."""
+    if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+        return 0.0
+    return None if scale is None else float(scale)
 
 
 def refused(config: Config, error: Exception) -> None:

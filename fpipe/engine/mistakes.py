@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from numbers import Integral
 from typing import Any
@@ -105,12 +105,11 @@ def check_sliced(leaves: Sequence[object], slices: int) -> None:
         )
 
 
-def check_sides(names: Iterable[Sequence[str]], side: Iterable[str]) -> None:
+def check_sides(read: Set[str], side: Iterable[str]) -> None:
     """Raise BatchError for a side input that no stage reads, and neither the loss.
 
-    ``names`` are those that each of them reads.
+    ``read`` are the names that these read.
     """
-    read = {name for of_stage in names for name in of_stage}
     for name in side:
         if name not in read:
             near = get_close_matches(name, read, 1)
@@ -137,6 +136,21 @@ def uncut(leaf: torch.Tensor, parts: int, name: str) -> BatchError:
         f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change the "
         "batch or microbatches=, or pass fpipe.Microbatches([...]) of any sizes"
     )
+
+
+def check_rows(lengths: Mapping[str, Iterable[int]]) -> None:
+    """Raise BatchError where two batch arguments, by name, have other numbers of rows: rows that
+    do not belong together would be in one microbatch.
+    """
+    pairs = [(name, rows) for name, several in lengths.items() for rows in sorted(several)]
+    first, one = pairs[0]
+    for name, rows in pairs:
+        if rows != one:
+            raise BatchError(
+                f"{first} has {one} rows and {name} has {rows}; give arguments of as many rows, "
+                "fpipe.Microbatches([...]) of parts that belong together, or a Python number that "
+                "all microbatches get"
+            )
 
 
 def without_strides(leaves: Sequence[object]) -> BatchError:

@@ -19,9 +19,10 @@ from .config import Config
 from .microbatches import Weighted
 from .mistakes import check_seed
 from .options import Overlap
+from .side_inputs import names_of
 
 #: Arguments of a call, whose names no side input of a stage can have.
-RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
+RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale", "state", "_value"})
 OUTPUTS = ("zeros", "everywhere", "last")
 
 
@@ -44,8 +45,7 @@ def check(config: Config) -> None:
     check_seed(config.seed)
     if config.tied:
         feature("ties").check_frozen_alike(config.tied, config.frozen)
-    side_names = {name for names in config.sides for name in names}
-    for name in side_names & RESERVED:
+    for name in names_of(config) & RESERVED:
         raise StageError(
             f"{name!r} cannot be a side input, since a call has an argument of that name; rename it"
         )

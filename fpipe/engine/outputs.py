@@ -54,8 +54,6 @@ class Outputs(Results):
         """Results, copied where a write into one would change an argument or another result."""
         if returned is None:
             returned = self._returned
-        else:
-            returned = returned
         out = []
         for value in values:
             if tree.is_tensor(value):

@@ -67,6 +67,7 @@ class Parts:
     are first read, since most ranks read none.
 
     * ``uniform``: all rows have the same shapes, so the first row describes all.
+    * ``lengths``: the numbers of rows of what is cut here.
     * ``absent``: another process has the argument. Its tensors have no data on this one.
     * ``shared_scalars``: a tensor without axes is passed to every microbatch. Otherwise it is an
       error.
@@ -83,6 +84,7 @@ class Parts:
         self.name = name
         self.uniform = not isinstance(batch, Microbatches)
         self.slices = slices
+        self.lengths = set[int]()
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
@@ -90,6 +92,8 @@ class Parts:
             for leaf in filter(tree.is_tensor, self.leaves):
                 if not _can_cut(leaf, parts, shared_scalars):
                     raise mistakes.uncut(leaf, parts, name)
+                if not self.absent:
+                    self.lengths.update(leaf.shape[:1])
             if slices > 1:
                 feature("slicing").check(self.leaves, self.structure, name, slices)
             return

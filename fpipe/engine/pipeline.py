@@ -122,6 +122,7 @@ class Pipeline(PipelineBase[Y, R]):
         def step(
             params: Sequence[Tree],
             x: Tree,
+            /,
             *targets: Tree,
             seed: int | None = None,
             loss_scale: Any = None,

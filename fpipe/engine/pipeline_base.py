@@ -67,6 +67,7 @@ class PipelineBase(Generic[Y, R]):
         self,
         params: Sequence[Tree],
         x: Tree,
+        /,
         *targets: Tree,
         state: Sequence[Tree],
         seed: int | None = None,
@@ -77,6 +78,7 @@ class PipelineBase(Generic[Y, R]):
         self: PipelineBase[Y, None],
         params: Sequence[Tree],
         x: Tree,
+        /,
         *,
         seed: int | None = None,
         each: None = None,
@@ -87,6 +89,7 @@ class PipelineBase(Generic[Y, R]):
         self: PipelineBase[Y, None],
         params: Sequence[Tree],
         x: Tree,
+        /,
         *,
         seed: int | None = None,
         each: Callable[[int, Y], E],
@@ -97,6 +100,7 @@ class PipelineBase(Generic[Y, R]):
         self: PipelineBase[Y, R],
         params: Sequence[Tree],
         x: Tree,
+        /,
         *targets: Tree,
         seed: int | None = None,
         has_aux: bool = False,
@@ -108,6 +112,7 @@ class PipelineBase(Generic[Y, R]):
         self: PipelineBase[Y, tuple[torch.Tensor, A]],
         params: Sequence[Tree],
         x: Tree,
+        /,
         *targets: Tree,
         seed: int | None = None,
         has_aux: Literal[True],
@@ -118,6 +123,7 @@ class PipelineBase(Generic[Y, R]):
         self: PipelineBase[Y, torch.Tensor],
         params: Sequence[Tree],
         x: Tree,
+        /,
         *targets: Tree,
         seed: int | None = None,
         **side: Tree,
@@ -126,6 +132,7 @@ class PipelineBase(Generic[Y, R]):
         self,
         params: Sequence[Tree],
         x: Tree,
+        /,
         *targets: Tree,
         seed: int | None = None,
         has_aux: bool = False,
@@ -491,7 +498,7 @@ class PipelineBase(Generic[Y, R]):
         ]
         return whole
 
-    def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
+    def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory. Nothing
         runs.
 

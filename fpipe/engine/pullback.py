@@ -32,9 +32,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
             y = outputs(results)
-            if call.state is None:
-                y = y
-            else:
+            if call.state is not None:
                 y = (y, results.states())
     kept: list[AllRegisters] = [regs]
     # slots that are filled before the backwards and that these read

@@ -19,9 +19,14 @@ from .mistakes import check_sides
 from .parts import Parts
 
 
+def names_of(config: Config) -> set[str]:
+    """The names of all side inputs: of stages, the loss and the weights of microbatches."""
+    return set(getattr(config.reduction, "sides", ())).union(*config.sides)
+
+
 def cut(config: Config, side: Mapping[str, Tree], microbatches: int) -> dict[str, Parts]:
     """Cut side inputs into microbatches. Raise BatchError for a name that nothing reads."""
-    check_sides([*config.sides, getattr(config.reduction, "sides", ())], side)
+    check_sides(names_of(config), side)
     return {
         name: Parts(value, microbatches, f"side input {name!r}", True, config.slices)
         for name, value in side.items()

@@ -57,7 +57,7 @@ def grad(
     """
     both = value_and_grad(pipe, argnums, has_aux=has_aux)
 
-    def call(params: Sequence[Tree], x: Tree, *targets: Tree, **keywords: Any) -> Any:
+    def call(params: Sequence[Tree], x: Tree, /, *targets: Tree, **keywords: Any) -> Any:
         value, grads = both(params, x, *targets, _value=has_aux, **keywords)
         if has_aux:
             return (grads, value[1])
@@ -71,6 +71,7 @@ def vjp(
     pipe: Pipeline[Y, None],
     params: Sequence[P],
     x: X,
+    /,
     *,
     state: Sequence[Tree],
     seed: int | None = None,
@@ -80,7 +81,7 @@ def vjp(
 
 @overload
 def vjp(
-    pipe: Pipeline[Y, None], params: Sequence[P], x: X, *, seed: int | None = None, **side: Tree
+    pipe: Pipeline[Y, None], params: Sequence[P], x: X, /, *, seed: int | None = None, **side: Tree
 ) -> tuple[Y, Pullback[P, X]]: ...
 
 
@@ -88,6 +89,7 @@ def vjp(
     pipe: Pipeline[Any, Any],
     params: Sequence[Tree],
     x: Tree,
+    /,
     *targets: Tree,
     seed: int | None = None,
     **side: Tree,

@@ -224,7 +224,7 @@ class ModuleFunction:
         )
         return replace(stage, **options)
 
-    def __call__(self, params: Mapping[str, Tensor], *rest: Tree, **side: Tree) -> Tree:
+    def __call__(self, params: Mapping[str, Tensor], /, *rest: Tree, **side: Tree) -> Tree:
         state, x = rest if self.initial_state is not None else ({}, *rest)
         leaves = (leaf for leaf in tree.leaves((params, x)) if isinstance(leaf, Tensor))
         constants = self.constants_on(next((leaf.device for leaf in leaves), None))

@@ -30,7 +30,9 @@ class Carried:
     x: Flat
 
 
-def forward(programs: Programs, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Tree:
+def forward(
+    programs: Programs, params: Tree, x: Tree, /, *, state: Tree = None, **side: Tree
+) -> Tree:
     """``(y, saved)``; with the auxiliary scalar and the new state beside ``y`` where there are."""
     flat_params = tree.flatten(params)
     flat_x = tree.flatten(x)

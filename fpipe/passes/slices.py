@@ -62,7 +62,7 @@ class SliceCall:
         """The function whose traces these are, and what else they depend on."""
         return self.fn, (self.extras, self.initial, self.first, self.last, self.copied)
 
-    def __call__(self, params: Tree, *rest: Any, **side: Any) -> Any:
+    def __call__(self, params: Tree, /, *rest: Any, **side: Any) -> Any:
         *state, x = rest
         if self.first:
             carry = self._start(params, x)

@@ -16,12 +16,11 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..actions.product import feature
 from ..stage import Stage
-from .internals import ambient, exclusive
+from .internals import exclusive, surroundings
 from .program import Programs
 from .signature import Signature
 from .spent import Part, Spent
@@ -70,15 +69,15 @@ def programs_of(
     unused: frozenset[int] = frozenset(),
     occasion: Occasion | None = None,
 ) -> Programs:
-    """Return the programs of a stage for a signature under the autocast of the caller; trace them
-    if they are not cached.
+    """Return the programs of a stage for a signature and the global state of torch; trace them if
+    they are not cached.
 
     The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one
     call.
     """
-    modes = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
     one_size = stage.dynamic is False  # never a trace for all sizes, such as another Stage may have
-    options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, modes, unused)
+    state = surroundings()
+    options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, state, unused)
     fn = stage.fn
     engine = None if stage.engine == "trace" else stage.engine
     stands_for = getattr(fn, "stands_for", None)

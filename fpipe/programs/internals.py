@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from threading import RLock
 from typing import Any, Protocol, TypeAlias, TypeGuard
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.backends import cuda
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,7 +126,7 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# ---- autocast ----
+# ---- global state ----
 @lru_cache(maxsize=1)
 def _device_types() -> tuple[str, ...]:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -142,6 +143,42 @@ def ambient() -> Ambient:
     return tuple(
         [(k, torch.get_autocast_dtype(k)) for k in _device_types() if torch.is_autocast_enabled(k)]
     )
+
+
+def default_device() -> torch.device | None:
+    """The device of new tensors where one is set, which is a function mode of torch."""
+    if torch._C._len_torch_function_stack():
+        return torch.get_default_device()
+    return None
+
+
+#: All global state of torch that a trace can see. Signatures of calls and traces contain its
+#: values, and ranks compare them.
+STATE = (
+    ambient,
+    torch.is_autocast_cache_enabled,
+    torch.get_default_dtype,
+    default_device,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    cuda.flash_sdp_enabled,
+    cuda.mem_efficient_sdp_enabled,
+    cuda.math_sdp_enabled,
+    cuda.cudnn_sdp_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_mkldnn_enabled,
+)
+
+
+def surroundings() -> tuple[object, ...]:
+    """The values of ``STATE``.
+
+    >>> before = surroundings()
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     surroundings() == before
+    False
+    """
+    return tuple(get() for get in STATE)
 
 
 @contextmanager
@@ -215,16 +252,6 @@ class Fake(FakeTensorMode):
         if isinstance(device, torch.device) and device.type == "cpu" and device.index is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return super().dispatch(func, types, args, kwargs)
-
-
-def fake_tensors() -> AbstractContextManager[object]:
-    """A context in which tensors have shapes, but no data; real tensors may be used as constants.
-
-    >>> with fake_tensors():
-    ...     type(torch.ones(2)).__name__
-    'FakeTensor'
-    """
-    return Fake()
 
 
 class Sizes:

@@ -378,7 +378,7 @@ class TreeProgram:
     program: Program
     call: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), without_autocast():
             return self.call(*args, **kwargs)
 

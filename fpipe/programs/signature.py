@@ -251,7 +251,7 @@ class LossCall:
     has_aux: bool
     extra: bool = False
 
-    def __call__(self, _: object, x: tuple[object, ...], **side: object) -> object:
+    def __call__(self, _: object, x: tuple[object, ...], /, **side: object) -> object:
         result = self.loss(*x, **side)
         if not self.has_aux:
             return result

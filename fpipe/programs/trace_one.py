@@ -15,7 +15,7 @@ from .signature import Signature
 
 
 def trace(
-    fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree
+    fn: Callable[..., Any] | Stage, params: Tree, x: Tree, /, *, state: Tree = None, **side: Tree
 ) -> Programs:
     """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and
     devices.

@@ -11,7 +11,6 @@ This module must not know schedules or any single transform.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
@@ -95,9 +94,9 @@ def listed(tree: Tree) -> bool:
     return isinstance(tree, list) or type(tree) is tuple
 
 
-def warn_of_parts(tree: Tree, over: Over | None) -> None:
-    """Warn where a tree has the stages of one process alone, and nothing says where the others
-    are.
+def check_whole(tree: Tree, over: Over | None) -> None:
+    """Raise TransformError where a tree has the stages of one process alone, and nothing says where
+    the others are.
     """
     if over is not None or not listed(tree):
         return
@@ -105,11 +104,10 @@ def warn_of_parts(tree: Tree, over: Over | None) -> None:
     if not 0 < len(there) < len(tree) or not dist.is_available() or not dist.is_initialized():
         return
     if dist.get_world_size() > 1:
-        warnings.warn(
+        raise TransformError(
             f"only stages {', '.join(there)} of {len(tree)} are here, and over= is missing: the "
             "gradients of other processes are not counted, so processes differ; pass over=pipe to "
-            "the transform",
-            stacklevel=2,
+            "the transform, or a dict of the parameters if no process has others"
         )
 
 

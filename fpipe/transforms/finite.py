@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from . import foreach as F
-from .boards import EVERY_LEAF, Over, as_over, board_device, copies_of, warn_of_parts
+from .boards import EVERY_LEAF, Over, as_over, board_device, check_whole, copies_of
 from .leaves import count, map_kinds, places, scaled
 from .transform import Params, State, Transform, Updates
 
@@ -47,7 +47,7 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
     >>> all_finite([torch.ones(2)]), all_finite([torch.ones(2), torch.tensor(float("nan"))])
     (True, False)
     """
-    warn_of_parts(tree, over)
+    check_whole(tree, over)
     bad = _bad(tree, board_device(tree, over))
     if over is not None:
         bad = over.all_sum(bad)
@@ -158,8 +158,6 @@ def dynamic_loss_scale(
             grown = scale * growth
             if math.isfinite(grown.item()):
                 scale = grown
-            else:
-                scale = scale
         return unscaled, LossScaleState(scale, good, state.skipped)
 
     return Transform(

@@ -27,10 +27,10 @@ from .boards import (
     as_over,
     board_device,
     by_stage,
+    check_whole,
     copies_of,
     listed,
     stages_here,
-    warn_of_parts,
     wide,
 )
 from .leaves import map_kinds, places, recording
@@ -160,7 +160,7 @@ def global_norm(
     over = _checked(over, p)
     groups = tied if tied is not None else over.tied if over is not None else ()
     repeated = {name for group in groups for name in tuple(group)[1:]}
-    warn_of_parts(tree, over)
+    check_whole(tree, over)
     if repeated:
         every = names(tree)
         fault = unmatched(repeated.difference(every), every, places(tree).missing())

@@ -86,14 +86,15 @@ def add_noise(
     """Add normal noise of variance ``eta / t ** gamma`` at step t = 1, 2, ...
 
     The noise of a stage depends on (seed, step, stage) alone: it is the same for any number of
-    ranks and on all replicas.
+    ranks and on all replicas. That of tied parameters depends on the name of the first copy in
+    place of the stage.
 
     Args:
         eta: the variance at the first step.
         gamma: how fast the variance falls; 0 keeps it constant.
         seed: of the noise.
-        over: the pipeline, needed where its copies hold shards (``zero=``): each shard gets
-            different noise.
+        over: the pipeline, needed where its copies hold shards (``zero=``), of which each gets
+            different noise, and where parameters are tied, whose copies get the same.
 
     Returns:
         A ``Transform``.
@@ -110,6 +111,7 @@ def add_noise(
     if eta < 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
     copies, differing = copies_of(as_over(over))
+    tied = {name: group[0] for group in getattr(over, "tied", ()) for name in group}
     if copies is not None and differing == EVERY_LEAF:
         shard = f"/{copies.here[0]}"
     else:
@@ -117,16 +119,18 @@ def add_noise(
 
     def step(at, state, params):
         t = int(state.step.item()) + 1
-        stages = at.stages()
         std = (eta / t**gamma) ** 0.5
 
-        def kernel(gs, stages):
-            return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), alpha=std)
+        def kernel(gs, keys):
+            place = keys[0][0]
+            return F.add(gs, _normal(gs, f"{seed}/{t}/{tied.get(place, place)}{shard}"), alpha=std)
 
+        names = at.names(range(len(at.leaves)))
         keys = [
-            (stage, leaf.device, leaf.dtype) for stage, leaf in zip(stages, at.leaves, strict=True)
+            (name if name in tied else stage, leaf.device, leaf.dtype)
+            for name, stage, leaf in zip(names, at.stages(), at.leaves, strict=True)
         ]
-        return map_kinds(kernel, at.leaves, stages, keys=keys), StepState(state.step + 1)
+        return map_kinds(kernel, at.leaves, keys, keys=keys), StepState(state.step + 1)
 
     return leafwise(lambda params: StepState(count()), step)
 

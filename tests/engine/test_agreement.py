@@ -434,3 +434,39 @@ def test_arguments_that_a_process_refuses(over: str):
             assert rank in refusing or f"rank {refusing[0]} refused" in seen[0]
             assert seen[2] == found[0][case][0][2]
             assert seconds < 20, "of a time-out of 60"
+
+
+@pytest.mark.parametrize(
+    ("what", "values"),
+    [
+        ("seed", (-1, -2)),
+        ("seed", (3, 3 + 2**61 - 1)),
+        ("seed", (0, 2**61 - 1)),
+        ("loss_scale", (1.0, float.fromhex("0x1.0000000000001p0"))),
+    ],
+)
+def test_numbers_with_equal_hashes_are_different_calls(what: str, values: tuple[Any, Any]):
+    def rank(group: Any) -> None:
+        pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=2, group=group)
+        params = pipe.place([torch.eye(4)] * 2)
+        step = fpipe.value_and_grad(pipe)
+        step(params, torch.ones(8, 4), torch.ones(8, 4), **{what: values[0]})
+        step(params, torch.ones(8, 4), torch.ones(8, 4), **{what: values[group.rank]})
+
+    for outcome in outcomes(rank, ranks=2):
+        assert isinstance(outcome.error, fpipe.errors.MismatchError)
+        assert f"ranks disagree about the {what}" in str(outcome.error).replace("=", "").replace(
+            "about loss", "about the loss"
+        )
+
+
+@pytest.mark.parametrize("scales", [(2, 2.0), (torch.tensor(torch.nan), torch.tensor(torch.nan))])
+def test_equal_loss_scales_are_one_call(scales: tuple[Any, Any]):
+    def rank(group: Any) -> None:
+        pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=2, group=group)
+        params = pipe.place([torch.eye(4)] * 2)
+        step = fpipe.value_and_grad(pipe)
+        for _ in range(2):
+            step(params, torch.ones(8, 4), torch.ones(8, 4), loss_scale=scales[group.rank])
+
+    assert [outcome.error for outcome in outcomes(rank, ranks=2)] == [None, None]

@@ -626,3 +626,74 @@ def test_no_schedule_leaks(name: str):
     params = [torch.randn(WIDTH, WIDTH) for _ in range(stages)]
     with fpipe.debug():
         step(piped([layer] * stages, schedule=name), params)
+
+
+@pytest.mark.parametrize("mode", ["call", "grad", "plan"])
+@pytest.mark.parametrize(
+    ("x", "targets", "side", "text"),
+    [
+        (X[:4], (T,), {}, "x has 4 rows and target 0 has 8"),
+        (X, (T[:4],), {}, "x has 8 rows and target 0 has 4"),
+        ({"a": X, "b": X[:4]}, (T,), {}, "x has 4 rows and x has 8"),
+        (X, (T,), {"mask": X[:4]}, "x has 8 rows and side input 'mask' has 4"),
+        (fpipe.Microbatches([X[:2]] * 4), (T,), {"mask": X[:4]}, "target 0 has 8 rows and side"),
+    ],
+)
+def test_arguments_of_other_numbers_of_rows_are_refused(
+    x: Any, targets: Any, side: Any, text: str, mode: str
+):
+    SEEN.clear()
+
+    def first(p: Any, x: Any, *, mask: Any = None) -> Any:
+        SEEN.append("ran")
+        return layer(p, x["a"] if isinstance(x, dict) else x)
+
+    pipe = piped([first, layer, layer, layer])
+    run = {"call": pipe, "grad": fpipe.grad(pipe), "plan": pipe.plan}[mode]
+    with pytest.raises(fpipe.errors.BatchError, match=text):
+        run(PARAMS, x, *targets, **side)
+    assert not SEEN
+
+
+def test_scalars_and_microbatches_have_no_common_number_of_rows():
+    def first(p: Any, x: Any, *, by: Any, mask: Any) -> Any:
+        return layer(p, x) * by + mask.sum()
+
+    pipe = piped([first, layer, layer, layer])
+    masks = fpipe.Microbatches([torch.ones(n + 1) for n in range(PARTS)])
+    loss = pipe(PARAMS, X, T, by=torch.tensor(2.0), mask=masks)
+    again = pipe(PARAMS, X, T, by=2.0, mask=masks)
+    assert torch.equal(loss, again)
+
+
+@pytest.mark.parametrize("name", ["x", "params", "self", "pipe", "targets", "mode"])
+def test_a_side_input_may_have_the_name_of_a_positional_argument(name: str):
+    namespace: dict[str, Any] = {}
+    exec(f"def stage(a, b, *, {name}): return a * b * {name}", namespace)
+    stages = [namespace["stage"]] * 2
+    params, x, side = [torch.tensor(1.0)] * 2, torch.arange(4.0), {name: torch.full((4,), 2.0)}
+    options: dict[str, Any] = {"microbatches": 2, "group": fpipe.local(2)}
+    pipe = fpipe.pipeline(stages, loss=torch.sum, **options)
+    assert pipe(params, x, **side).item() == 12.0
+    assert [g.item() for g in fpipe.grad(pipe)(params, x, **side)] == [12.0] * 2
+    assert fpipe.value_and_grad(pipe)(params, x, **side)[0].item() == 12.0
+    pipe.plan(params, x, **side)
+    y, _ = fpipe.vjp(fpipe.pipeline(stages, **options), params, x, **side)
+    assert torch.equal(y, 4 * x)
+    programs = fpipe.trace(stages[0], params[0], x, **side)
+    assert torch.equal(programs.forward(params[0], x, **side)[0], 2 * x)
+
+
+@pytest.mark.parametrize("where", ["stage", "loss", "weights"])
+@pytest.mark.parametrize("name", ["seed", "each", "has_aux", "loss_scale", "state", "_value"])
+def test_names_of_options_of_a_call_are_reserved(name: str, where: str):
+    namespace: dict[str, Any] = {}
+    exec(f"def stage(a, b, *, {name}): return b\ndef count(t, *, {name}): return 1", namespace)
+    stage, count = namespace["stage"], namespace["count"]
+    more = {
+        "stage": {"fns": [stage] * 4},
+        "loss": {"loss": stage},
+        "weights": {"reduction": fpipe.weighted(count)},
+    }
+    with pytest.raises(fpipe.errors.StageError, match=f"'{name}' cannot be a side input"):
+        piped(**more[where])

@@ -87,3 +87,25 @@ def test_a_list_in_place_of_a_cotangent_is_named_without_its_contents():
     y, pullback = fpipe.vjp(pipe, [torch.ones(())], torch.ones(64))
     with pytest.raises(fpipe.errors.BatchError, match="dy has the leaf a list per microbatch"):
         pullback([y])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda dy: dy.to_sparse(),
+        lambda dy: dy.to_mkldnn(),
+        lambda dy: torch.nested.nested_tensor(list(dy)),
+    ],
+    ids=["sparse", "mkldnn", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_cotangents_without_strides_are_refused_and_nothing_is_consumed(of: Any, whole: bool):
+    x = X if whole else fpipe.Microbatches([X[:2], X[2:]])
+    pipe = fpipe.pipeline([lambda p, x: x * p], microbatches=2, group=fpipe.local(1))
+    _, pullback = fpipe.vjp(pipe, [torch.ones(3)], x)
+    dy = of(torch.ones(4, 3)) if whole else fpipe.Microbatches([of(torch.ones(2, 3))] * 2)
+    with pytest.raises(fpipe.errors.BatchError, match="give a dense tensor"):
+        pullback(dy)
+    full = torch.ones(4, 3) if whole else fpipe.Microbatches([torch.ones(2, 3)] * 2)
+    assert torch.equal(pullback(full)[0][0], TOTAL)

@@ -121,7 +121,7 @@ def test_a_later_shape_that_no_call_says():
         x = lambda n: X[:n] if group.here == (0,) else fpipe.elsewhere()
         step(params, x(8), T)
         with pytest.raises(fpipe.errors.MismatchError) as caught:
-            step(params, x(4), T[:4] if group.here == (1,) else T)
+            step(params, x(4), T[:4] if group.here == (0,) else T)
         return str(caught.value)
 
     first, second = on_ranks(rank)

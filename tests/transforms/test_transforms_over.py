@@ -207,15 +207,38 @@ def test_mean_over_replicas():
 @pytest.mark.parametrize(
     "tx", [T.clip_by_global_norm(1.0), T.skip_nonfinite(), T.dynamic_loss_scale()]
 )
-def test_stages_of_one_process_without_over_are_warned_of(
+def test_stages_of_one_process_without_over_are_refused(
     tx: T.Transform, monkeypatch: pytest.MonkeyPatch
 ):
     """Several processes, and a tree with the stages of one of them: its norm is not that of the
     model.
     """
     grads = [torch.ones(2), None]
-    tx.update(grads, tx.init(grads), grads)  # one process: no warning
+    tx.update(grads, tx.init(grads), grads)  # one process
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.warns(UserWarning, match="only stages 0 of 2 are here, and over= is missing"):
+    with pytest.raises(TransformError, match="only stages 0 of 2 are here, and over= is missing"):
         tx.update(grads, tx.init(grads), grads)
+
+
+@pytest.mark.parametrize("order", [(("0.w", "2.w"),), (("2.w", "0.w", "0.v"),)])
+def test_copies_of_a_tied_parameter_get_the_same_noise(order: Any):
+    grads = [
+        {"w": torch.zeros(3), "v": torch.zeros(3)},
+        {"w": torch.zeros(3)},
+        {"w": torch.zeros(3)},
+    ]
+
+    def noise(over: Any) -> Any:
+        tx = T.add_noise(0.04, seed=1, over=over)
+        mine = [part if stage in over.here else None for stage, part in enumerate(grads)]
+        return tx.update(mine, tx.init(mine))[0]
+
+    ((whole, _),) = fake_processes.run([range(3)], 3, lambda over: (noise(over), 0), tied=order)
+    names = dict(zip(optree.tree_paths(whole), optree.tree_leaves(whole), strict=True))
+    by_name = {".".join(map(str, path)): leaf for path, leaf in names.items()}
+    first, *others = order[0]
+    assert all(torch.equal(by_name[first], by_name[other]) for other in others)
+    assert not torch.equal(by_name["1.w"], by_name[first])
+    parts = fake_processes.run([[0], [1, 2]], 3, noise, tied=order)
+    assert same([parts[0][0], *parts[1][1:]], whole)

@@ -30,6 +30,7 @@ from ...programs.internals import (
     empty,
     mutates,
     operator_of,
+    surroundings,
     transforming,
 )
 from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
@@ -172,9 +173,9 @@ def _definition(
     count = sum(t.is_leaf for t in tensors)
     fn = block.fn
     captured = _captured(block.fn)
-    surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
+    around = surroundings(), tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
-    key = (spec, arguments, types, tuple(map(_key, avals)), count, surroundings)
+    key = (spec, arguments, types, tuple(map(_key, avals)), count, around)
     if within.sizes is PLAIN:
         shared = _SHARED
     else:

@@ -57,8 +57,6 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         params, batch = chosen.around(tensors)
         if isinstance(x, Microbatches):
             batch = Microbatches(batch)
-        else:
-            batch = batch
         out = _value(call, params, Parts(batch, call.number, "x"))
         loss, aux = out if more else (out, None)
         return loss, Chosen(aux, tree.is_tensor).leaves  # torch.func takes tensors alone

@@ -44,7 +44,13 @@ class PerExample:
         self._probing, self._weighted = (_variant(pipe.config, flag) for flag in (True, False))
 
     def norms(
-        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+        self,
+        params: Sequence[Tree],
+        x: Tree,
+        /,
+        *targets: Tree,
+        seed: int | None = None,
+        **side: Tree,
     ) -> tuple[Tensor, Tensor]:
         """``(value, norms)``: the loss, and the norm of each example's gradient, in order, on every
         process.
@@ -60,7 +66,7 @@ class PerExample:
         return value, pipe.group.all_reduce(squares).sqrt()
 
     def __call__(
-        self, params: Sequence[P], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+        self, params: Sequence[P], x: Tree, /, *targets: Tree, seed: int | None = None, **side: Tree
     ) -> tuple[Tensor, list[P], Tensor]:
         """``(value, grads, norms)``: the gradients are those of the loss with each example's part
         scaled.
@@ -216,7 +222,7 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
     stage = config.functions[number]
 
     def by_row(fn: Function) -> Function:
-        def call(p: Tree, triple: Tree, **side: Tree) -> Tree:
+        def call(p: Tree, triple: Tree, /, **side: Tree) -> Tree:
             x, numbers, more = triple
             trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
             probed = [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
@@ -255,7 +261,7 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
                 return result[0]
             return result
 
-        def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
+        def call(triple: Tree, /, *targets: Tree, **side: Tree) -> Tensor:
             y, numbers, more = triple
             losses = _over_rows(one, (), (y, targets, side))
             losses = losses if more is None else losses + more

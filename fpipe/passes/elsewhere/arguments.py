@@ -145,3 +145,9 @@ def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str
             "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; "
             "pass them on all"
         )
+
+
+def described(trees: Sequence[AbstractTree], m: int, grad: bool) -> AbstractTree:
+    """A microbatch of an argument as another process described it: all, or one for all of them."""
+    found = trees[m if len(trees) > 1 else 0]
+    return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))

@@ -221,7 +221,7 @@ def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]
 
 # ---- costs ----
 def measure_costs(
-    pipe: Pipeline, params: Tree, x: Tree, *targets: Tree, steps: int = 10, **side: Tree
+    pipe: Pipeline, params: Tree, x: Tree, /, *targets: Tree, steps: int = 10, **side: Tree
 ) -> Costs:
     """The costs of each stage's F, I, W and B and of each boundary's messages; every process must
     call it.
@@ -256,7 +256,7 @@ def measure_costs(
 class Measuring:
     """``measure_costs`` one step at a time, so that other things can be measured in between."""
 
-    def __init__(self, pipe: Pipeline, params: Tree, x: Tree, *targets: Tree, **side: Tree):
+    def __init__(self, pipe: Pipeline, params: Tree, x: Tree, /, *targets: Tree, **side: Tree):
         if pipe.config.loss is None:
             raise StageError(
                 "this pipeline has no loss, so no backward can be measured; say pipeline(..., "

@@ -69,12 +69,8 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     width, lane = natural_size(scenes)
     if look.width:
         width = max(look.width - MARGIN, 60.0)
-    else:
-        width = width
     if style == "paper":
         width = min(width, PAPER_WIDTH)
-    else:
-        width = width
     pitch = frame(scenes, look, width, lane).pitch
     ranks = sum(len(scene.lanes) for scene in scenes)
     height = ranks * pitch + (len(scenes) - 1) * HEADING

@@ -154,8 +154,6 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             if not layout.colours:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.colours[k])
-                else:
-                    label = label
                 end = " " if k + 1 == count else "&"
             text = fill * low + (mark + label)[: high - low]
             text = text.ljust(b - a - len(end), fill) + end

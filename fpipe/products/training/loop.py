@@ -360,16 +360,7 @@ class Loop:
         members: Members | None,
     ) -> tuple[Tensor, Trained] | None:
         """The loss and what follows a step; ``None`` if a copy was lost in it."""
-        args: Any = batch(now.step)
-        if not isinstance(args, (tuple, list)) or not args:
-            given = repr(args) if args is None or args == () else f"a {type(args).__name__}"
-            raise BatchError(
-                f"batch({now.step}) is {given}; return (x, *targets), or this and a dict of side "
-                "inputs"
-            )
-        sides: dict[str, Tree] = {}
-        if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
-            args, sides = args
+        args, sides = _arguments(self.pipe, batch(now.step), now.step)
         copy = 0 if self.elastic is None else self.elastic.copy
         state = self._of_tx(now)
         stateful = self.pipe.config.stateful
@@ -409,6 +400,27 @@ class Loop:
         if self.log is not None or self.path is None:
             return self.log
         return log_to(Path(self.path) / "log.jsonl", step)
+
+
+def _arguments(pipe: Pipeline, batch: Any, step: int) -> tuple[Sequence[Tree], dict[str, Tree]]:
+    """The positional arguments and the side inputs of a step.
+
+    Of ``(list, dict)`` the dict may be a target: it has side inputs where it is empty, or a stage
+    or the loss names one of its keys.
+    """
+    if not isinstance(batch, (tuple, list)) or not batch:
+        given = repr(batch) if batch is None or batch == () else f"a {type(batch).__name__}"
+        raise BatchError(
+            f"batch({step}) is {given}; return (x, *targets), or this and a dict of side inputs"
+        )
+    first = batch[0]
+    last = batch[-1]
+    if len(batch) == 2 and isinstance(first, (tuple, list)) and isinstance(last, dict):
+        config = pipe.config
+        names = set(getattr(config.reduction, "sides", ())).union(*config.sides)
+        if not last or names.intersection(last):
+            return first, last
+    return batch, {}
 
 
 def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:

@@ -198,6 +198,31 @@ def test_side_inputs_belong_to_a_batch():
     assert fpipe.Loop(pipe, fpipe.sgd(0.0)).run([torch.ones(1)] * 2, data, 1).step == 1
 
 
+def loop_of(stage: Any, loss: Any) -> fpipe.Loop:
+    pipe = fpipe.pipeline([stage] * 2, loss=loss, microbatches=2, group=fpipe.local(2))
+    return fpipe.Loop(pipe, fpipe.sgd(0.0))
+
+
+def test_a_dict_of_targets_is_no_dict_of_side_inputs():
+    seen: list[Any] = []
+
+    def loss(y: Any, target: Any) -> Tensor:
+        seen.append((type(y), type(target)))
+        return (y[0] - target["t"]).square().mean()
+
+    loop = loop_of(lambda p, x: [x[0] * p, x[1]], loss)
+    data = lambda step: ([torch.ones(2), torch.ones(2)], {"t": torch.zeros(2)})
+    assert loop.run([torch.ones(1)] * 2, data, 1).step == 1
+    assert seen[0] == (list, dict)
+
+
+@pytest.mark.parametrize("data", [torch.ones(2, 2), None, (), [], "ab", {"x": 1}])
+def test_a_batch_of_another_form_is_refused(data: Any):
+    loop = loop_of(lambda p, x: x * p, lambda y, t: (y - t).square().mean())
+    with pytest.raises(fpipe.errors.BatchError, match=r"batch\(0\) is .*; return \(x, \*targets\)"):
+        loop.run([torch.ones(1)] * 2, lambda step: data, 1)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_copies_resume_together(tmp_path: Path, zero: int):
     def on_copy(dp: Any, steps: int, path: Path | None) -> Any:
