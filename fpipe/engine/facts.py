@@ -20,7 +20,7 @@ import torch
 
 from .. import __version__
 from ..collectives.group import Facts
-from ..programs.internals import STATE
+from ..programs.internals import STATE, ambient
 from ..stage import Elsewhere, Stage
 from ..tree import AbstractTree, Aval, Static
 from .config import Config
@@ -73,6 +73,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "options of passes": str(list(config.more)),
         "copies": "none" if config.copies is None else config.copies.description,
         "overlap": config.overlap,
+        "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
         # ranks may have devices of other numbers
         "the state of torch": "; ".join(
             f"{get.__name__}() is {str(get()).partition(':')[0]}" for get in STATE
