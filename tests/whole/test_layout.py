@@ -287,7 +287,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 296_500
+    assert tokens <= 295_900
     assert tokens / lines <= 9.06
     assert PACKAGE.total("anys") <= 450
 
@@ -326,7 +326,7 @@ def test_no_regression():
     # three have interfaces of torch.distributed.pipelining and verl, four are plans while they are
     # lowered, one has the choices of a schedule, one the members of elastic copies, nine what is
     # under way or failed in a connection
-    assert len(PACKAGE.mutated_classes) <= 26
+    assert len(PACKAGE.mutated_classes) <= 25
     assert len(PACKAGE.long_functions) <= 9
     assert PACKAGE.total("ignores") <= 30
 
