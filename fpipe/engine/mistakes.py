@@ -143,6 +143,7 @@ def check_rows(lengths: Mapping[str, Iterable[int]]) -> None:
     do not belong together would be in one microbatch.
     """
     pairs = [(name, rows) for name, several in lengths.items() for rows in sorted(several)]
+    pairs = [(name, rows) for name, rows in pairs if rows != 1]  # such as a mask for all rows
     first, one = pairs[0]
     for name, rows in pairs:
         if rows != one:

@@ -152,13 +152,8 @@ def default_device() -> torch.device | None:
     return None
 
 
-#: All global state of torch that a trace can see. Signatures of calls and traces contain its
-#: values, and ranks compare them.
-STATE = (
-    ambient,
-    torch.is_autocast_cache_enabled,
-    torch.get_default_dtype,
-    default_device,
+#: Settings of torch that choose kernels.
+KERNELS = (
     torch.are_deterministic_algorithms_enabled,
     torch.get_float32_matmul_precision,
     cuda.flash_sdp_enabled,
@@ -167,6 +162,15 @@ STATE = (
     cuda.cudnn_sdp_enabled,
     torch._C._get_cudnn_enabled,
     torch._C._get_mkldnn_enabled,
+)
+#: All global state of torch that a trace can see. Signatures of calls and traces contain its
+#: values, and ranks compare them.
+STATE = (
+    ambient,
+    torch.is_autocast_cache_enabled,
+    torch.get_default_dtype,
+    default_device,
+    *KERNELS,
 )
 
 

@@ -142,7 +142,11 @@ PRIVATE_TORCH = {
         "_uncache_dispatch",
     },
     "passes.writes": {"_opname", "_overloadname", "_schema"},
+    "engine.option_checks": {"_value"},  # an argument of a call
     "programs.internals": {
+        "_get_cudnn_enabled",
+        "_get_mkldnn_enabled",
+        "_len_torch_function_stack",
         "_C",
         "_are_functorch_transforms_active",
         "_c10d_functional",

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ... import tree
 from ...programs.internals import (
+    KERNELS,
     PLAIN,
     RULES,
     Sizes,
@@ -30,7 +31,6 @@ from ...programs.internals import (
     empty,
     mutates,
     operator_of,
-    surroundings,
     transforming,
 )
 from ...programs.signature import LITERALS, Outputs, Signature, outputs_of
@@ -173,7 +173,9 @@ def _definition(
     count = sum(t.is_leaf for t in tensors)
     fn = block.fn
     captured = _captured(block.fn)
-    around = surroundings(), tuple(map(id, captured))
+    # Tracing itself changes autocast's cache and the modes of functions.
+    state = ambient(), cached, torch.get_default_dtype(), *(kernel() for kernel in KERNELS)
+    around = state, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, around)
     if within.sizes is PLAIN:
