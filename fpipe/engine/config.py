@@ -58,7 +58,7 @@ class Config:
     def __repr__(self) -> str:
         schedule = self.schedule
         name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "custom")
-        if isinstance(schedule, Chosen):
+        if self.choice is not None:
             name = "auto"
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
@@ -74,6 +74,13 @@ class Config:
         return object()
 
     @cached_property
+    def choice(self) -> Chosen | None:
+        """The schedule, where it is an automatic choice. To ask a protocol takes long, so each call
+        reads this.
+        """
+        return self.schedule if isinstance(self.schedule, Chosen) else None
+
+    @cached_property
     def plain(self) -> bool:
         """Whether no argument needs a check: the schedule is a name, the loss a function, and
         options have their defaults.
@@ -81,7 +88,7 @@ class Config:
         named = isinstance(self.schedule, str)
         plain_loss = self.loss is None or isinstance(self.loss, FunctionType)
         carries = any(stage.carry or stage.initial_carry is not MISSING for stage in self.functions)
-        defaults = all(getattr(self, name) == default for name, default in DEFAULTS.items())
+        defaults = all(getattr(self, name) == getattr(Config, name) for name in CHECKED)
         return named and plain_loss and defaults and not carries and not any(self.sides)
 
     @cached_property
@@ -117,7 +124,7 @@ class Config:
         generate = partial(
             _schedule_for, self.schedule, self.group.size, self.stages, self.requested_slices
         )
-        if isinstance(self.schedule, Chosen):
+        if self.choice is not None:
             return generate
         return lru_cache(maxsize=None)(generate)
 
@@ -175,16 +182,8 @@ class Config:
             raise mistakes.wrong_params(params, self.stages)
 
 
-#: Options and their defaults, which need no check.
-DEFAULTS = {
-    "requested_slices": None,
-    "reduction": "mean",
-    "seed": None,
-    "tied": (),
-    "outputs": "zeros",
-    "accumulate": None,
-    "overlap": "weave",
-}
+#: Options whose defaults need no check.
+CHECKED = ("requested_slices", "reduction", "seed", "tied", "outputs", "accumulate", "overlap")
 
 
 def _schedule_for(

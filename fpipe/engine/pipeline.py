@@ -25,7 +25,7 @@ from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, wi
 from ..tree import Tree
 from . import calls, option_checks
 from .arguments import Call, Each
-from .choice import Choice, Chosen
+from .choice import Choice
 from .config import Config, Loss, Outputs
 from .copies import Copies, copies
 from .microbatches import Reduction
@@ -92,9 +92,9 @@ class Pipeline(PipelineBase[Y, R]):
         except Exception as error:
             self.refuse(error)
             raise
-        schedule = self.config.schedule
-        if isinstance(schedule, Chosen) and mode == "grad" and call.number not in schedule.chosen:
-            self._choose(schedule, call, params, x, targets, side)
+        choice = self.config.choice
+        if choice is not None and mode == "grad" and call.number not in choice.chosen:
+            self._choose(choice, call, params, x, targets, side)
         return call
 
     def stepper(

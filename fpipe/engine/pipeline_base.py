@@ -182,7 +182,7 @@ class PipelineBase(Generic[Y, R]):
         return repr(self.config)
 
     def _repr_html_(self) -> str:
-        if isinstance(self.config.schedule, Chosen):
+        if self.config.choice is not None:
             count = None
         else:
             count = self.config.microbatches
@@ -349,8 +349,8 @@ class PipelineBase(Generic[Y, R]):
         the first call that computes gradients chooses; stages are on ranks as Placement(0: [0], 1:
         [1])
         """
-        auto = self.config.schedule
-        if not isinstance(auto, Chosen):
+        auto = self.config.choice
+        if auto is None:
             return f"{self.config!r}: the schedule was given"
         if not auto.chosen:
             return (
