@@ -15,7 +15,7 @@ from ..actions.product import feature
 from ..errors import StageError, WeaveError
 from ..schedule import Schedule
 from ..stage import MISSING, Stage
-from .config import Config
+from .config import Config, Outputs
 from .microbatches import Weighted
 from .mistakes import check_seed
 from .options import Overlap
@@ -23,7 +23,6 @@ from .side_inputs import names_of
 
 #: Arguments of a call, whose names no side input of a stage can have.
 RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale", "state", "_value"})
-OUTPUTS = ("zeros", "everywhere", "last")
 
 
 def check(config: Config) -> None:
@@ -81,7 +80,7 @@ def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
             reduction in ("mean", "sum") or isinstance(reduction, Weighted),
             "'mean', 'sum' or fpipe.weighted(fn)",
         ),
-        ("outputs", config.outputs in OUTPUTS, "'zeros', 'everywhere' or 'last'"),
+        ("outputs", config.outputs in get_args(Outputs), "'zeros', 'everywhere' or 'last'"),
         (
             "accumulate",
             dtype is None or getattr(dtype, "is_floating_point", False),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import StageError
 from ..tree import AbstractTree, Tree
 from .config import Config
@@ -67,8 +68,8 @@ def abstract(
     for name in values:
         side = sides[name]
         if side.absent and side.name in descriptions:
-            trees = descriptions[side.name]
-            described = trees[mb if len(trees) > 1 else 0]
+            arguments = feature("elsewhere.arguments")
+            described = arguments.described(descriptions[side.name], mb, False)
             empty = (
                 torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
                 for aval in described.avals.values()

@@ -35,6 +35,7 @@ from ..programs.signature import Signature, call
 from ..stage import Stage
 from .blocks.outside import outside
 from .explain import EAGERLY, where
+from .sizes.replacing import replaced
 
 
 class _Place(NamedTuple):
@@ -78,44 +79,30 @@ def _without_inputs(steps: Steps) -> tuple[list[_Step], dict[int, ref[torch.Tens
             for tensor in tensors_in(written(op, args, kwargs)):
                 places.pop(id(tensor), None)
             continue
-        called = _placed(args, places), _placed(kwargs, places)
+        placed_args = _placed(args, places)  # before its results have places
+        placed_kwargs = _placed(kwargs, places)
         returns = []
         for tensor in tensors_in([result]):
             returns.append(places.setdefault(id(tensor), len(tensors)))
             tensors[returns[-1]] = ref(tensor)
-        again.append(_Step(op, *called, tuple(returns)))
+        again.append(_Step(op, placed_args, placed_kwargs, tuple(returns)))
     valid = set(places.values())
     return again, {number: tensor for number, tensor in tensors.items() if number in valid}
 
 
 def _placed(value: Any, places: dict[int, int]) -> Any:
-    """A value with places for tensors, and numbers for symbolic sizes."""
-    if isinstance(value, (list, tuple)):
-        return [_placed(item, places) for item in value]
-    if isinstance(value, dict):
-        return {key: _placed(item, places) for key, item in value.items()}
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
-    if is_fake(value):
-        return _Place(places[id(value)])
-    return value
+    """A value with places for tensors without data, and numbers for symbolic sizes."""
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+        value = replaced(value, kind, lambda symbol: symbol.node.hint)
+    return replaced(value, torch.Tensor, lambda t: _Place(places[id(t)]) if is_fake(t) else t)
 
 
 def _computed(steps: Iterable[_Step]) -> dict[int, torch.Tensor]:
     """What steps return, with data."""
     values: dict[int, torch.Tensor] = {}
-
-    def given(value: Any) -> Any:
-        if isinstance(value, _Place):
-            return values[value.number]
-        if isinstance(value, list):
-            return [given(item) for item in value]
-        if isinstance(value, dict):
-            return {key: given(item) for key, item in value.items()}
-        return value
-
     for op, args, kwargs, returns in steps:
-        result = op(*given(args), **given(kwargs))
+        args, kwargs = replaced((args, kwargs), _Place, lambda place: values[place.number])
+        result = op(*args, **kwargs)
         values.update(zip(returns, tensors_in([result]), strict=True))
     return values
 

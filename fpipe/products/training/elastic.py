@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -240,7 +239,6 @@ class Members:
                     ) from error
                 step = self._manager.current_step()
                 self._manager.shutdown()  # after an error it has no further quorum
-                _wait_for(self._elastic.lighthouse, end)
                 self._manager = self._connected()
                 self._go_to(step)
 
@@ -344,12 +342,3 @@ def _host(lighthouse: str) -> str:
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((url.hostname, url.port))  # sends nothing
         return probe.getsockname()[0]
-
-
-def _wait_for(lighthouse: str, end: float) -> None:
-    """Wait until the lighthouse accepts connections, at most until ``end``."""
-    at = urlsplit(lighthouse)
-    while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection((at.hostname, at.port), timeout=1.0):
-            return
-        time.sleep(_PAUSE)
