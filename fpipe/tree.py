@@ -110,15 +110,15 @@ def is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def sum_dtype(dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are added; ``wide`` is the option ``accumulate=``.
+def sum_dtype(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` are added; ``accumulate`` is the option ``accumulate=``.
 
     >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.complex64, torch.float64)
     (torch.float32, torch.complex128)
     """
-    if wide is None or not (dtype.is_floating_point or dtype.is_complex):
+    if accumulate is None or not (dtype.is_floating_point or dtype.is_complex):
         return dtype
-    return torch.promote_types(dtype, wide) if dtype.is_complex else wide
+    return torch.promote_types(dtype, accumulate) if dtype.is_complex else accumulate
 
 
 def describe(leaves: Sequence[Any]) -> str:

@@ -121,12 +121,13 @@ def most_units(rows: Sequence[Row]) -> int:
 
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
-    """Which ops occur, and whether the rows are ``ordered`` for ``walk``. ValueError if a cell
-    breaks a rule.
+    """Which ops occur, and whether the rows are ``ordered``, so that ``walk`` may run them faster.
+
+    Raises ValueError or KeyError if a cell breaks a rule.
     """
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
     owners = {path: dict(enumerate(path)) for path in set(paths)}
-    # KeyError for any other number
+    # Both levels are dictionaries, so that a number out of range raises KeyError.
     where = {microbatch: owners[path] for microbatch, path in enumerate(paths)}
     seen = bytearray(placement.stages * microbatches)
     fused = False
@@ -137,7 +138,8 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tupl
             if where[microbatch][stage] != rank:
                 raise ValueError
             at = stage * microbatches + microbatch
-            seen[at] = AFTER[op][seen[at]]  # ValueError: no byte
+            # Where the op breaks a rule, AFTER has 256. A bytearray raises ValueError for that.
+            seen[at] = AFTER[op][seen[at]]
     return seen.translate(ALL_OPS), not fused and max(seen, default=0) < EARLY
 
 

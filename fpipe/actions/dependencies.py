@@ -87,12 +87,13 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    present = facts.initial() + b"\1"  # the last one is always present
+    # One byte behind the last fact is always 1. A rank that waits for nothing refers to it.
+    present = facts.initial() + b"\1"
     run = _run_ordered if ordered else _run
     ranks = [run(cast(Any, row), facts, present) for row in rows]
     reached = [0] * len(rows)
     awaited = [facts.size] * len(rows)
-    runs = list[int]()  # an array grows slower
+    runs = list[int]()  # a list grows faster than an array
     turn = range(len(rows))
     moved = True
     while moved:
@@ -136,8 +137,10 @@ def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]
 def _run_ordered(
     row: Sequence[Action], facts: Facts, present: bytearray
 ) -> Iterator[tuple[int, int]]:
-    """As ``_run`` for ordered rows: an action can wait only for the last fact that it needs, and
-    other stages need only the first that it provides.
+    """Run a row as ``_run`` does, where the row is ordered.
+
+    In such a row, only the last fact that an action needs can come from another rank, and other
+    ranks need only the first fact that it provides.
     """
     offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
     microbatches = facts.microbatches

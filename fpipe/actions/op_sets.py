@@ -27,8 +27,9 @@ def _complete(ops: int) -> bool:
 
 
 def _after(op: str) -> list[int]:
-    """For each set of ops, the set after ``op``; 256, which is no byte, if another op of the set
-    provided the same.
+    """For each set of ops, the set after ``op`` was added.
+
+    It is 256, which does not fit into a byte, where an op of the set provided the same.
     """
     kind = KINDS[op]
     clash = _providing(kind.provides)

@@ -19,7 +19,7 @@ from ..collectives.group import Facts
 from .arguments import Call, Descriptions, LossScale
 from .config import Config
 from .facts import facts, of_call, shared
-from .handshake import agree, tag_of, together
+from .handshake import agree, on_all_ranks, tag_of
 from .interfaces import tree_data, tree_from_data
 from .kinds import TracedKind
 from .prepare import Prepared
@@ -97,7 +97,7 @@ class FirstCall:
         arguments = feature("elsewhere.arguments")
         call = self.call
         names = [name for of_rank in absent for name in of_rank]
-        descriptions = together(
+        descriptions = on_all_ranks(
             call.config.group, lambda: arguments.describe(call, names), _as_data, _from_data
         )
         return arguments.completed(call, absent, descriptions).request(self.shares)

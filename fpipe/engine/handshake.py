@@ -87,7 +87,7 @@ def _difference(texts: list[str], one: int, other: int) -> str:
     return ""
 
 
-def together(
+def on_all_ranks(
     group: Group, work: Callable[[], T], as_data: Callable[[T], Any], from_data: Callable[[Any], T]
 ) -> list[T]:
     """Do something on every rank and gather the results, as data; one rank's failure is raised on

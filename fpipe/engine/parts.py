@@ -175,6 +175,8 @@ _NARROW = {torch.float64: False, torch.float32: True}
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
     """Multiply scalars by the weight, and add them in order.
 
+    ``scalars.total_of`` adds losses that have auxiliary losses, or a weight each.
+
     The result has the bits of one process that runs the microbatches in order and adds each loss.
 
     >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)

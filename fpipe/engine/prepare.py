@@ -29,7 +29,7 @@ from ..tree import AbstractTree
 from . import interfaces, unused
 from .config import Config
 from .execute import Executable, bind
-from .handshake import together
+from .handshake import on_all_ranks
 from .kinds import TracedKind, loss_programs, map_slices, trace_next_stages
 from .mistakes import no_report
 from .option_checks import check_patterns
@@ -128,7 +128,7 @@ def lowering_inputs(
             tuple(kind.on_rank(config, request, rank) for kind in traced),
             request.kind_of,
             training=request.mode != "forward",
-            wide=config.accumulate,
+            accumulate=config.accumulate,
             wants_dx=request.wants_dx,
             phased=request.mode == "vjp",
             wired=distributed and not group.at_once,
@@ -295,5 +295,6 @@ def exchange(
         states.append(after)
         return report
 
-    reports = together(config.group, work, interfaces.news_as_data, interfaces.news_from_data)
+    as_data, from_data = interfaces.news_as_data, interfaces.news_from_data
+    reports = on_all_ranks(config.group, work, as_data, from_data)
     return states[0], reports

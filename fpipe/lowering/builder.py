@@ -350,7 +350,7 @@ class Builder:
     def _add(self, action: Action, programs: Programs, op: str) -> None:
         """Add the gradients that the action's program returned."""
         stage = action.stage
-        wide = self.job.wide
+        accumulate = self.job.accumulate
         inside = self._added_inside.get((id(programs), op, stage), {})
         gradients = []
         values = []
@@ -365,11 +365,11 @@ class Builder:
             gradients.append(gradient)
             values.append(value)
             if name in programs.grad_avals:
-                sums.append(sum_of(programs.grad_avals[name], wide))
+                sums.append(sum_of(programs.grad_avals[name], accumulate))
             if gradient in self.accumulated:
                 how.append("add")
             else:
-                how.append("take" if name in programs.fresh and wide is None else "copy")
+                how.append("take" if name in programs.fresh and accumulate is None else "copy")
             self.accumulated.add(gradient)
         if gradients:
             if len(sums) < len(gradients):  # the dtype of some is not known before the run
@@ -396,9 +396,9 @@ def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
     return tuple([(source, mb) for source in kind.graph.input_gradients()])
 
 
-def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
+def sum_of(aval: Aval, accumulate: torch.dtype | None) -> Aval:
     """The aval of a sum of gradients."""
-    return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, wide))
+    return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, accumulate))
 
 
 # ---- slots ----
@@ -438,18 +438,22 @@ def assign(
 def _uses(
     keyed: Sequence[Instruction], wanted: Sequence[Key], feeds: dict[Key, int]
 ) -> Iterator[Use]:
-    """The use of each instruction, from the last one to the first."""
-    used = {*wanted, *feeds}  # later than an instruction; at the end, by the caller
+    """The use of each instruction, from the last one to the first.
+
+    ``later`` has the keys that are read after the current instruction. The caller reads the results
+    after the last one, and keeps what it fed.
+    """
+    later = {*wanted, *feeds}
     for ins in reversed(keyed):
-        needed = tuple([key in used for key in ins.writes])
+        needed = tuple([key in later for key in ins.writes])
         if ins.op.updates:
-            used.update(ins.writes)
+            later.update(ins.writes)
         elif ins.op.renews:
-            used.difference_update(ins.writes)
+            later.difference_update(ins.writes)
         ends = []
         for place, key in enumerate(ins.reads):
-            if key not in used:
-                used.add(key)
+            if key not in later:  # this read is the last
+                later.add(key)
                 ends.append(place)
         yield tuple(ends), needed
 

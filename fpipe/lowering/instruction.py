@@ -94,7 +94,7 @@ class Machine:
     rank: int
     group: Group
     device: torch.device
-    wide: torch.dtype | None = None  # in which gradients are accumulated
+    accumulate: torch.dtype | None = None  # in which gradients are accumulated
     check: Check | None = None  # of each result
     first: int = 0  # the number of the first microbatch among those of all copies
 

@@ -193,7 +193,7 @@ class Add(Op):
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         pairs = tuple(zip(ins.writes, ins.reads, self.how, strict=True))
         frees = ins.frees
-        wide = machine.wide
+        accumulate = machine.accumulate
         into = tuple(slot for slot, _, how in pairs if how == "add")
         values = tuple(value for _, value, how in pairs if how == "add")
         first = tuple(pair for pair in pairs if pair[2] != "add")
@@ -202,7 +202,7 @@ class Add(Op):
             slots = r.slots
             for slot, value, how in first:
                 tensor = slots[value]
-                slots[slot] = tensor if how == "take" else _copy(tensor, wide)
+                slots[slot] = tensor if how == "take" else _copy(tensor, accumulate)
             if into:
                 add_each([slots[i] for i in into], [slots[i] for i in values])
             for i in frees:
@@ -211,8 +211,8 @@ class Add(Op):
         return step
 
 
-def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
-    dtype = sum_dtype(tensor.dtype, wide)
+def _copy(tensor: torch.Tensor, accumulate: torch.dtype | None) -> torch.Tensor:
+    dtype = sum_dtype(tensor.dtype, accumulate)
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -52,7 +52,7 @@ class LoweringInput:
     kinds: tuple[ProgramSet, ...]
     kind_of: tuple[int, ...]
     training: bool = True
-    wide: torch.dtype | None = None  # in which gradients are accumulated, if it is another
+    accumulate: torch.dtype | None = None  # in which gradients are accumulated, if it is another
     wants_dx: bool = False  # whether the caller wants the gradient of x
     phased: bool = False  # all forwards come first, and all their messages before the backwards
     wired: bool = False  # some ranks are in other processes

@@ -57,7 +57,7 @@ class Traces(dict[Key, Programs]):
         self.families: dict[Key, Any] = {}
 
 
-#: By identity: functions that are == may compute something else.
+#: By identity of the function: two that are equal (``==``) may compute something else.
 _WEAK: MutableMapping[object, Traces] = WeakIdKeyDictionary()
 #: Programs of other engines refer to their function, so they are cached as long as they are used.
 _UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
@@ -145,6 +145,7 @@ def _limit(store: Traces, stage: Stage, newest: Programs) -> None:
 
 
 def _traces_of(fn: Callable[..., object]) -> Traces:
+    """The traces of this very function. Another that is equal to it (``==``) has its own."""
     try:
         return _WEAK.setdefault(fn, Traces())
     except TypeError:

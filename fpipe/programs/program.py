@@ -150,7 +150,7 @@ def _source(
     adds: Adds,
     scope: Scope,
 ) -> str:
-    """The operations as source of a function of a box; ``scope`` has the constants."""
+    """The source of a function that runs the operations; ``scope`` has the constants."""
     last = dict.fromkeys(inputs, -1)
     last |= {name: index for index, op in enumerate(body) for name in (op.name, *op.inputs)}
     keep = {*outputs, *scope, *(into for targets in adds.values() for into in targets)}

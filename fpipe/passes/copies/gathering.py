@@ -201,7 +201,7 @@ def _reduces(
         layout = of.layouts[stage]
         leaves = tuple(leaf for leaf in layout.leaves if grad(stage, leaf) in added)
         if leaves:
-            reduces.append(Reduce(Share(stage, layout, leaves, of.copies, True, job.wide)))
+            reduces.append(Reduce(Share(stage, layout, leaves, of.copies, True, job.accumulate)))
     return reduces
 
 

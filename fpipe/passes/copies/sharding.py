@@ -188,7 +188,7 @@ class Share:
     """What an instruction is about that copies carry out together: leaves of a stage, parameters or
     gradients.
 
-    ``wide`` is the dtype in which gradients were accumulated, where it is not their own.
+    ``accumulate`` is the dtype in which gradients were accumulated, where it is not their own.
     """
 
     stage: int
@@ -196,7 +196,7 @@ class Share:
     leaves: tuple[int, ...]
     copies: Copies
     gradients: bool = False
-    wide: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -213,7 +213,7 @@ class Share:
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of the values before and after."""
-        return tree.sum_dtype(bucket.dtype, self.wide if self.gradients else None)
+        return tree.sum_dtype(bucket.dtype, self.accumulate if self.gradients else None)
 
     def carried(self, bucket: Bucket) -> torch.dtype:
         """Of the memory of a bucket under way."""
