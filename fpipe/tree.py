@@ -111,7 +111,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are added; ``accumulate`` is the option ``accumulate=``.
+    """The dtype of a sum of gradients of ``dtype``; ``accumulate`` is the option of that name.
 
     >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.complex64, torch.float64)
     (torch.float32, torch.complex128)
