@@ -14,8 +14,9 @@ import inspect
 import operator
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -184,43 +185,38 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
     inputs = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     others = inputs[1:]
     unknown = set(side).difference(p.name for p in others)
-    if unknown or not inputs:
+    if not inputs:
+        raise StageError(
+            f"{type(module).__name__}.forward has no arguments with a name, so its input has none; "
+            "write forward(self, x, ...)"
+        )
+    if unknown:
         raise StageError(
             f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
             f"its first one; it has {', '.join(p.name for p in others) or 'none'}"
         )
-    optional = [p for p in others if p.default is not p.empty]
-    fixed = {p.name: p.default for p in optional if p.name not in side}
+    wanted = [p for p in others if p.name in side or p.default is p.empty]
     try:
-        graph = _traced(module, cuts, fixed)
+        graph = _traced(module, cuts, [inputs[0], *wanted])
         assert graph is not None, "a forward without outcomes returns a graph, or raises"
     except Exception as error:
         raise StageError(
             f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: "
             f"{_reason(error)}. "
-            "Keep what depends on values inside submodules, or write the stages as functions "
-            "(fpipe.interop.huggingface.stages cuts causal models of the transformers package)"
+            "Keep what depends on values inside submodules, in which no cut is, or write the "
+            "stages as functions; models of the transformers package are cut by "
+            "fpipe.interop.huggingface.stages"
         ) from error
-    for node in list(graph.nodes):
+    for node in graph.nodes:
         if node.target in _FACTORIES:
             node.meta.pop("is_wrapped", None)  # its code finds torch's functions without fx.wrap
-        name = str(node.target)
-        if node.op == "placeholder" and (name.lstrip("*") in fixed or name.startswith("*")):
-            _remove(graph, node)
     return graph
-
-
-def _remove(graph: fx.Graph, node: fx.Node) -> None:
-    """Remove an argument that has its default value, and fx's checks that it still has it."""
-    for user in list(node.users):
-        _remove(graph, user)
-    graph.erase_node(node)
 
 
 def _traced(
     module: nn.Module,
     cuts: Sequence[str],
-    fixed: dict[str, object],
+    arguments: Sequence[inspect.Parameter],
     outcomes: tuple[bool, ...] = (),
 ) -> fx.Graph | None:
     """Record a forward; where one outcome of a test does nothing but raise, the other one is taken.
@@ -231,18 +227,20 @@ def _traced(
     Args:
         module: the module.
         cuts: names of submodules.
-        fixed: values of arguments.
+        arguments: those that are not known; the others keep their defaults.
         outcomes: of the first tests of values that are not known.
 
     Returns:
         The graph; None if the forward raises after these outcomes.
     """
     try:
-        return _Tracer(cuts, outcomes).trace(module, concrete_args=fixed)
+        return _Tracer(cuts, arguments, outcomes).trace(module)
     except _UndecidedError:
         if len(outcomes) == _MOST_TESTS:
             raise
-        tried = [_traced(module, cuts, fixed, (*outcomes, outcome)) for outcome in (True, False)]
+        tried = [
+            _traced(module, cuts, arguments, (*outcomes, outcome)) for outcome in (True, False)
+        ]
         graphs = {_text(graph): graph for graph in tried if graph is not None}
         if len(graphs) > 1 or not (graphs or outcomes):
             raise
@@ -290,19 +288,41 @@ class _Tracer(fx.Tracer):
 
     Args:
         cuts: names of submodules.
+        arguments: of the forward, for which there are placeholders.
         outcomes: of the tests of values that are not known, in turn.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, cuts: Sequence[str], outcomes: Sequence[bool]):
+    def __init__(
+        self,
+        cuts: Sequence[str],
+        arguments: Sequence[inspect.Parameter],
+        outcomes: Sequence[bool],
+    ):
         super().__init__(autowrap_functions=_FACTORIES)
+        self.arguments = arguments
         # where fx looks for them, beside the globals of the forward
         self._autowrap_search.append(torch)
         self.outcomes = iter(outcomes)
         self.traced = set[str]()
         for cut in cuts:
             self.traced.update(cut.rsplit(".", up)[0] for up in range(1, cut.count(".") + 1))
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., object], is_module: bool, concrete_args: object = None
+    ) -> tuple[Callable[..., object], list[object]]:
+        """Return the forward and a placeholder for each argument, which a decorator may hide."""
+        positional = list[object]()
+        named = dict[str, object]()
+        for index, argument in enumerate(self.arguments):
+            placeholder = self.create_proxy("placeholder", argument.name, (), {})
+            can_be_named = argument.kind is not argument.POSITIONAL_ONLY
+            if argument.kind is argument.KEYWORD_ONLY or (index and can_be_named):
+                named[argument.name] = placeholder
+            else:
+                positional.append(placeholder)
+        return partial(self.root.forward, **named), positional
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.traced
@@ -334,17 +354,14 @@ def _reason(error: Exception) -> str:
     """Return why a forward cannot be recorded, by the line of it that fails."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not _is_internal(frame.filename)]
-    if not frames:  # torch.fx failed to call it at all
-        return "a decorator hides its arguments, or it takes them as *args"
     outside = [f for f in frames if not re.search("/torch/(nn/modules|functional)", f.filename)]
-    last = (outside or frames)[-1]
-    at = f"{last.filename}:{last.lineno} ({last.line})"
+    at = "".join(f", at {f.filename}:{f.lineno} ({f.line})" for f in (outside or frames)[-1:])
     if isinstance(error, TraceError):
-        return f"a value decides what it computes, at {at}"
-    if isinstance(error, AttributeError) and "Proxy" not in str(error):
+        return f"a value decides what it computes{at}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
         return (
-            f"{error}, at {at}: what the forward of a submodule stores on it has no value when "
+            f"{error}{at}: what the forward of a submodule stores on it has no value when "
             "stages are cut; let the submodule return it (a loss of a stage is "
             "fpipe.Stage(fn, aux_loss=True), see 'MoE and overlap')"
         )
-    return f"it needs a value that is known only when it runs, at {at}"
+    return f"it needs a value that is known only when it runs{at}: {type(error).__name__}: {error}"

@@ -559,9 +559,52 @@ def test_from_module_shows_no_internals_of_torch(compiler: bool):
         torch.compile(torch.sin, backend="eager")
     with pytest.raises(
         fpipe.errors.StageError,
-        match=r"submodules: a decorator hides its arguments.*huggingface.stages",
+        match=r"submodules: it needs a value that is known only when it runs, "
+        r"at \S+/transformers/modeling_layers\.py:\d+.*DynamicCache.*huggingface.stages",
     ):
         fpipe.from_module(decoder("llama", layers=2), cuts=["model.layers.1"])
+
+
+SMALL = {"vocab_size": 50, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def test_bert_by_from_module():
+    """The arguments of its forward, behind decorators, were confused."""
+    model = transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=2, **SMALL)
+    ).eval()
+    stages, params = fpipe.from_module(model, cuts=["encoder.layer.1"])
+    pipe = fpipe.pipeline(
+        stages,
+        loss=lambda y: y.last_hidden_state[:, 0].sum(),
+        microbatches=1,
+        group=fpipe.local(2),
+    )
+    loss, grads = fpipe.value_and_grad(pipe)(params, tokens(ROWS))
+    want = model(tokens(ROWS)).last_hidden_state[:, 0].sum()
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    reference = {name: p.grad for name, p in model.named_parameters()}
+    for row in grads:
+        for name, gradient in row.items():
+            if reference[name] is not None:
+                torch.testing.assert_close(gradient, reference[name])
+
+
+def test_a_model_of_transformers_that_looks_at_values_is_sent_to_stages():
+    config = transformers.CLIPTextConfig(
+        hidden_size=16, num_hidden_layers=2, bos_token_id=1, eos_token_id=7, **SMALL
+    )
+    model = transformers.CLIPTextModel(config).eval()
+    with pytest.raises(
+        fpipe.errors.StageError,
+        match=r"a value decides what it computes, at .*models of the transformers package are cut "
+        r"by fpipe\.interop\.huggingface\.stages",
+    ):
+        fpipe.from_module(model, cuts=["encoder.layers.1"])
+    stages, params = huggingface.stages(model, 2)
+    y = stages[1](params[1], stages[0](params[0], tokens(ROWS)))
+    torch.testing.assert_close(y, model(tokens(ROWS)).last_hidden_state)
 
 
 def test_other_modules_are_sent_to_from_module():

@@ -5,6 +5,7 @@ gives.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -451,6 +452,62 @@ class Noted(nn.Module):
     def forward(self, x: Tensor) -> Any:
         x = self.b(self.a(x))
         return x, self.a.noted
+
+
+def decorated(forward: Any) -> Any:
+    """As libraries decorate: other arguments, and a look at the keywords."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("keep") is not None:
+            raise ValueError("keep")
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    @decorated
+    def forward(self, x: Tensor, keep: Any = None, *, scale: Tensor, **more: Any) -> Tensor:
+        return self.b(self.a(x) * scale)
+
+
+class ByPosition(Decorated):
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, scale: Tensor, /, keep: Any = None
+    ) -> Tensor:
+        return self.b(self.a(x) * scale)
+
+
+class ByName(Decorated):
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, x: Tensor, scale: Tensor
+    ) -> Tensor:
+        return self.b(self.a(x) * scale)
+
+
+@pytest.mark.parametrize("kind", [Decorated, ByPosition, ByName])
+def test_a_forward_is_cut_however_it_gets_its_arguments(kind: Any):
+    """Of a decorated one torch.fx confused them: 'NoneType' object has no attribute 'get'."""
+    model = kind()
+    stages, params = fpipe.from_module(model, cuts=["b"])
+    x, scale = torch.randn(2, 4, 2)
+    y = stages[1](params[1], stages[0](params[0], x, scale=scale))
+    assert torch.equal(y, model.b(model.a(x) * scale))
+
+
+def test_a_forward_of_the_module_itself_is_not_ignored():
+    """Stages computed what its class computes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.forward = lambda input: 2 * model[1](model[0](input))
+    with pytest.raises(
+        fpipe.errors.StageError, match=r"at .*test_modules\.py:\d+.*module is not installed"
+    ):
+        fpipe.from_module(model, cuts=["1"])
 
 
 def test_an_attribute_that_a_forward_sets_is_named_with_the_line_of_the_user():
