@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from ..actions.product import feature
-from ..tree import arriving
+from ..tree import has_gaps
 from .held import Held
 from .internals import draws, storage_id
 
@@ -314,7 +314,7 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         value = value_of(node)
         state = node.op == "placeholder" and node.name[0] == "t"
-        gaps = value is not None and tuple(value.stride()) != arriving(value.shape, value.stride())
+        gaps = value is not None and has_gaps(value.shape, value.stride())
         if not (shared(node) or state or (gaps and node.op == "call_function")):
             continue
         with graph.graph.inserting_before(output):

@@ -44,18 +44,11 @@ def _each(
     """torch's function ``name`` of each tensor; an argument is one for all or a list of one for
     each.
     """
-    if differentiated() or (name == "lerp" and _without_kernel(xs)):
+    if differentiated():
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
         return [getattr(torch, name)(*row, **options) for row in zip(xs, *rows, strict=True)]
     after = getattr(torch, f"_foreach_{name}{'_' * inplace}")(xs, *args, **options)
     return xs if inplace else list(after)
-
-
-def _without_kernel(xs: Tensors) -> bool:
-    """Whether these are DTensors, for which torch 2.11 lacks the kernels of lerp and of norms in
-    another dtype.
-    """
-    return hasattr(xs[0], "device_mesh")
 
 
 add = partial(_each, "add")  #: ``x + alpha * y``
@@ -70,16 +63,9 @@ sqrt = partial(_each, "sqrt")
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
     dtype = norm_dtype(xs[0])
-    if differentiated() or _without_kernel(xs):
-        return whole([torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs])
-    return whole(list(torch._foreach_norm(xs, p, dtype=dtype)))
-
-
-def whole(xs: Tensors) -> Tensors:
-    """The values of tensors without axes, which all are DTensors of one mesh, or none is."""
-    if hasattr(xs[0], "full_tensor"):
-        return list(torch.stack(xs).full_tensor().unbind())  # type: ignore[attr-defined]
-    return xs
+    if differentiated():
+        return [torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs]
+    return list(torch._foreach_norm(xs, p, dtype=dtype))
 
 
 def norm_dtype(x: Tensor) -> torch.dtype | None:

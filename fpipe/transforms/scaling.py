@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -124,8 +123,7 @@ def add_noise(
 
         def kernel(gs, keys):
             place = keys[0][0]
-            noise = _normal(gs, f"{seed}/{t}/{tied.get(place, place)}{shard}")
-            return map_kinds(partial(F.add, alpha=std), gs, noise)
+            return F.add(gs, _normal(gs, f"{seed}/{t}/{tied.get(place, place)}{shard}"), alpha=std)
 
         names = at.names(range(len(at.leaves)))
         keys = [
@@ -144,10 +142,4 @@ def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     sizes = [leaf.numel() for leaf in leaves]
     generator = torch.Generator(device).manual_seed(seed)
     flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=device)
-    draws = list[Tensor]()
-    for draw, leaf in zip(flat.split(sizes), leaves, strict=True):
-        draws.append(draw.view(leaf.shape))
-        mesh = getattr(leaf, "device_mesh", None)
-        if mesh is not None:  # a DTensor: all members of its mesh have the same draws
-            draws[-1] = type(leaf).from_local(draws[-1], mesh)  # type: ignore[attr-defined]
-    return draws
+    return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,12 +17,16 @@ from torch import Tensor
 
 import fpipe
 
-from .models import Body, Shape, function, parameters, random_body, tensors_of
+from .features import CALL, PIPELINE, Features, drawn
+from .models import Body, Shape, function, initial_carry, parameters, random_body, tensors_of
 from .operations import BY_NAME, WIDTH
 
 PER_MODEL = 16
 #: schedules that take one stage a rank, any number, and two
-ONE = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "DualPipe")
+ONE = (
+    *("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "DualPipe"),
+    *("Seq1F1B", "SeqZBH1"),
+)
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "Overlapped1F1B")
 FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo", "BitPipe")
 
@@ -35,8 +39,13 @@ class Call:
     microbatches: int
     rows: tuple[int, ...]  # of each microbatch
     split: bool  # given as Microbatches
-    input_grad: bool = False
-    scale: float | None = None  # loss_scale=
+    tokens: int = 0  # of the second axis, if there is one
+    features: Features = field(default_factory=dict)  # of features.CALL
+
+    @property
+    def argnums(self) -> int | tuple[int, ...]:
+        """What is differentiated."""
+        return self.features.get("argnums", 0)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Model:
     dtype: torch.dtype
     dropout: bool  # the pipeline has a seed
     rows: tuple[int, ...]  # sizes of microbatches
+    tokens: tuple[int, ...] = ()  # lengths of sequences; () for rows without an axis of tokens
 
     @property
     def blocks(self) -> str:
@@ -78,9 +88,20 @@ class Case:
     reduction: str
     frozen: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]
-    wide: bool  # accumulate=torch.float64
     count: int  # microbatches of a whole batch
     calls: tuple[Call, ...]
+    features: Features = field(default_factory=dict)  # of features.PIPELINE
+    second: tuple[str, int] = ("GPipe", 1)  # another schedule of the stages, and its ranks
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices sequences are cut."""
+        return self.features.get("slices", 1)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the pipeline there are."""
+        return 2 if "copies" in self.features else 1
 
     def __str__(self) -> str:
         model = self.model
@@ -92,7 +113,7 @@ class Case:
         )
         options = [f"frozen {self.frozen}"] if self.frozen else []
         options += [f"tied {self.tied}"] if self.tied else []
-        options += ["accumulate float64"] if self.wide else []
+        options += [f"features {self.features}"] if self.features else []
         options += ["seed=7"] if model.dropout else []
         lines = [head, *(f"  {option}" for option in options)]
         for number, body in enumerate(model.bodies):
@@ -105,16 +126,16 @@ def random_model(number: int) -> Model:
     """The model of a number."""
     draw = random.Random(f"model {number}")
     stages = draw.choice((1, 2, 2, 2, 3, 4, 4, 6))
-    dtype32, dropout = draw.random() < 0.75, draw.random() < 0.15
+    dtype = draw.choice((torch.float32,) * 5 + (torch.float64, torch.bfloat16))
+    dtype32, dropout = dtype is torch.float32, draw.random() < 0.15
+    tokens = draw.choice(((), (), (4,), (4, 8)))
     bodies: list[Body] = []
     engines: list[str] = []
     inputs = 1
     for _ in range(stages):
         engine = "eager" if draw.random() < 0.2 else "trace"
         bodies.append(
-            random_body(
-                draw, inputs, Shape(dropout=dropout, dtype32=dtype32, eager=engine == "eager")
-            )
+            random_body(draw, inputs, Shape(dropout, dtype32, engine == "eager", bool(tokens)))
         )
         engines.append(engine)
         inputs = len(bodies[-1].outputs)
@@ -122,8 +143,7 @@ def random_model(number: int) -> Model:
     if not loss:
         bodies = [replace(body, aux_loss=False) for body in bodies]
     rows = (2,) if draw.random() < 0.6 else tuple(draw.sample((1, 2, 3), 2))
-    dtype = torch.float32 if dtype32 else torch.float64
-    return Model(number, tuple(bodies), tuple(engines), loss, dtype, dropout, rows)
+    return Model(number, tuple(bodies), tuple(engines), loss, dtype, dropout, rows, tokens)
 
 
 def random_case(seed: int) -> Case:
@@ -131,13 +151,49 @@ def random_case(seed: int) -> Case:
     model, draw = random_model(seed // PER_MODEL), random.Random(seed)
     bodies, stages = model.bodies, len(model.bodies)
     name, ranks, count = _random_schedule(draw, model)
-    frozen = tuple(f"{s}" for s in range(stages) if draw.random() < 0.03 and bodies[s].shapes)
-    calls = tuple(_random_call(draw, model, count) for _ in range(draw.choice((1, 1, 2, 3))))
+    features = _fitting(model, drawn(draw, PIPELINE))
+    frozen = [f"{s}" for s in range(stages) if draw.random() < 0.03 and bodies[s].shapes]
+    if "frozen_leaf" in features:
+        frozen += [
+            f"{s}.{draw.randrange(len(body.shapes))}"
+            for s, body in enumerate(bodies)
+            if body.shapes and not body.nested and draw.random() < 0.5
+        ]
+    tied = _ties(draw, bodies)
+    every = {name for group in tied for name in group}
+    if every:
+        frozen = [name for name in frozen if not any(leaf.startswith(name) for leaf in every)]
+    number = draw.choice((1, 1, 2, 3))
+    calls = tuple(_random_call(draw, model, count) for _ in range(number))
     reduction = draw.choice(("mean", "mean", "sum", "weighted")) if model.loss else "mean"
-    wide = draw.random() < 0.1 and model.dtype is torch.float32
+    second = _random_schedule(draw, model)[:2]
     return Case(
-        seed, model, name, ranks, reduction, frozen, _ties(draw, bodies), wide, count, calls
+        seed,
+        model,
+        name,
+        ranks,
+        reduction,
+        tuple(frozen),
+        tied,
+        count,
+        calls,
+        features,
+        second,
     )
+
+
+def _fitting(model: Model, features: dict[str, Any]) -> dict[str, Any]:
+    """The features that a model can have, together."""
+    without = set[str]()
+    if not model.tokens:
+        without.add("slices")
+    if "copies" in features:
+        without.add("fakes")
+    else:
+        without |= {"reduce_dtype", "bucket_bytes", "unsharded"}
+    if not model.stateful:
+        without.add("initial_state")
+    return {name: value for name, value in features.items() if name not in without}
 
 
 def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
@@ -185,8 +241,17 @@ def _random_call(draw: random.Random, model: Model, count: int) -> Call:
         if model.loss
         else draw.choice(("vjp", "vjp", "forward"))
     )
-    scale = draw.choice((None, None, 4.0)) if kind == "grad" else None
-    return Call(kind, number, rows, split, draw.random() < 0.3, scale)
+    tokens = draw.choice(model.tokens or (0,))
+    wanted = drawn(draw, CALL)
+    if wanted.get("setting") == "autocast float16":  # large numbers overflow
+        wanted.pop("loss_scale", None)
+    only = {
+        "grad": {"argnums", "without_value", "loss_scale", "each"},
+        "forward": {"each"} if model.loss else set[str](),
+        "vjp": {"twice"},
+    }
+    apply = only[kind] | {"setting", "before", "seed"}
+    return Call(kind, number, rows, split, tokens, {n: v for n, v in wanted.items() if n in apply})
 
 
 def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...], ...]:
@@ -204,6 +269,11 @@ def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...],
         return ()
     a, b = draw.choice(pairs)
     return ((f"{a[0]}.{a[1]}", f"{b[0]}.{b[1]}"),)
+
+
+def is_frozen(case: Case, stage: int, index: int) -> bool:
+    """Whether a leaf has no gradient."""
+    return f"{stage}" in case.frozen or f"{stage}.{index}" in case.frozen
 
 
 # ---- what a case runs ----
@@ -227,16 +297,14 @@ LOSSES: dict[str, Callable[..., Any]] = {"mean": _every, "some": _some, "aux": _
 @lru_cache(maxsize=2)
 def stages_of(model: Model) -> list[fpipe.Stage]:
     """The stages of a model."""
-    return [
-        fpipe.Stage(
-            function(body, model.blocks),
-            aux_loss=body.aux_loss,
-            state=body.state,
-            engine=engine,
-            name=f"s{n}",
-        )  # type: ignore[arg-type]
-        for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True))
-    ]
+    stages = []
+    for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True)):
+        options: dict[str, Any] = {"engine": engine, "name": f"s{n}"}
+        if body.carry:
+            options |= {"carry": True, "initial_carry": initial_carry(body)}
+        fn = function(body, model.blocks, bool(model.tokens))
+        stages.append(fpipe.Stage(fn, aux_loss=body.aux_loss, state=body.state, **options))
+    return stages
 
 
 def parameters_of(case: Case) -> list[Any]:
@@ -264,13 +332,14 @@ class Batch:
     scales: list[Tensor]
 
 
-def batch_of(case: Case, call: Call, number: int) -> Batch:
-    """The batch of a call."""
-    generator = torch.Generator().manual_seed(1000 * case.seed + number)
-    one = lambda n, *shape: torch.randn(n, *shape, generator=generator, dtype=case.model.dtype)
-    xs = [one(n, WIDTH) for n in call.rows]
-    targets = [one(n, WIDTH) for n in call.rows]
-    return Batch(xs, targets, [one(n, 1) for n in call.rows])
+def batch_of(case: Case, call: Call, number: int, copy: int = 0) -> Batch:
+    """The batch of a call of one of the copies."""
+    generator = torch.Generator().manual_seed(10_000 * case.seed + 10 * number + copy)
+    axes = (call.tokens,) if call.tokens else ()
+    one = lambda *shape: torch.randn(shape, generator=generator, dtype=case.model.dtype)
+    xs = [one(n, *axes, WIDTH) for n in call.rows]
+    targets = [one(n, *axes, WIDTH) for n in call.rows]
+    return Batch(xs, targets, [one(n, *axes, 1) for n in call.rows])
 
 
 def weight(target: Tensor) -> Tensor:
@@ -278,8 +347,10 @@ def weight(target: Tensor) -> Tensor:
     return (target > 0).sum()
 
 
-def tied_under_autocast(case: Case) -> bool:
+def tied_under_autocast(case: Case, call: Call) -> bool:
     """Whether a tied parameter is cast by autocast."""
+    if case.tied and call.features.get("setting", "").startswith("autocast"):
+        return True
     under = lambda s, i: any(
         i in step.params and step.name.startswith("autocast") for step in case.model.bodies[s].steps
     )

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case
+from .cases import Call, Case
 from .oracle import Expected, leaves_of
 
-PARTS = ("value", "aux", "grads", "input_grads", "state")
+PARTS = ("value", "aux", "grads", "input_grads", "state", "each")
 #: How many times the error of plain autograd an error may be, where bits may differ.
 FACTOR = 16
 #: From which size on a product of two numbers is infinite.
@@ -76,7 +76,7 @@ def nearly(x: Tensor, y: Tensor) -> str:
 
 
 def within_error(
-    case: Case, plain: Expected, low: Expected, reference: Expected
+    case: Case, call: Call, plain: Expected, low: Expected, reference: Expected
 ) -> Callable[[Any, Any], str]:
     """A comparison of leaves by their error against ``reference``, which is float64.
 
@@ -90,7 +90,7 @@ def within_error(
         known |= {
             id(p): (lo, ref) for p, lo, ref in zip(*every, strict=True) if isinstance(p, Tensor)
         }
-    half = any(
+    half = call.features.get("setting", "").startswith("autocast") or any(
         step.name in ("half", "autocast", "autocast_twice")
         for b in case.model.bodies
         for step in b.steps

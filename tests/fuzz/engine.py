@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import optree
 import torch
-from torch import Tensor
 
 import fpipe
 
-from .cases import (
-    LOSSES,
-    PER_MODEL,
-    Call,
-    Case,
-    batch_of,
-    parameters_of,
-    random_case,
-    stages_of,
-    states_of,
-    weight,
-)
+from .cases import PER_MODEL, Call, Case, random_case
 from .compare import difference, nearly, same_bits, within_error
-from .models import tensors_of
-from .oracle import Expected, Given, expected, leaves_of
+from .features import SETTINGS
+from .oracle import Expected, expected
+from .session import DifferenceError, Ran, sessions
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a case.
 
-    ``kind`` is "equal", "refused" (an fpipe error before a result), "different", "error", or
-    "limit": the last bits differ for the documented reason ``text``, and the error is that of plain
-    autograd.
+    ``kind`` is "equal", "refused" (an fpipe error before a result), "plain" (plain autograd raises
+    an error), "different", "error", or "limit": the last bits differ for the documented reason
+    ``text``, and the error is that of plain autograd.
     """
 
     kind: str
@@ -45,76 +36,82 @@ class Outcome:
 def run_case(seed: int) -> Outcome:
     """Generate, run and compare the case of a seed."""
     case = random_case(seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _run(case)
-    except fpipe.FpipeError as error:
-        return Outcome("refused", f"{type(error).__name__}: {error}")
-    except Exception as error:
-        return Outcome("error", f"{type(error).__name__}: {error}")
+    with warnings.catch_warnings(), TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            return _run(case, Path(folder))
+        except fpipe.FpipeError as error:
+            return Outcome("refused", f"{type(error).__name__}: {error}")
+        except DifferenceError as error:
+            return Outcome("different", str(error))
+        except Exception as error:
+            return Outcome("error", f"{type(error).__name__}: {error}")
 
 
-def _run(case: Case) -> Outcome:
+def _run(case: Case, folder: Path) -> Outcome:
     torch.manual_seed(0)
-    params = parameters_of(case)
-    pipe = _pipeline(case, case.schedule, case.ranks)
+    found = sessions(case, folder, (case.schedule, case.ranks))
+    others: list[list[Ran]] = []
+    if case.model.draws:
+        others = sessions(case, folder / "other", _other(case))
     worst = Outcome("equal")
     for number, call in enumerate(case.calls):
-        found = _call(case, call, number, pipe, params)
-        if found.kind == "different":
-            return replace(found, text=f"call {number} ({call.kind}): {found.text}")
-        worst = worst if found.kind == "equal" else found
+        copies = [ran[number] for ran in found]
+        outcome = _compared(case, call, copies, [ran[number] for ran in others])
+        if outcome.kind in ("different", "plain"):
+            return replace(outcome, text=f"call {number} ({call.kind}): {outcome.text}")
+        worst = worst if outcome.kind == "equal" else outcome
     return worst
 
 
-def _pipeline(case: Case, schedule: str, ranks: int) -> fpipe.Pipeline:
-    options: dict[str, Any] = {"accumulate": torch.float64} if case.wide else {}
-    if case.model.loss:
-        reduction = fpipe.weighted(weight) if case.reduction == "weighted" else case.reduction
-        options |= {"loss": LOSSES[case.model.loss], "reduction": reduction}
-    return fpipe.pipeline(
-        stages_of(case.model),
-        schedule,
-        group=fpipe.local(ranks),
-        frozen=case.frozen,
-        tied=case.tied,
-        microbatches=case.count,
-        seed=7 if case.model.dropout else None,
-        **options,
-    )
-
-
-def _call(case: Case, call: Call, number: int, pipe: fpipe.Pipeline, params: list[Any]) -> Outcome:
-    given = Given(params, batch_of(case, call, number), None, states_of(case))
-    kept = [t.clone() for t in leaves_of(params)]
-    result, cotangents = _results(case, call, pipe, given)
-    if any(not torch.equal(a, b) for a, b in zip(kept, leaves_of(params), strict=True)):
-        return Outcome("different", "the call changed the parameters")
+def _compared(case: Case, call: Call, copies: Sequence[Ran], others: Sequence[Ran]) -> Outcome:
+    """What became of a call."""
+    first = copies[0]
     schedule = fpipe.make_schedule(
-        case.schedule, case.ranks, call.microbatches, stages=len(case.model.bodies)
+        first.schedule,
+        first.ranks,
+        call.microbatches,
+        stages=len(case.model.bodies),
+        slices=case.slices,
     )
-    if case.model.draws:
-        wanted, _ = _results(case, call, _other(case), given)
-    else:
-        given = replace(given, cotangents=cotangents)
-        wanted = expected(case, call, given, schedule)
-    found = difference(result, wanted, same_bits)
-    if found and case.model.draws and (_replicated(schedule) or _transposes(case)):
-        found = difference(result, wanted, nearly)
-        return (
-            Outcome("different", found)
-            if found
-            else Outcome("limit", "sums of two ranks, or strides of cotangents")
-        )
-    if not found or not wanted.limits:
+    results = [copy.result for copy in copies]
+    if others:
+        wanted = [other.result for other in others]
+        found = _first(results, wanted, same_bits)
+        if found and (_replicated(schedule) or _transposes(case)):
+            found = _first(results, wanted, nearly)
+            text = "sums of two ranks, or strides of cotangents"
+            return Outcome("different", found) if found else Outcome("limit", text)
         return Outcome("different", found) if found else Outcome("equal")
-    run = lambda dtype: expected(case, call, given.to(dtype), schedule)
-    low = run(torch.float32) if case.model.dtype is torch.float64 else wanted
-    found = difference(result, wanted, within_error(case, wanted, low, run(torch.float64)))
-    return (
-        Outcome("different", found) if found else Outcome("limit", ", ".join(sorted(wanted.limits)))
-    )
+    given = [copy.given for copy in copies]
+
+    def plain(dtype: torch.dtype | None = None) -> list[Expected]:
+        numbers = given if dtype is None else [copy.to(dtype) for copy in given]
+        with SETTINGS[call.features.get("setting", "")].plain():
+            return expected(case, call, numbers, schedule)
+
+    try:
+        wanted = plain()
+    except Exception as error:
+        return Outcome("plain", f"{type(error).__name__}: {error}")
+    found = _first(results, wanted, same_bits)
+    if not found or not wanted[0].limits:
+        return Outcome("different", found) if found else Outcome("equal")
+    low = plain(torch.float32) if case.model.dtype is torch.float64 else wanted
+    reference = plain(torch.float64)
+    for result, *runs in zip(results, wanted, low, reference, strict=True):
+        found = difference(result, runs[0], within_error(case, call, *runs))
+        if found:
+            return Outcome("different", found)
+    return Outcome("limit", ", ".join(sorted(wanted[0].limits)))
+
+
+def _first(
+    results: Sequence[Expected], wanted: Sequence[Expected], leaf: Callable[[Any, Any], str]
+) -> str:
+    """The first difference of the results of copies."""
+    pairs = zip(results, wanted, strict=True)
+    return next((found for a, b in pairs if (found := difference(a, b, leaf))), "")
 
 
 def _transposes(case: Case) -> bool:
@@ -135,109 +132,14 @@ def _replicated(schedule: fpipe.Schedule) -> bool:
     return any(len(schedule.placement.ranks_of(stage)) > 1 for stage in range(schedule.stages))
 
 
-def _other(case: Case) -> fpipe.Pipeline:
+def _other(case: Case) -> tuple[str, int]:
     """Another pipeline with the same draws and, where no stage is on two ranks, the same order of
     sums.
     """
     stages = len(case.model.bodies)
     if case.schedule == "LoopedBFS":
-        return _pipeline(case, "LoopedBFS", 1 if case.ranks > 1 else stages)
-    return _pipeline(case, "GPipe", stages)
-
-
-# ---- calling ----
-def _results(
-    case: Case, call: Call, pipe: fpipe.Pipeline, given: Given
-) -> tuple[Expected, list[list[Tensor]] | None]:
-    batch = given.batch
-    x, target, scale = (
-        fpipe.Microbatches(p) if call.split else torch.cat(p)
-        for p in (batch.xs, batch.targets, batch.scales)
-    )
-    keywords: dict[str, Any] = (
-        {"scale": scale} if any("scale" in s.sides for s in stages_of(case.model)) else {}
-    )
-    keywords |= {"state": given.state} if case.model.stateful else {}
-    if case.model.loss:
-        return _with_loss(case, call, pipe, given.params, (x, target), keywords), None
-    if call.kind == "forward":
-        y = pipe(given.params, x, **keywords)
-        y, state = y if case.model.stateful else (y, None)
-        return Expected(_parts(y, call), state=state), None
-    y, pullback = fpipe.vjp(pipe, given.params, x, **keywords)
-    y, state = y if case.model.stateful else (y, None)
-    parts = _parts(y, call)
-    generator = torch.Generator().manual_seed(case.seed)
-    draw = lambda t: (
-        torch.randn(t.shape, generator=generator, dtype=t.dtype)
-        if isinstance(t, Tensor) and t.is_floating_point()
-        else t
-    )
-    dys = [optree.tree_map(draw, part, namespace="fpipe") for part in parts]
-    grads, dx = pullback(fpipe.Microbatches(dys) if call.split else _joined(dys))
-    found = Expected(parts, as_rows(given.params, grads), _rows_of(dx, call), state=state)
-    return found, [tensors_of(dy) for dy in dys]
-
-
-def _with_loss(
-    case: Case,
-    call: Call,
-    pipe: fpipe.Pipeline,
-    params: list[Any],
-    batch: tuple[Any, Any],
-    keywords: dict[str, Any],
-) -> Expected:
-    has_aux = case.model.loss == "aux"
-    if call.kind == "forward":
-        value, grads, dx = pipe(params, *batch, has_aux=has_aux, **keywords), None, None
-    else:
-        argnums = (0, 1) if call.input_grad else 0
-        step = fpipe.value_and_grad(pipe, argnums, has_aux=has_aux)
-        value, grads = step(params, *batch, loss_scale=call.scale, **keywords)
-        grads, dx = grads if call.input_grad else (grads, None)
-    rest = iter(value[1:] if has_aux or case.model.stateful else ())
-    aux, state = next(rest) if has_aux else None, next(rest) if case.model.stateful else None
-    loss = value[0] if has_aux or case.model.stateful else value
-    return Expected(
-        loss, None if grads is None else as_rows(params, grads), _rows_of(dx, call), aux, state
-    )
-
-
-def as_rows(params: list[Any], grads: Any) -> list[list[Any]]:
-    """Gradients as flat rows, with None where a leaf has none."""
-    rows = []
-    for p, g in zip(params, grads, strict=True):
-        none_is_leaf = optree.tree_leaves(g, none_is_leaf=True, namespace="fpipe")
-        skeleton = optree.tree_leaves(p, none_is_leaf=True, namespace="fpipe")
-        rows.append(
-            [found for found, like in zip(none_is_leaf, skeleton, strict=True) if like is not None]
-        )
-    return rows
-
-
-def _rows_of(dx: Any, call: Call) -> list[Tensor | None] | None:
-    if dx is None:
-        return None
-    return list(dx) if call.split else list(torch.split(dx, list(call.rows)))
-
-
-def _parts(y: Any, call: Call) -> list[Any]:
-    """Outputs by microbatch."""
-    if call.split:
-        return list(y)
-    leaves, spec = optree.tree_flatten(y, namespace="fpipe")
-    rows = [
-        torch.split(leaf, list(call.rows))
-        if isinstance(leaf, Tensor)
-        else [leaf] * call.microbatches
-        for leaf in leaves
-    ]
-    return [optree.tree_unflatten(spec, [row[m] for row in rows]) for m in range(call.microbatches)]
-
-
-def _joined(parts: list[Any]) -> Any:
-    join = lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
-    return optree.tree_map(join, *parts, namespace="fpipe")
+        return "LoopedBFS", 1 if case.ranks > 1 else stages
+    return "GPipe", stages
 
 
 # ---- processes of a pool, which import this module but not that of ``python -m tests.fuzz`` ----

@@ -49,6 +49,8 @@ class Body:
     aux_loss: bool = False
     state: bool = False
     side: bool = False
+    carry: str = ""  # a name of CARRIES
+    remat: bool = False  # the whole stage
 
     @property
     def random(self) -> bool:
@@ -64,9 +66,10 @@ class Body:
         lines = [f"{self.inputs} in -> {self.container} of {list(self.outputs)}"]
         flags = [
             name
-            for name in ("nested", "counter", "aux_loss", "state", "side")
+            for name in ("nested", "counter", "aux_loss", "state", "side", "remat")
             if getattr(self, name)
         ]
+        flags += [f"carry {self.carry}"] if self.carry else []
         lines += (
             [f"  {' '.join(flags)} {self.extras or ''}".rstrip()] if flags or self.extras else []
         )
@@ -111,31 +114,89 @@ CONTAINERS = ("bare", "tuple", "list", "dict", "named", "deep")
 BLOCKS = {name: fpipe.block(operation.apply) for name, operation in BY_NAME.items()}
 
 
-def function(body: Body, blocks: str = "") -> Callable[..., Any]:
-    """The stage function of a body; ``blocks``: its "steps", or the "whole", are blocks."""
+# ---- carries ----
+class Carry(NamedTuple):
+    """What a stage passes from slice to slice: the carry of the first slice, what is added to the
+    input of the stage, and the carry of the next slice. ``x`` and ``y`` are the first and the last
+    working tensor, of shape ``[rows, tokens, WIDTH]``.
+    """
 
-    def run(p: Any, x: Any, scale: Tensor | None) -> tuple[Any, Tensor]:
+    initial: Callable[[Tensor], Any] | None
+    read: Callable[[Any], Tensor | None]
+    after: Callable[[Any, Tensor, Tensor], Any]
+
+
+def _appended(carry: Any, x: Tensor, y: Tensor) -> Tensor:
+    return y if carry is None else torch.cat([carry, y.to(carry.dtype)], 1)
+
+
+def _counted(carry: Any, x: Tensor, y: Tensor) -> Any:
+    return {"n": carry["n"] + 1, "h": 0.5 * carry["h"] + y[:, -1:].tanh(), "word": "kept"}
+
+
+CARRIES = {
+    "sum": Carry(
+        lambda x: x.new_zeros(len(x), 1, WIDTH), lambda c: c, lambda c, x, y: c + y[:, :1]
+    ),
+    "append": Carry(None, lambda c: None if c is None else c.mean(1, keepdim=True), _appended),
+    "tree": Carry(
+        lambda x: {"n": torch.tensor(0), "h": x.new_ones(len(x), 1, WIDTH), "word": "kept"},
+        lambda c: c["h"] * 0.5,
+        _counted,
+    ),
+    "output": Carry(torch.zeros_like, lambda c: c, lambda c, x, y: y),
+    "input": Carry(torch.ones_like, lambda c: c.sin(), lambda c, x, y: x),
+    "kept": Carry(torch.ones_like, lambda c: c, lambda c, x, y: c),
+    "detached": Carry(torch.ones_like, lambda c: c * 0.5, lambda c, x, y: y.detach()),
+    "unread": Carry(torch.ones_like, lambda c: None, lambda c, x, y: y),
+}
+
+
+def initial_carry(body: Body) -> Any:
+    """What ``Stage(initial_carry=)`` gets."""
+    initial = CARRIES[body.carry].initial
+    return None if initial is None else lambda x: initial(tensors_of(x)[0])
+
+
+def function(body: Body, blocks: str = "", tokens: bool = False) -> Callable[..., Any]:
+    """The stage function of a body; ``blocks``: its "steps", or the "whole", are blocks. With
+    ``tokens`` tensors have an axis more, the second one.
+    """
+
+    def run(p: Any, carry: Any, x: Any, scale: Tensor | None) -> tuple[Any, Any, Tensor]:
         leaves = optree.tree_leaves(x, namespace="fpipe")
-        work = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        flat = optree.tree_leaves(p, namespace="fpipe")
+        shaped = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        axes = shaped[0].shape[:2]
+        read = CARRIES[body.carry].read(carry) if body.carry else None
+        work = shaped[:] if read is None else [shaped[0] + read.to(shaped[0].dtype), *shaped[1:]]
         if scale is not None:
             work[0] = work[0] * scale
+        work = [leaf.flatten(0, 1) for leaf in work] if tokens else work
+        flat = optree.tree_leaves(p, namespace="fpipe")
         for step in body.steps:
             operation = BY_NAME[step.name]
             params = [flat[i].to(work[step.a].dtype) for i in step.params]
             apply = BLOCKS[step.name] if blocks == "steps" else operation.apply
             work.append(apply(work[step.a], work[step.b], params))
+        first, last = shaped[0], work[-1]
+        if tokens:
+            work = [leaf.unflatten(0, axes) for leaf in work]
         outputs = [work[place] for place in body.outputs]
         others = [
             leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()
         ]
         if body.counter:
-            others = others or [torch.arange(len(work[0]))]
-        return pack(body.container, [*outputs, *others[:1], *body.extras]), work[-1]
+            count = torch.arange(len(last))
+            others = others or [count.unflatten(0, axes) if tokens else count]
+        carry = CARRIES[body.carry].after(carry, first, work[-1]) if body.carry else None
+        return pack(body.container, [*outputs, *others[:1], *body.extras]), carry, last
 
-    def results(p: Any, state: Any, x: Any, scale: Tensor | None = None) -> Any:
-        y, last = run(p, x, scale)
-        out = [y, *([last.square().mean() * 0.1] if body.aux_loss else [])]
+    def results(p: Any, *given: Any, scale: Tensor | None = None) -> Any:
+        *before, x = given
+        state: Any = before.pop(0) if body.state else None
+        y, carry, last = run(p, before[0] if before else None, x, scale)
+        out = [y, *([carry] if body.carry else [])]
+        out += [last.square().mean() * 0.1] if body.aux_loss else []
         if body.state:
             out.append({"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
         return out[0] if len(out) == 1 else tuple(out)
@@ -143,13 +204,11 @@ def function(body: Body, blocks: str = "") -> Callable[..., Any]:
     if blocks == "whole":
         results = fpipe.block(results)
     # fpipe reads the signature: a side input is an argument that is given by keyword alone
-    if body.state and body.side:
-        return lambda p, state, x, *, scale: results(p, state, x, scale)
-    if body.state:
-        return lambda p, state, x: results(p, state, x)
     if body.side:
-        return lambda p, x, *, scale: results(p, None, x, scale)
-    return lambda p, x: results(p, None, x)
+        with_side = lambda p, *given, scale: results(p, *given, scale=scale)
+        return fpipe.remat(with_side) if body.remat else with_side
+    without = lambda p, *given: results(p, *given)
+    return fpipe.remat(without) if body.remat else without
 
 
 def parameters(body: Body, generator: torch.Generator, dtype: torch.dtype) -> Any:
@@ -173,6 +232,7 @@ class Shape:
     dropout: bool = False
     dtype32: bool = True
     eager: bool = False
+    tokens: bool = False
 
 
 def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
@@ -221,4 +281,6 @@ def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
         aux_loss=draw.random() < 0.12,
         state=draw.random() < 0.1,
         side=draw.random() < 0.15,
+        carry=draw.choice(list(CARRIES)) if limits.tokens and draw.random() < 0.6 else "",
+        remat=draw.random() < 0.1,
     )

@@ -437,3 +437,20 @@ def test_a_place_in_the_memory_of_an_argument_is_refused_in_a_trace():
         fpipe.value_and_grad(pipe("trace"))([torch.ones(1)], x)
     value, _ = fpipe.value_and_grad(pipe("eager"))([torch.ones(1)], x)
     assert value == (x[:, 1] + 2 * x[:, 2] + x[:, 3]).mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_in_another_order_of_memory_keeps_it_where_an_axis_has_one_element(engine: Any):
+    """Axes of one element have any stride and are no gaps: a copy is added up in another order."""
+
+    def transposed(p: Tensor, x: Tensor) -> Tensor:
+        return (x.flatten(0, 1) * p).T.contiguous().T.unflatten(0, x.shape[:2])
+
+    mean = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(
+        [transposed], loss=mean, microbatches=1, group=fpipe.local(1), engine=engine
+    )
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x, t = torch.randn(2, 1, 8, 6, generator=draw)
+        assert torch.equal(pipe([torch.tensor(1.3)], x, t), mean(transposed(1.3, x), t))
