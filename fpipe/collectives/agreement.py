@@ -184,11 +184,19 @@ class Agreement:
         self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
         self._wait_for_readers(range(self._monitor.size), end)
 
-    def leave(self) -> None:
-        """Leave a call that a rank refused; then the next one can begin, once all ranks met."""
+    def leave(self) -> list[str]:
+        """Leave a call that a rank refused; then the next one can begin, once all ranks met.
+
+        Returns what this rank wrote for it: no rank reads these keys after that meeting.
+        """
         self._agreed = True
         self.refusal = None
+        me = self._monitor.rank
+        key = self._key(me)
+        last = (self._round - 1, self._round)
         self._round = (self._number + 1) << 32  # ranks left it in different rounds
+        rounds = [f"{kind}/{number}/{me}" for kind in ("round", "left") for number in last]
+        return [key, f"{key}/read", *rounds]
 
     def next_round(self) -> int:
         """The number of the next round in which the ranks exchange objects."""

@@ -26,7 +26,6 @@ from torch import Tensor
 from ..devices import kind
 from ..errors import GroupError
 from ._store import backends as backends_of
-from ._store import name_of
 from .agreement import Agreement, reduced
 from .bounded import of_group
 from .capabilities import Capabilities, reduction, sending
@@ -83,7 +82,7 @@ class C10dGroup(Group):
 
         store, nth = of_group(pg, timeout)
         names = dist.get_process_group_ranks(pg)
-        self._monitor = FaultMonitor(store, self.rank, names, timeout, journal, name_of(pg))
+        self._monitor = FaultMonitor(store, self.rank, names, timeout, journal, pg)
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
@@ -277,8 +276,9 @@ class C10dGroup(Group):
         """Every rank leaves a call that one of them refused, and drops its messages; then the next
         one can begin.
         """
-        self._agreement.leave()
+        keys = self._agreement.leave()
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
+        self._rendezvous.store.delete(*keys)
         held = self._held
         sent = [work for works in self._sent for work in works]
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive

@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 
 from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledError
-from ._store import members
+from ._store import backends, members, name_of
 from .bounded import BoundedStore, StoreLostError, host
 from .journal import BEAT, GRACE, Entry, Journal
 from .trail import RAISED, Trail, at, search
@@ -29,6 +30,7 @@ from .trail import RAISED, Trail, at, search
 _LATE = ("timed out", "timeout", "time out")
 _OF_STORE = StoreLostError, dist.DistNetworkError, dist.DistStoreError
 _BUDGET = 3.2  #: seconds to find the cause of an error
+_PROBE = 2**31 - 1  #: the tag of a receive that no rank sends to
 #: The monitors of this process, by the name of their process group.
 _MONITORS: WeakValueDictionary[str, FaultMonitor] = WeakValueDictionary()
 
@@ -47,7 +49,7 @@ class FaultMonitor:
         names: Sequence[int],
         timeout: float,
         journal: Journal | None = None,
-        pg: str = "",
+        pg: dist.ProcessGroup | None = None,
     ):
         self.rank = rank
         self.names = names
@@ -57,7 +59,8 @@ class FaultMonitor:
         self.others = tuple(name for name in names if name != self.me)
         self.journal = Journal(store, self.me) if journal is None else journal
         self.broken: GroupError | None = None
-        _MONITORS[pg] = self
+        self._pg = pg
+        _MONITORS["" if pg is None else name_of(pg)] = self
 
     def check(self) -> None:
         """Raise if this group failed before: its connections are in an unknown state."""
@@ -74,6 +77,20 @@ class FaultMonitor:
     def failure(self, rank: int) -> Entry | None:
         """The failure of a rank of the group."""
         return self.journal.failure(self.names[rank])
+
+    def gone(self, rank: int) -> str:
+        """Why a rank of the group will not come; empty while it may.
+
+        gloo refuses a receive from a rank whose process has ended, on whichever host.
+        """
+        if self.failure(rank) is not None:
+            return "it failed"
+        try:
+            if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
+                self._pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def _peers(self, peer: int | None) -> tuple[int, ...]:
         """The global ranks that are waited for: one, or all others."""

@@ -34,14 +34,13 @@ U = TypeVar("U")
 
 
 class Entry(NamedTuple):
-    """The state of a rank: its action since ``when``, the ranks it waits for, its failure, and the
-    writes so far.
+    """The state of a rank: its action, the ranks it waits for, its failure, and the writes so far.
 
     ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its
-    host. ``busy``: the seconds for which the process and its children used a processor.
+    host. ``busy``: the seconds for which the process and its children used a processor. ``age``:
+    the seconds since the action began, when this was written: clocks of hosts differ.
     """
 
-    when: float
     note: str
     peers: tuple[int, ...] = ()
     failure: str = ""
@@ -49,11 +48,7 @@ class Entry(NamedTuple):
     beat: int = 0
     where: str = ""
     busy: float = 0.0
-
-    @property
-    def ago(self) -> str:
-        """The age of the action, as text."""
-        return f"{max(0.0, time.time() - self.when):.1f} s ago"
+    age: float = 0.0
 
 
 class Conclusion(NamedTuple):
@@ -85,7 +80,8 @@ class Journal:
         self.concluded: Conclusion | None = None
         self._rank = rank
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
-        self._entry = Entry(time.time(), "", where=self._where)
+        self._entry = Entry("", where=self._where)
+        self._begun = time.monotonic()  # when its action began
         self._written = self._looked = 0.0  # when the entry was written, and others' were read
         self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
         self._gone = False
@@ -135,13 +131,15 @@ class Journal:
             last = self._entry
             text = self.text
             peers = self.peers
-            now = time.time()
+            now = time.monotonic()
             if (text, peers) != (last.note, last.peers):
-                last = Entry(now, text, peers, beat=last.beat, where=self._where)
+                self._begun = now
             elif now - self._written < BEAT:
                 return
             self._written = now
-            self._entry = last._replace(beat=last.beat + 1, busy=seconds_of_processor())
+            age = now - self._begun
+            busy = seconds_of_processor()
+            self._entry = Entry(text, peers, "", False, last.beat + 1, self._where, busy, age)
             self._publish("last", self._entry)
 
     def hurry(self, seconds: float = float("inf")) -> float:
@@ -153,7 +151,8 @@ class Journal:
         """Publish this rank's failure now, with the peers that it waited for and whether a
         connection broke.
         """
-        self._publish("failed", Entry(time.time(), self.text, peers, text, lost, where=self._where))
+        age = time.monotonic() - self._begun
+        self._publish("failed", Entry(self.text, peers, text, lost, where=self._where, age=age))
 
     def conclude(self, suspect: int | None, text: str) -> None:
         """Publish which rank to examine, and why, unless another rank did."""

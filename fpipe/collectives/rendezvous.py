@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import GroupError
@@ -72,30 +73,30 @@ class Rendezvous(NamedTuple):
         return objects
 
     def _read(self, number: int, rank: int) -> Any:
-        key = f"round/{number}/{rank}"
         with self.monitor.waiting(rank, "to meet"):
-            if not self._appears(key, rank):
+            if not self._appears(number, rank):
                 raise RuntimeError(f"timed out: rank {rank} has not called it")
-            return decode(self.store.get(key))
+            return decode(self.store.get(f"round/{number}/{rank}"))
 
-    def _appears(self, key: str, rank: int) -> bool:
-        """Wait until a key is set; raises if the rank that should set it reports a failure.
+    def _appears(self, number: int, rank: int) -> bool:
+        """Wait until a rank has come; raises if any rank that has not come will not.
 
         A first trace may take longer than any message: while the rank traces and its process
         computes, the wait goes on for up to ``_TRACING_LIMIT`` times as long.
         """
         monitor = self.monitor
         seconds = self.monitor.timeout
+        ranks = cycle((*range(rank, monitor.size), *range(rank)))
         before = None
         start = now = time.monotonic()
         look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank
+        key = f"round/{number}/{rank}"
         while not self.store.appears(
             key, max(look, start + seconds), _POLL, min(look, now + _SLICE)
         ):
             now = time.monotonic()
             self.check()
-            if monitor.failure(rank) is not None:
-                raise RuntimeError(f"rank {rank} failed before it called it")
+            self._look(number, next(ranks))
             if now >= look:
                 entry = monitor.last(rank)
                 if _traces(before, entry):
@@ -111,6 +112,13 @@ class Rendezvous(NamedTuple):
                     look = start + seconds
                 monitor.journal.prolong(look - now)
         return True
+
+    def _look(self, number: int, rank: int) -> None:
+        """Raise if a rank that has not come to a round will not."""
+        monitor = self.monitor
+        why = "" if rank == monitor.rank else monitor.gone(rank)
+        if why and not self.store.check([f"round/{number}/{rank}"]):
+            raise monitor.diagnose(RuntimeError(why), rank, "to meet")
 
     def _leave(self, number: int) -> None:
         """Rank 0 leaves last: its process may host the store, and may exit right after."""

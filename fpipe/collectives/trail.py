@@ -86,7 +86,7 @@ def _state(
     entry = failure or last
     action = ""
     if entry is not None:
-        action = f", and its last known action was {entry.note or '(none)'}, {entry.ago}"
+        action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
     no_entry = f"rank {rank} has no journal entry"
     if failure is None and gone:
         if readable:

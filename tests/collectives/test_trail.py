@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -240,3 +242,32 @@ def test_a_process_that_computes_uses_a_processor_and_one_that_sleeps_does_not()
     assert after - before > 0.05
     time.sleep(0.3)
     assert journal.seconds_of_processor() - after < 0.2
+
+
+def test_a_wall_clock_that_steps_back_silences_no_journal(monkeypatch: pytest.MonkeyPatch):
+    """A journal that compared times of the wall clock wrote nothing for an hour: its rank, which
+    was tracing, counted as dead.
+    """
+    wall = time.time
+    with journals(1) as (_, (own,)):
+        first = own.last(0)
+        monkeypatch.setattr(time, "time", lambda: wall() - 3600)
+        time.sleep(1.6 * journal.BEAT)
+        second = own.last(0)
+        assert first is not None
+        assert second is not None
+        assert second.beat > first.beat
+        assert first.age < second.age < 60
+
+
+def test_only_clocks_that_do_not_step_measure_pauses():
+    """The wall clock is read for the day of a report, and for nothing else."""
+    package = Path(journal.__file__).parents[1]
+    read = [
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(
+            r"\btime\.time\b|from time import .*\btime\b|\bdatetime\.(now|today)", path.read_text()
+        )
+    ]
+    assert not read

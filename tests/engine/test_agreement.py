@@ -20,6 +20,7 @@ from torch import Tensor
 
 import fpipe
 from carriers import NAMES, OVER
+from fpipe.collectives._store import default_store
 from fpipe.collectives.setup import adopt
 from fpipe.testing import outcomes
 from fpipe.tree import Spec
@@ -410,29 +411,47 @@ def test_arguments_that_all_ranks_refuse():
     assert len({outcome.value[0][2] for outcome in ended}) == 1
 
 
-def refused_on_processes(over: str) -> list[tuple[list[str], float]]:
+def keys_after_refused_calls(group: Any) -> list[int]:
+    """How many keys the store has after each of some refused calls."""
+    pipe = pipeline(group, stages=[layer] * group.size)
+    params, counts = pipe.place([torch.eye(4)] * group.size), list[int]()
+    step = partial(fpipe.value_and_grad(pipe), params, torch.ones(8, 4), torch.ones(8, 4))
+    for _ in range(5):
+        with contextlib.suppress(fpipe.FpipeError):
+            bad_batch(pipe, params) if group.rank == 1 else step()
+        for _ in range(3):  # no rank is in a round, and each has deleted its keys of the one before
+            group.barrier()
+        time.sleep(0.2)
+        counts.append(default_store().num_keys())
+        group.barrier()
+    return counts
+
+
+def refused_on_processes(over: str) -> tuple[list[tuple[list[str], float]], list[int]]:
     world = fpipe.init(timeout=60)
     assert world.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
     pg = dist.group.WORLD
     assert pg is not None
-    return [
+    cases = [
         refuses(adopt(pg, timeout=60), refusing, warm, bad_batch)
         for refusing, warm in (((1,), True), ((0,), False), ((0, 1), True), ((2,), True))
     ]
+    return cases, keys_after_refused_calls(world)
 
 
 @pytest.mark.parametrize("over", OVER)
 def test_arguments_that_a_process_refuses(over: str):
     found = fpipe.launch(refused_on_processes, over, ranks=3, timeout=200, env=OVER[over])
     for case, refusing in enumerate(((1,), (0,), (0, 1), (2,))):
-        for rank, cases in enumerate(found):
+        for rank, (cases, keys) in enumerate(found):
+            assert keys[-1] < keys[1] + 3, "each refused call left 16 keys in the store"
             seen, seconds = cases[case]
             assert all(
                 error.startswith("BatchError" if rank in refusing else "PeerError")
                 for error in seen[:2]
             )
             assert rank in refusing or f"rank {refusing[0]} refused" in seen[0]
-            assert seen[2] == found[0][case][0][2]
+            assert seen[2] == found[0][0][case][0][2]
             assert seconds < 20, "of a time-out of 60"
 
 

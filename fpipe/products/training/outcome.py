@@ -29,7 +29,7 @@ class Report:
     ok: bool = False
     value: object = None
     text: str = ""
-    when: float = field(default_factory=time.time)
+    when: float = field(default_factory=time.monotonic)
     how: str = ""
 
 
