@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,6 +62,8 @@ class FaultMonitor:
         self.broken: GroupError | None = None
         self._pg = pg
         _MONITORS["" if pg is None else name_of(pg)] = self
+        if getattr(sys.excepthook, "func", None) is not _end:
+            sys.excepthook = partial(_end, sys.excepthook)
 
     def check(self) -> None:
         """Raise if this group failed before: its connections are in an unknown state."""
@@ -183,13 +186,7 @@ class FaultMonitor:
         journal = self.journal
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
         end = journal.hurry(_BUDGET)
-        # Before anything else: the backend may have closed this rank's connections already.
-        journal.failed("", peers, lost=not late)
-        trail = search(journal, self.me, peers, lost=not late)
-        if journal.lost and trail.kind != RAISED:
-            one = len(peers) == 1 and not isinstance(error, _OF_STORE)
-            trail = self._without_store(trail, one)
-        why = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
+        trail, why = self._cause(error, peers, late)
         waited = f"rank {self.me}{at(journal.text)} waited"
         whom = f"{doing} {f'rank {peers[0]}' if len(peers) == 1 else 'all ranks'}"
         broken: GroupError
@@ -208,6 +205,30 @@ class FaultMonitor:
         journal.hurry()
         self._linger(end - time.monotonic())
         return broken
+
+    def _cause(self, error: BaseException, peers: tuple[int, ...], late: bool) -> tuple[Trail, str]:
+        """What stopped the ranks that this one waits for, and sentences that say it."""
+        journal = self.journal
+        # Before anything else: the backend may have closed this rank's connections already.
+        journal.failed("", peers, lost=not late)
+        trail = search(journal, self.me, peers, not late, self.others)
+        if journal.lost and trail.kind != RAISED:
+            one = len(peers) == 1 and not isinstance(error, _OF_STORE)
+            trail = self._without_store(trail, one)
+        return trail, f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
+
+    def ends(self, error: BaseException) -> None:
+        """Publish the error that ends this program. One of a backend, in code of the user, has its
+        cause on another rank, which is printed.
+        """
+        if self.journal.cause is not None:
+            return
+        if isinstance(error, RuntimeError) and _of_backend(error):
+            self.journal.cause = error
+            _, why = self._cause(error, self.others, late=False)
+            os.write(2, f"fpipe: rank {self.me} lost another rank. {why}\n".encode())
+        else:
+            self.failed(error)
 
     def end(self, error: GroupError) -> None:
         """Fail with an error that all ranks raise."""
@@ -284,6 +305,19 @@ class FaultMonitor:
             if processes
             else "Look at the output of every rank"
         )
+
+
+def uncaught(error: BaseException) -> None:
+    """Let the other ranks know which error ends this program."""
+    if isinstance(error, Exception):
+        for monitor in sorted(_MONITORS.values(), key=lambda monitor: -monitor.size):
+            monitor.ends(error)
+
+
+def _end(before: Callable[..., object], kind: object, error: BaseException, trace: object) -> None:
+    """``sys.excepthook``, which calls the one before."""
+    uncaught(error)
+    before(kind, error, trace)
 
 
 def give_up(error: FpipeError) -> None:

@@ -117,13 +117,13 @@ class Journal:
 
     def tick(self) -> None:
         """One round of the thread."""
+        watched = self._watched
+        if watched is not None and time.monotonic() > watched[0]:
+            watched[1]()
         self.write()
         if self.concluded is None and time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
             self.concluded = self._read(_FIRST, Conclusion)
-        watched = self._watched
-        if watched is not None and time.monotonic() > watched[0]:
-            watched[1]()
 
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
@@ -188,8 +188,10 @@ class Journal:
 
     def _use(self, call: Callable[[BoundedStore], U]) -> U | None:
         with self._lock:
-            if self._gone or time.monotonic() > self._until:
+            left = self._until - time.monotonic()
+            if self._gone or left <= 0:
                 return None
+            self._store.seconds = min(_PATIENCE, left)
             try:
                 return call(self._store)
             except (StoreLostError, GroupError):  # the store is stopped, or another process writes

@@ -37,11 +37,20 @@ class Trail(NamedTuple):
     host: str = ""
 
 
-def search(journal: Journal, me: int, peers: Sequence[int], lost: bool) -> Trail:
-    """From the ranks that this one waits for, of which one broke its connection if ``lost``."""
+def search(
+    journal: Journal, me: int, peers: Sequence[int], lost: bool, others: Sequence[int]
+) -> Trail:
+    """From the ranks that this one waits for, of which one broke its connection if ``lost``.
+
+    A rank that waits for none may wait in another library: then one of the ``others`` that does not
+    answer is the cause.
+    """
     best, seen = _walk(journal, me, peers, lost, frozenset())
     if best.kind > _GONE and seen and not journal.lost:
-        best, _ = _walk(journal, me, peers, lost, _silent(journal, seen))
+        silent = _silent(journal, seen.union(others if best.kind == _IDLE else ()))
+        best, _ = _walk(journal, me, peers, lost, silent)
+        if best.kind == _IDLE and silent:
+            best, _ = _walk(journal, me, sorted(silent), False, silent)
     return best
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..collectives.group import Group
@@ -84,15 +85,17 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
     result = None
     fault = None
     message = ""
+    group = pipe.group
     try:
         result = act()
     except Exception as error:
-        plain = isinstance(error, (FpipeError, OSError))
         fault = error
-        if plain:
-            message = str(error)
-        else:
+        message = str(error)
+        if not isinstance(error, (FpipeError, OSError)):
             message = f"{type(error).__name__}: {error}"
+        if len(group.here) < group.size:
+            rank = group.global_rank(group.here[0])
+            message = f"rank {rank} (process {os.getpid()} on {gethostname()}): {message}"
     messages = [text for text in _gathered(groups_of(pipe), message) if text]
     if isinstance(fault, CheckpointError):
         raise fault

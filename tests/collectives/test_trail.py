@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,45 @@ def test_of_ranks_that_wait_for_all_the_one_that_does_not_wait_is_named():
         )
     assert "Rank 2 waits for no rank" in str(error)
     assert "Look at rank 2" in str(error)
+
+
+def test_a_rank_that_waits_in_another_library_is_not_the_culprit():
+    """Rank 2 is stopped, and rank 1 waits for it in a collective of its own program: it waits for
+    no rank of fpipe, and was named.
+    """
+    with journals(3) as (store, found):
+        found[1].note("1B3")
+        found[1].write()
+        found[2].close()  # it stops
+        error = monitor(store, found, 0, [0, 1, 2]).diagnose(RuntimeError("timed out"), 1, "for")
+    assert "Look at rank 2" in str(error)
+
+
+@pytest.mark.parametrize("cause", ["death", "error"])
+def test_an_error_of_a_backend_in_code_of_the_user_has_its_cause_elsewhere(
+    cause: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Rank 2 dies, and a collective of another library raises on rank 1, which ends: rank 0 named
+    rank 1, which itself had nothing but the error of gloo.
+    """
+    with journals(3) as (store, found):
+        monkeypatch.setattr(faults, "_MONITORS", {})
+        monitors = [monitor(store, found, rank, [0, 1, 2]) for rank in range(3)]
+        faults._MONITORS[""] = monitors[2]
+        if cause == "error":
+            faults.uncaught(ValueError("boo"))
+        found[2].close()
+        faults._MONITORS[""] = monitors[1]
+        for _ in range(2):  # the second time nothing is new
+            sys.excepthook(RuntimeError, RuntimeError("[gloo/tcp] Connection closed by peer"), None)
+        found[1].close()
+        error = monitors[0].diagnose(RuntimeError("its process has ended"), 1, "for")
+    said = "raised ValueError: boo" if cause == "error" else "does not answer"
+    assert f"Rank 1 lost rank 2; rank 2 {said}" in str(error)
+    assert "Look at rank 2" in str(error)
+    printed = capfd.readouterr().err
+    assert printed.count("fpipe: rank 1 lost another rank. Rank 2") == 1
+    assert "Connection closed by peer" in printed, "the hook before is called"
 
 
 def test_a_failure_that_another_rank_concluded_is_known_without_the_store():

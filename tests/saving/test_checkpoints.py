@@ -28,7 +28,7 @@ from checkpoint_model import (
 from common import same
 from fpipe import testing
 from fpipe.errors import CheckpointError
-from fpipe.saving.files import stored
+from fpipe.saving.files import stored, write
 from fpipe.saving.manifest import Manifest
 from fpipe.transforms.norms import ClipState
 from fpipe.transforms.optimizers import AdamState
@@ -277,7 +277,15 @@ def _on_process(folder: Path) -> bool:
         pytest.raises(CheckpointError, match=r"/d-0 and .* are two folde"),
     ):
         fpipe.save(folder / f"d-{alone.rank}", pipe, params=params)
+    with mock.patch("fpipe.saving.writing.write", _full if alone.rank == 2 else write):
+        whose = r"rank 2 \(process \d+ on \S+\): .*No space left"
+        with pytest.raises(CheckpointError, match=whose):  # which rank was said nowhere
+            fpipe.save(folder / "e", pipe, params=params)
     return True
+
+
+def _full(*args: Any) -> Any:
+    raise OSError(28, "No space left on device")
 
 
 def test_four_processes(tmp_path: Path):
