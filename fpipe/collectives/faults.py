@@ -62,8 +62,8 @@ class FaultMonitor:
         self.broken: GroupError | None = None
         self._pg = pg
         _MONITORS["" if pg is None else name_of(pg)] = self
-        if getattr(sys.excepthook, "func", None) is not _end:
-            sys.excepthook = partial(_end, sys.excepthook)
+        if getattr(sys.excepthook, "func", None) is not _hook:
+            sys.excepthook = partial(_hook, sys.excepthook)
 
     def check(self) -> None:
         """Raise if this group failed before: its connections are in an unknown state."""
@@ -77,16 +77,12 @@ class FaultMonitor:
         """The newest journal entry of a rank of the group."""
         return self.journal.last(self.names[rank])
 
-    def failure(self, rank: int) -> Entry | None:
-        """The failure of a rank of the group."""
-        return self.journal.failure(self.names[rank])
-
     def gone(self, rank: int) -> str:
         """Why a rank of the group will not come; empty while it may.
 
         gloo refuses a receive from a rank whose process has ended, on whichever host.
         """
-        if self.failure(rank) is not None:
+        if self.journal.failure(self.names[rank]) is not None:
             return "it failed"
         try:
             if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
@@ -186,7 +182,13 @@ class FaultMonitor:
         journal = self.journal
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
         end = journal.hurry(_BUDGET)
-        trail, why = self._cause(error, peers, late)
+        # Before anything else: the backend may have closed this rank's connections already.
+        journal.failed("", peers, lost=not late)
+        trail = search(journal, self.me, peers, not late, self.others)
+        if journal.lost and trail.kind != RAISED:
+            one = len(peers) == 1 and not isinstance(error, _OF_STORE)
+            trail = self._without_store(trail, one)
+        why = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
         waited = f"rank {self.me}{at(journal.text)} waited"
         whom = f"{doing} {f'rank {peers[0]}' if len(peers) == 1 else 'all ranks'}"
         broken: GroupError
@@ -205,30 +207,6 @@ class FaultMonitor:
         journal.hurry()
         self._linger(end - time.monotonic())
         return broken
-
-    def _cause(self, error: BaseException, peers: tuple[int, ...], late: bool) -> tuple[Trail, str]:
-        """What stopped the ranks that this one waits for, and sentences that say it."""
-        journal = self.journal
-        # Before anything else: the backend may have closed this rank's connections already.
-        journal.failed("", peers, lost=not late)
-        trail = search(journal, self.me, peers, not late, self.others)
-        if journal.lost and trail.kind != RAISED:
-            one = len(peers) == 1 and not isinstance(error, _OF_STORE)
-            trail = self._without_store(trail, one)
-        return trail, f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
-
-    def ends(self, error: BaseException) -> None:
-        """Publish the error that ends this program. One of a backend, in code of the user, has its
-        cause on another rank, which is printed.
-        """
-        if self.journal.cause is not None:
-            return
-        if isinstance(error, RuntimeError) and _of_backend(error):
-            self.journal.cause = error
-            _, why = self._cause(error, self.others, late=False)
-            os.write(2, f"fpipe: rank {self.me} lost another rank. {why}\n".encode())
-        else:
-            self.failed(error)
 
     def end(self, error: GroupError) -> None:
         """Fail with an error that all ranks raise."""
@@ -257,11 +235,8 @@ class FaultMonitor:
 
     def _mismatch(self, suspect: int | None) -> MismatchError | None:
         """What a rank raised, if that was a MismatchError: it is then true of every rank."""
-        if suspect is None:
-            failure = None
-        else:
-            failure = self.journal.failure(suspect)
-        kind, _, text = ("", "", "") if failure is None else failure.failure.partition(": ")
+        failure = None if suspect is None else self.journal.failure(suspect)
+        kind, _, text = (failure.failure if failure else "").partition(": ")
         if kind == MismatchError.__name__:
             return MismatchError(text)
         return None
@@ -308,13 +283,21 @@ class FaultMonitor:
 
 
 def uncaught(error: BaseException) -> None:
-    """Let the other ranks know which error ends this program."""
-    if isinstance(error, Exception):
-        for monitor in sorted(_MONITORS.values(), key=lambda monitor: -monitor.size):
-            monitor.ends(error)
+    """Let the other ranks know which error ends this program.
+
+    One of a backend, in code of the user, has its cause on another rank, which is printed.
+    """
+    for monitor in sorted(_MONITORS.values(), key=lambda monitor: -monitor.size):
+        if monitor.journal.cause is None and isinstance(error, Exception):
+            if not _of_backend(error):
+                monitor.failed(error)
+                continue
+            kind = RuntimeError(type(error).__name__)
+            why = monitor.diagnose(kind, None, "in another library for")
+            os.write(2, f"{why}\n".encode())
 
 
-def _end(before: Callable[..., object], kind: object, error: BaseException, trace: object) -> None:
+def _hook(before: Callable[..., object], kind: object, error: Exception, trace: object) -> None:
     """``sys.excepthook``, which calls the one before."""
     uncaught(error)
     before(kind, error, trace)

@@ -18,7 +18,7 @@ from ..errors import GroupError
 from .bounded import BoundedStore
 from .codec import decode, encode
 from .faults import FaultMonitor
-from .journal import BEAT, Entry
+from .journal import Entry
 
 #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
 _LINGER = 5.0
@@ -26,8 +26,7 @@ _POLL = 0.02  #: seconds between two polls, at most
 _SLICE = 0.5  #: seconds between two looks at the calls and failures of other ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
-_ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal
-_BUSY = 0.05  #: seconds of its processor that a rank which computes uses in that time, at least
+_BUSY = 0.05  #: seconds of its processor that a rank which computes uses in each beat, at least
 _TRACING_LIMIT = 10
 
 
@@ -82,35 +81,26 @@ class Rendezvous(NamedTuple):
         """Wait until a rank has come; raises if any rank that has not come will not.
 
         A first trace may take longer than any message: while the rank traces and its process
-        computes, the wait goes on for up to ``_TRACING_LIMIT`` times as long.
+        computes, the time-out begins again, for up to ``_TRACING_LIMIT`` times as long.
         """
         monitor = self.monitor
-        seconds = self.monitor.timeout
+        seconds = monitor.timeout
         ranks = cycle((*range(rank, monitor.size), *range(rank)))
         before = None
         start = now = time.monotonic()
-        look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank
+        end = start + seconds
         key = f"round/{number}/{rank}"
-        while not self.store.appears(
-            key, max(look, start + seconds), _POLL, min(look, now + _SLICE)
-        ):
+        while not self.store.appears(key, end, _POLL, now + min(_SLICE, seconds / 2)):
             now = time.monotonic()
             self.check()
             self._look(number, next(ranks))
-            if now >= look:
-                entry = monitor.last(rank)
-                if _traces(before, entry):
-                    limit = _TRACING_LIMIT * seconds
-                else:
-                    limit = seconds
-                if now - start >= limit:
-                    return False
-                before = entry
-                if _traces(None, entry):
-                    look = now + _ALIVE
-                else:
-                    look = start + seconds
-                monitor.journal.prolong(look - now)
+            entry = monitor.last(rank)
+            if _traces(before, entry):
+                end = min(now + seconds, start + _TRACING_LIMIT * seconds)
+                monitor.journal.prolong(end - now)
+            if now >= end:
+                return False
+            before = entry
         return True
 
     def _look(self, number: int, rank: int) -> None:

@@ -29,7 +29,7 @@ from .outcome import Report, call, environment, results, store
 #: seconds. Fake tensors import the last one.
 _PRELOADED = (
     "fpipe.collectives.setup",
-    "fpipe.engine.building",
+    "fpipe.engine.prepare",
     "fpipe.engine.gradients",
     "torch._dynamo",
 )
