@@ -58,7 +58,7 @@ class FaultMonitor:
         self.size = len(names)
         self.me = names[rank]
         self.others = tuple(name for name in names if name != self.me)
-        self.journal = Journal(store, self.me) if journal is None else journal
+        self.journal = journal or Journal(store, self.me)
         self.broken: GroupError | None = None
         self._pg = pg
         _MONITORS["" if pg is None else name_of(pg)] = self
@@ -77,19 +77,15 @@ class FaultMonitor:
         """The newest journal entry of a rank of the group."""
         return self.journal.last(self.names[rank])
 
-    def gone(self, rank: int) -> str:
-        """Why a rank of the group will not come; empty while it may.
+    def ask(self, rank: int) -> None:
+        """Raise RuntimeError if a rank of the group will not come: it failed, or its process ended.
 
         gloo refuses a receive from a rank whose process has ended, on whichever host.
         """
         if self.journal.failure(self.names[rank]) is not None:
-            return "it failed"
-        try:
-            if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
-                self._pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
-        except RuntimeError as error:
-            return str(error)
-        return ""
+            raise RuntimeError("it failed")
+        if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
+            self._pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
 
     def _peers(self, peer: int | None) -> tuple[int, ...]:
         """The global ranks that are waited for: one, or all others."""
@@ -155,14 +151,13 @@ class FaultMonitor:
                 yield
             except Exception as error:
                 remedy = too_many_files(error)
-                if not remedy and _of_backend(error):
-                    raise
-                self.failed(error)
-                if not remedy:
-                    raise
-                raise GroupError(
-                    f"this process cannot connect to the others ({_short(error)}){remedy}"
-                ) from error
+                if remedy or not _of_backend(error):
+                    self.failed(error)
+                if remedy:
+                    raise GroupError(
+                        f"this process cannot connect to the others ({_short(error)}){remedy}"
+                    ) from error
+                raise
 
     def _expired(self, peers: tuple[int, ...], doing: str, start: float) -> None:
         """In the thread of the journal: the backend has not ended a wait at its time-out."""
@@ -237,9 +232,7 @@ class FaultMonitor:
         """What a rank raised, if that was a MismatchError: it is then true of every rank."""
         failure = None if suspect is None else self.journal.failure(suspect)
         kind, _, text = (failure.failure if failure else "").partition(": ")
-        if kind == MismatchError.__name__:
-            return MismatchError(text)
-        return None
+        return MismatchError(text) if kind == MismatchError.__name__ else None
 
     def _without_store(self, trail: Trail, one: bool) -> Trail:
         """Where the store does not answer: what another rank concluded before, else its host is the
@@ -256,10 +249,7 @@ class FaultMonitor:
         lost = f"the store of the job does not answer ({name} hosts it)"
         trail = trail._replace(text="; ".join(filter(None, [trail.text, lost])))
         if rank is None:
-            if one or trail.read:
-                suspect = trail.suspect
-            else:
-                suspect = None
+            suspect = trail.suspect if one or trail.read else None
             return trail._replace(suspect=suspect, host=name)
         if rank == self.me or trail.read:
             return trail
@@ -288,13 +278,13 @@ def uncaught(error: BaseException) -> None:
     One of a backend, in code of the user, has its cause on another rank, which is printed.
     """
     for monitor in sorted(_MONITORS.values(), key=lambda monitor: -monitor.size):
-        if monitor.journal.cause is None and isinstance(error, Exception):
-            if not _of_backend(error):
-                monitor.failed(error)
-                continue
-            kind = RuntimeError(type(error).__name__)
-            why = monitor.diagnose(kind, None, "in another library for")
-            os.write(2, f"{why}\n".encode())
+        if monitor.journal.cause is not None or not isinstance(error, Exception):
+            continue
+        if _of_backend(error):
+            lost = RuntimeError(type(error).__name__)
+            print(monitor.diagnose(lost, None, "in another library for"), file=sys.stderr)
+        else:
+            monitor.failed(error)
 
 
 def _hook(before: Callable[..., object], kind: object, error: Exception, trace: object) -> None:
@@ -322,10 +312,7 @@ def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
     this name.
     """
     monitor = _MONITORS.get(name) or next(iter(_MONITORS.values()), None)
-    if monitor is None:
-        others = ()
-    else:
-        others = tuple(rank for rank in members(name) if rank != monitor.me)
+    others = () if monitor is None else tuple({*members(name)} - {monitor.me})
     if monitor is None or not others:
         return nullcontext
     return partial(monitor.waiting, None, "in a collective of a stage with", others)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import cycle
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import GroupError
@@ -73,11 +73,10 @@ class Rendezvous(NamedTuple):
 
     def _read(self, number: int, rank: int) -> Any:
         with self.monitor.waiting(rank, "to meet"):
-            if not self._appears(number, rank):
-                raise RuntimeError(f"timed out: rank {rank} has not called it")
+            self._await(number, rank)
             return decode(self.store.get(f"round/{number}/{rank}"))
 
-    def _appears(self, number: int, rank: int) -> bool:
+    def _await(self, number: int, rank: int) -> None:
         """Wait until a rank has come; raises if any rank that has not come will not.
 
         A first trace may take longer than any message: while the rank traces and its process
@@ -85,30 +84,30 @@ class Rendezvous(NamedTuple):
         """
         monitor = self.monitor
         seconds = monitor.timeout
-        ranks = cycle((*range(rank, monitor.size), *range(rank)))
+        ranks = count(rank)
         before = None
         start = now = time.monotonic()
         end = start + seconds
         key = f"round/{number}/{rank}"
-        while not self.store.appears(key, end, _POLL, now + min(_SLICE, seconds / 2)):
+        while not self.store.appears(key, end, _POLL, now + _SLICE):
             now = time.monotonic()
             self.check()
-            self._look(number, next(ranks))
+            self._ask(number, next(ranks) % monitor.size)
             entry = monitor.last(rank)
             if _traces(before, entry):
                 end = min(now + seconds, start + _TRACING_LIMIT * seconds)
                 monitor.journal.prolong(end - now)
             if now >= end:
-                return False
+                raise RuntimeError(f"timed out: rank {rank} has not called it")
             before = entry
-        return True
 
-    def _look(self, number: int, rank: int) -> None:
+    def _ask(self, number: int, rank: int) -> None:
         """Raise if a rank that has not come to a round will not."""
-        monitor = self.monitor
-        why = "" if rank == monitor.rank else monitor.gone(rank)
-        if why and not self.store.check([f"round/{number}/{rank}"]):
-            raise monitor.diagnose(RuntimeError(why), rank, "to meet")
+        try:
+            self.monitor.ask(rank)
+        except RuntimeError as error:
+            if not self.store.check([f"round/{number}/{rank}"]):
+                raise self.monitor.diagnose(error, rank, "to meet") from error
 
     def _leave(self, number: int) -> None:
         """Rank 0 leaves last: its process may host the store, and may exit right after."""

@@ -95,7 +95,7 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
             message = f"{type(error).__name__}: {error}"
         if len(group.here) < group.size:
             rank = group.global_rank(group.here[0])
-            message = f"rank {rank} (process {os.getpid()} on {gethostname()}): {message}"
+            message = f"rank {rank} on {gethostname()}: {message}"
     messages = [text for text in _gathered(groups_of(pipe), message) if text]
     if isinstance(fault, CheckpointError):
         raise fault
