@@ -17,7 +17,6 @@ from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ...collectives.faults import uncaught
 from ...errors import LaunchError, PeerError, StalledError
 
 
@@ -68,7 +67,6 @@ def call(fn: Callable[[], object], rank: int) -> bytes:
     try:
         report = Report(ok=True, value=fn())
     except BaseException as error:
-        uncaught(error)
         report = Report(value=error, text=traceback.format_exc())
     try:
         raw = pickle.dumps(report)
