@@ -62,8 +62,8 @@ class FaultMonitor:
         self.broken: GroupError | None = None
         self._pg = pg
         _MONITORS["" if pg is None else name_of(pg)] = self
-        if getattr(sys.excepthook, "func", None) is not _hook:
-            sys.excepthook = partial(_hook, sys.excepthook)
+        if getattr(sys.excepthook, "func", None) is not uncaught:
+            sys.excepthook = partial(uncaught, sys.excepthook)
 
     def check(self) -> None:
         """Raise if this group failed before: its connections are in an unknown state."""
@@ -85,7 +85,7 @@ class FaultMonitor:
         if self.journal.failure(self.names[rank]) is not None:
             raise RuntimeError("it failed")
         if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
-            self._pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
+            self._pg.recv([torch.empty(1, device="cpu")], rank, _PROBE)
 
     def _peers(self, peer: int | None) -> tuple[int, ...]:
         """The global ranks that are waited for: one, or all others."""
@@ -135,9 +135,9 @@ class FaultMonitor:
         with self.waiting(peer, doing):
             while not ready():
                 sleep()
+                why = gone()  # it may have sent the last message, and then ended
                 if ready():
                     return
-                why = gone()
                 if why or time.monotonic() - start > self.timeout:
                     raise RuntimeError(why or "timed out")
 
@@ -163,11 +163,9 @@ class FaultMonitor:
         """In the thread of the journal: the backend has not ended a wait at its time-out."""
         give_up(self._diagnosed(RuntimeError("timed out"), peers, doing, time.monotonic() - start))
 
-    def diagnose(
-        self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0
-    ) -> GroupError:
+    def diagnose(self, error: BaseException, peer: int | None, doing: str) -> GroupError:
         """The error to raise for a backend's error; the group raises it again from now on."""
-        return self._diagnosed(error, self._peers(peer), doing, seconds)
+        return self._diagnosed(error, self._peers(peer), doing, 0.0)
 
     def _diagnosed(
         self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float
@@ -272,8 +270,8 @@ class FaultMonitor:
         )
 
 
-def uncaught(error: BaseException) -> None:
-    """Let the other ranks know which error ends this program.
+def uncaught(before: Callable[..., object], kind: object, error: object, trace: object) -> None:
+    """``sys.excepthook``: let the other ranks know which error ends this program.
 
     One of a backend, in code of the user, has its cause on another rank, which is printed.
     """
@@ -285,11 +283,6 @@ def uncaught(error: BaseException) -> None:
             print(monitor.diagnose(lost, None, "in another library for"), file=sys.stderr)
         else:
             monitor.failed(error)
-
-
-def _hook(before: Callable[..., object], kind: object, error: Exception, trace: object) -> None:
-    """``sys.excepthook``, which calls the one before."""
-    uncaught(error)
     before(kind, error, trace)
 
 

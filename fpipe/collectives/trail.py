@@ -98,10 +98,7 @@ def _state(
         action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
     no_entry = f"rank {rank} has no journal entry"
     if failure is None and gone:
-        if readable:
-            nothing = ", and left no journal entry"
-        else:
-            nothing = ""
+        nothing = ", and left no journal entry" if readable else ""
         return _GONE, f"rank {rank} is gone{action or nothing}"
     if failure is None and silent:
         return _SILENT, f"rank {rank} does not answer{action}" if action else no_entry
@@ -134,11 +131,12 @@ def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:
     """
     before = {rank: journal.last(rank) for rank in ranks}
     time.sleep(1.6 * BEAT)
-    same = (rank for rank, last in before.items() if journal.last(rank) == last)
-    silent = frozenset(rank for rank in same if journal.failure(rank) is None)
-    if journal.lost:
-        return frozenset()
-    return silent
+    silent = frozenset(
+        rank
+        for rank, last in before.items()
+        if journal.last(rank) == last and journal.failure(rank) is None
+    )
+    return frozenset() if journal.lost else silent
 
 
 def at(note: str) -> str:

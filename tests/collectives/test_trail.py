@@ -112,7 +112,7 @@ def test_an_error_of_a_backend_in_code_of_the_user_has_its_cause_elsewhere(
         monitors = [monitor(store, found, rank, [0, 1, 2]) for rank in range(3)]
         faults._MONITORS[""] = monitors[2]
         if cause == "error":
-            faults.uncaught(ValueError("boo"))
+            faults.uncaught(lambda *_: None, ValueError, ValueError("boo"), None)
         found[2].close()
         faults._MONITORS[""] = monitors[1]
         for _ in range(2):  # the second time nothing is new
