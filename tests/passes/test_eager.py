@@ -841,3 +841,15 @@ def test_programs_go_with_their_last_user():
     del fn, own
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_stage_that_looks_at_its_data_gets_an_expanded_input(dtype: torch.dtype):
+    """Invented numbers have the strides of the input: elements of an expanded one share memory."""
+    expanded = lambda p, x: (x * p).mean(1, keepdim=True).expand(x.shape)
+    looks = lambda p, x: x.exp() if bool(x.isfinite().all()) else x
+    pipe = fpipe.pipeline(
+        [expanded, fpipe.Stage(looks, engine="eager")], microbatches=1, group=fpipe.local(2)
+    )
+    p, x = torch.ones(6, dtype=dtype), torch.linspace(0, 1, 12).view(2, 6).to(dtype)
+    assert torch.equal(pipe([p, p], x), expanded(p, x).exp())

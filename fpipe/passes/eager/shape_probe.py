@@ -332,13 +332,14 @@ def _invented(aval: Aval) -> torch.Tensor:
 
 def _invented_plain(aval: Aval) -> torch.Tensor:
     tensor = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
+    # elements of an expanded tensor share memory, which is filled
+    memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
     if not aval.differentiable:
-        return tensor.fill_(1 if aval.dtype is torch.bool else 0)
+        memory.fill_(1 if aval.dtype is torch.bool else 0)
+        return tensor
     numbers = torch.Generator(aval.device).manual_seed(0)
     with torch.no_grad():
         if aval.dtype.is_complex:
-            real = torch.view_as_real(tensor)
-        else:
-            real = tensor
-        real.uniform_(generator=numbers)
+            memory = torch.view_as_real(memory)
+        memory.uniform_(generator=numbers)
     return tensor
