@@ -328,7 +328,7 @@ class Builder:
             source, of = key
             relative.append((key, None if of is None else of - mb))
             elsewhere = isinstance(source, Value) and source.stage != stage
-            if elsewhere or isinstance(source, BatchLeaf):
+            if elsewhere or isinstance(source, (BatchLeaf, OutputCotangent)):
                 fetched.append(place)
         reads = self._reads[memo] = _Reads(program, tuple(relative), tuple(fetched))
         return reads

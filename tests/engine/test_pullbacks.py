@@ -148,3 +148,26 @@ def test_each_rank_with_a_replica_has_all_outputs_and_the_whole_gradient_of_the_
             for grad, other in zip([dx, *grads], [true_dx, *true_grads], strict=True):
                 if grad is not None:
                     torch.testing.assert_close(grad, other)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBH1", "ZBV", "DualPipeV", "DualPipe"])
+@pytest.mark.parametrize("outputs", ["zeros", "last"])
+def test_a_cotangent_that_stages_pass_on_is_that_of_the_last_rank(name: str, outputs: Any):
+    """The gradient of ``x + p`` is ``dy`` itself. Ranks before the last stage read their ``dy``,
+    which is that of the zeros that stand for the outputs there.
+    """
+    schedule = fpipe.make_schedule(name, 2, 4)
+    params = [torch.full((3,), float(stage)) for stage in range(schedule.stages)]
+    x = torch.arange(24.0).view(8, 3)
+
+    def rank(group: Any) -> list[Any]:
+        pipe = fpipe.pipeline([torch.add] * len(params), schedule, group=group, outputs=outputs)
+        y, pullback = fpipe.vjp(pipe, pipe.place(params), x)
+        grads, dx = pullback(None if y is None else y * 2)
+        assert dx is None or torch.equal(dx, 2 * (x + sum(params)))
+        return grads
+
+    wanted = (2 * (x + sum(params))).view(4, 2, 3).sum((0, 1))
+    for grads in fpipe.testing.run(rank, ranks=2):
+        found = [grad for grad in grads if grad is not None]
+        assert found and all(torch.equal(grad, wanted) for grad in found)
