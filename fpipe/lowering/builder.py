@@ -32,6 +32,9 @@ from .plan import Plan, Use
 from .value_graph import grad, param
 from .wired import WiredMessages
 
+#: What the caller passes and one rank sends to others.
+PASSED = BatchLeaf, OutputCotangent
+
 
 def lower(job: LoweringInput, rank: int) -> Plan:
     """The plan of one rank."""
@@ -328,7 +331,7 @@ class Builder:
             source, of = key
             relative.append((key, None if of is None else of - mb))
             elsewhere = isinstance(source, Value) and source.stage != stage
-            if elsewhere or isinstance(source, (BatchLeaf, OutputCotangent)):
+            if elsewhere or isinstance(source, PASSED):
                 fetched.append(place)
         reads = self._reads[memo] = _Reads(program, tuple(relative), tuple(fetched))
         return reads
@@ -381,8 +384,7 @@ class Builder:
 def _sending(stage: int, fact: str, routes: Routes) -> _Sending:
     """The values that a fact of a stage sends; what the caller passes need not be computed."""
     sources = [out.source for _, outs in routes for out in outs]
-    passed = (BatchLeaf, OutputCotangent)
-    computed = tuple(source for source in sources if not isinstance(source, passed))
+    computed = tuple(source for source in sources if not isinstance(source, PASSED))
     return _Sending(stage, fact, computed, frozenset(rank for rank, _ in routes))
 
 

@@ -153,7 +153,8 @@ def _microbatch(
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if ends:
             roots, cotangents = zip(*ends, strict=True)
-            found = torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
+            with torch.autocast("cpu", enabled=False):  # as torch recommends for backwards
+                found = torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
         each = iter(found)
         grads.insert(0, [[next(each) for _ in leaves_of(p)] for p in unit.live])
         dx = next(each)

@@ -227,17 +227,21 @@ def test_a_block_that_is_differentiated_twice():
     )
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("where", ["outside", "inside"])
-def test_a_block_under_autocast(where: str):
+def test_a_block_under_autocast(where: str, cached: bool):
+    """Without a cache, too: its graph is traced with its backward, where autocast is off."""
+
     def twice(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + ((x @ p["w"]) @ p["w"]).float()
 
     def cast(p: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
             return twice(p, x)
 
     layer = twice if where == "outside" else cast
-    with torch.autocast("cpu", torch.bfloat16, enabled=where == "outside"):
+    outside = where == "outside"
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside, cache_enabled=cached):
         assert_same(
             repeated(layer), repeated(fpipe.block(layer)), parameters(3), torch.randn(3, WIDTH)
         )

@@ -159,8 +159,7 @@ def _definition(
     tensors: Sequence[torch.Tensor],
 ) -> Definition | None:
     """What a block is for some arguments; ``None`` where its call cannot be one operation."""
-    cached = torch.is_autocast_cache_enabled()
-    if transforming() or not torch.is_grad_enabled() or (ambient() and cached):
+    if transforming() or not torch.is_grad_enabled() or ambient():  # backwards have no autocast
         return None
     if not all(tree.is_tensor(leaf) or isinstance(leaf, LITERALS) for leaf in leaves):
         return None
@@ -174,7 +173,8 @@ def _definition(
     fn = block.fn
     captured = _captured(block.fn)
     # Tracing itself changes autocast's cache and the modes of functions.
-    state = ambient(), cached, torch.get_default_dtype(), *(kernel() for kernel in KERNELS)
+    cached = torch.is_autocast_cache_enabled()
+    state = cached, torch.get_default_dtype(), *(kernel() for kernel in KERNELS)
     around = state, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, around)
