@@ -14,6 +14,7 @@ import inspect
 import operator
 import re
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -195,9 +196,9 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
             f"side={sorted(unknown)} are no arguments of {type(module).__name__}.forward beyond "
             f"its first one; it has {', '.join(p.name for p in others) or 'none'}"
         )
-    wanted = [p for p in others if p.name in side or p.default is p.empty]
+    wanted = [p.name for p in others if p.name in side or p.default is p.empty]
     try:
-        graph = _traced(module, cuts, [inputs[0], *wanted])
+        graph = _traced(module, cuts, [inputs[0].name, *wanted])
         assert graph is not None, "a forward without outcomes returns a graph, or raises"
     except Exception as error:
         raise StageError(
@@ -216,7 +217,7 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
 def _traced(
     module: nn.Module,
     cuts: Sequence[str],
-    arguments: Sequence[inspect.Parameter],
+    arguments: Sequence[str],
     outcomes: tuple[bool, ...] = (),
 ) -> fx.Graph | None:
     """Record a forward; where one outcome of a test does nothing but raise, the other one is taken.
@@ -227,7 +228,7 @@ def _traced(
     Args:
         module: the module.
         cuts: names of submodules.
-        arguments: those that are not known; the others keep their defaults.
+        arguments: names of those that are not known; the others keep their defaults.
         outcomes: of the first tests of values that are not known.
 
     Returns:
@@ -288,18 +289,13 @@ class _Tracer(fx.Tracer):
 
     Args:
         cuts: names of submodules.
-        arguments: of the forward, for which there are placeholders.
+        arguments: names of those of the forward for which there are placeholders.
         outcomes: of the tests of values that are not known, in turn.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(
-        self,
-        cuts: Sequence[str],
-        arguments: Sequence[inspect.Parameter],
-        outcomes: Sequence[bool],
-    ):
+    def __init__(self, cuts: Sequence[str], arguments: Sequence[str], outcomes: Sequence[bool]):
         super().__init__(autowrap_functions=_FACTORIES)
         self.arguments = arguments
         # where fx looks for them, beside the globals of the forward
@@ -313,16 +309,10 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., object], is_module: bool, concrete_args: object = None
     ) -> tuple[Callable[..., object], list[object]]:
         """Return the forward and a placeholder for each argument, which a decorator may hide."""
-        positional = list[object]()
-        named = dict[str, object]()
-        for index, argument in enumerate(self.arguments):
-            placeholder = self.create_proxy("placeholder", argument.name, (), {})
-            can_be_named = argument.kind is not argument.POSITIONAL_ONLY
-            if argument.kind is argument.KEYWORD_ONLY or (index and can_be_named):
-                named[argument.name] = placeholder
-            else:
-                positional.append(placeholder)
-        return partial(self.root.forward, **named), positional
+        forward = self.root.forward
+        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.arguments}
+        bound = inspect.BoundArguments(inspect.signature(forward), OrderedDict(given))
+        return partial(forward, **bound.kwargs), list(bound.args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.traced

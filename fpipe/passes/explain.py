@@ -199,7 +199,8 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
         f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a "
         "gradient, which it would silently not get; pass it in the stage's parameters, or close "
         "over tensor.detach(). A loss that a stage computes beside its output, as of a router, is "
-        "fpipe.Stage(fn, aux_loss=True)"
+        "fpipe.Stage(fn, aux_loss=True). A stage with like= may create leaves that are views of "
+        "its input, and no others"
     )
 
 

@@ -11,7 +11,7 @@ backwards for some lists of several tensors. This module must not know trees, ra
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TypeAlias
@@ -44,11 +44,17 @@ def _each(
     """torch's function ``name`` of each tensor; an argument is one for all or a list of one for
     each.
     """
-    if differentiated():
+    # for DTensors torch 2.11 lacks the kernels of lerp, and of norms in another dtype
+    if differentiated() or (name == "lerp" and mesh_of(xs[0])):
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
         return [getattr(torch, name)(*row, **options) for row in zip(xs, *rows, strict=True)]
     after = getattr(torch, f"_foreach_{name}{'_' * inplace}")(xs, *args, **options)
     return xs if inplace else list(after)
+
+
+def mesh_of(x: Tensor) -> Hashable:
+    """The mesh of a DTensor; None for another tensor."""
+    return getattr(x, "device_mesh", None)
 
 
 add = partial(_each, "add")  #: ``x + alpha * y``
@@ -63,9 +69,16 @@ sqrt = partial(_each, "sqrt")
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
     dtype = norm_dtype(xs[0])
-    if differentiated():
-        return [torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs]
+    if differentiated() or mesh_of(xs[0]):
+        return whole([torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs])
     return list(torch._foreach_norm(xs, p, dtype=dtype))
+
+
+def whole(xs: Tensors) -> Tensors:
+    """The values of tensors without axes, which all are DTensors of one mesh, or none is."""
+    if mesh_of(xs[0]):
+        return list(torch.stack(xs).full_tensor().unbind())  # type: ignore[attr-defined]
+    return xs
 
 
 def norm_dtype(x: Tensor) -> torch.dtype | None:

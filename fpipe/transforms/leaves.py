@@ -133,13 +133,17 @@ def brief(error: Exception) -> str:
     return re.split(r"; \w+: [\[({]|, got (?:tensor|[\[({])", str(error))[0].rstrip(".")[:300]
 
 
+def kind(leaf: Tensor) -> Hashable:
+    """What the leaves of one kernel have in common: device, dtype, and the mesh of a DTensor."""
+    return leaf.device, leaf.dtype, F.mesh_of(leaf)
+
+
 def by_kind(
     kernel: Callable[..., Sequence[Column]],
     *columns: Column,
     keys: Sequence[Hashable] | None = None,
 ) -> list[Column]:
-    """Run a kernel on columns, once for each key, by default each device and dtype in the first
-    column.
+    """Run a kernel on columns, once for each key, by default each kind in the first column.
 
     The result is the kernel's columns in the original order.
 
@@ -151,7 +155,7 @@ def by_kind(
     """
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, leaf in enumerate(columns[0]):
-        groups[(leaf.device, leaf.dtype) if keys is None else keys[index]].append(index)
+        groups[kind(leaf) if keys is None else keys[index]].append(index)
     if len(groups) == 1:
         return list(kernel(*columns))
     merged: list[Column] = []

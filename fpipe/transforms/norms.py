@@ -89,7 +89,7 @@ class _StageNorm(NamedTuple):
 
     def _of_leaves(self, leaves: list[Tensor]) -> list[Tensor]:
         if self.exact:
-            return [_by_rows(leaf.reshape(-1), self.p) for leaf in leaves]
+            return F.whole([_by_rows(leaf.reshape(-1), self.p) for leaf in leaves])
         return F.norms(leaves, self.p)
 
     def _joined(self, norms: list[Tensor]) -> Tensor:

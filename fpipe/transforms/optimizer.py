@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from .leaves import Column, Mask, Places, by_kind, count, flags, mask_of, scaled, zeros
+from .leaves import Column, Mask, Places, by_kind, count, flags, kind, mask_of, scaled, zeros
 from .transform import Params, State, Transform, added, one_pass, refuse_shared
 
 #: A number, or a function of the number of steps before this one.
@@ -116,7 +116,7 @@ def optimizer(
         else:
             decays = [False] * len(at.leaves)
 
-        def kind(gs, ps, on, *old):
+        def block(gs, ps, on, *old):
             gs = gs if how is None else scaled(gs, how.factor)
             step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
             if how is None or kernel is None:
@@ -135,7 +135,7 @@ def optimizer(
             keys = _blocks(weights, decays, math.inf if in_place else _BLOCK)
         after: Sequence[Column] = [[]] * (1 + moments)
         if at.leaves:
-            after = by_kind(kind, at.leaves, weights, decays, *before, keys=keys)
+            after = by_kind(block, at.leaves, weights, decays, *before, keys=keys)
         states = (at.tree(new, tree) for new, tree in zip(after[1:], trees, strict=True))
         return at.tree(after[0], None if how is None else params), state_type(number, *states)
 
@@ -143,17 +143,15 @@ def optimizer(
 
 
 def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:
-    """A key for each leaf: leaves of one device, dtype and decay, on a CPU about ``size``
-    elements.
-    """
+    """A key for each leaf: leaves of one kind and decay, on a CPU about ``size`` elements."""
     last: dict[Hashable, int] = {}  # of a kind: its last block
     elements = list[int]()
     keys = list[Hashable]()
     for leaf, on in zip(leaves, decays, strict=True):
-        kind = leaf.device, leaf.dtype, on
-        block = last.get(kind)
+        alike = kind(leaf), on
+        block = last.get(alike)
         if block is None or (elements[block] >= size and leaf.device.type == "cpu"):
-            block = last[kind] = len(elements)
+            block = last[alike] = len(elements)
             elements.append(0)
         elements[block] += leaf.numel()
         keys.append(block)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,7 +124,8 @@ def add_noise(
 
         def kernel(gs, keys):
             place = keys[0][0]
-            return F.add(gs, _normal(gs, f"{seed}/{t}/{tied.get(place, place)}{shard}"), alpha=std)
+            noise = _normal(gs, f"{seed}/{t}/{tied.get(place, place)}{shard}")
+            return map_kinds(partial(F.add, alpha=std), gs, noise)
 
         names = at.names(range(len(at.leaves)))
         keys = [
@@ -142,4 +144,9 @@ def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     sizes = [leaf.numel() for leaf in leaves]
     generator = torch.Generator(device).manual_seed(seed)
     flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=device)
-    return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]
+    draws = list[Tensor]()
+    for draw, leaf in zip(flat.split(sizes), leaves, strict=True):
+        noise = draw.view(leaf.shape)
+        mesh = F.mesh_of(leaf)  # whose members all have the same draws
+        draws.append(type(leaf).from_local(noise, mesh) if mesh else noise)  # type: ignore[attr-defined]
+    return draws

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from common import same
+from fpipe.programs.internals import is_fake
 from fpipe.programs.trace_one import trace
 from models import MODELS, SEED, one
 
@@ -56,6 +57,21 @@ def halved(p: Any, x: Tensor) -> Tensor:
     while x.norm().item() > 1:
         x = x / 2
     return F.dropout(x @ p, 0.3)
+
+
+def forces(p: Any, x: Tensor) -> Tensor:
+    """Energies and forces, by a leaf of its own."""
+    with torch.enable_grad():
+        at = x.detach().requires_grad_()
+        energy = (at @ p).tanh().square().sum(-1, keepdim=True)
+        (slope,) = torch.autograd.grad(energy.sum(), at, create_graph=True)
+    return torch.cat([energy, -slope], -1) + x.sum(-1, keepdim=True)
+
+
+def shifted(p: Any, x: Tensor) -> Tensor:
+    """With a leaf that is no view of its input, where data decides."""
+    shift = torch.zeros(3, requires_grad=True)
+    return (x @ p + shift).sin() if x.sum().item() > 0 else x @ p - shift
 
 
 def make(stage: Any) -> Any:
@@ -310,6 +326,11 @@ CASES = {
         lambda: randn(3, 3),
         lambda: randn(2, 3),
     ),
+    "a leaf of its own": Case(forces, lambda: randn(3, 3), lambda: randn(2, 3)),
+    "a leaf of its own and remat": Case(
+        fpipe.remat(forces), lambda: randn(3, 3), lambda: randn(2, 3)
+    ),
+    "a leaf where data decides": Case(shifted, lambda: randn(3, 3), lambda: randn(2, 3)),
     "convolution": Case(
         lambda p, x: F.group_norm(F.conv2d(x, p[0], p[1], padding=1), 2, p[2]).relu(),
         lambda: [randn(2, 2, 3, 3), randn(2), randn(2)],
@@ -775,7 +796,79 @@ def test_under_debug():
             fpipe.grad(pipe)(params, x, x)
 
 
+CAPTURED = randn(3, 3).requires_grad_()
+
+
+@pytest.mark.parametrize("fn", [forces, shifted])
+@pytest.mark.parametrize("like", [None, lambda p, x: p.new_empty(len(x), 4)])
+def test_a_captured_gradient_beside_a_leaf_of_its_own(fn: Any, like: Any):
+    def work(p: Any, x: Tensor) -> Tensor:
+        y = fn(p, x @ CAPTURED)
+        return torch.cat([y, y], -1)[:, :4]
+
+    own = fpipe.Stage(work, engine="eager", like=like)
+    with pytest.raises(fpipe.errors.TraceError, match=r"closes over a tensor of shape \[3"):
+        trace(own, randn(3, 3), randn(2, 3)).forward(randn(3, 3), randn(2, 3))
+
+
+def test_a_view_of_the_input_is_a_leaf_of_a_stage_with_a_likeness():
+    likeness = lambda p, x: p.new_empty(len(x), 4)
+    own = trace(fpipe.Stage(forces, engine="eager", like=likeness), randn(3, 3), randn(2, 3))
+    p, x, dy = randn(3, 3), randn(2, 3), randn(2, 4)
+    y, saved = own.forward(p, x)
+    _, kept = own.backward_input(saved, dy)
+    leaf = p.clone().requires_grad_()
+    wanted = forces(leaf, x)
+    assert torch.equal(y, wanted.detach())
+    assert torch.equal(own.backward_weight(kept), torch.autograd.grad(wanted, leaf, dy)[0])
+
+
+# ---- layouts ----
+def spread(p: Tensor, x: Tensor) -> Tensor:
+    """Expanded on tensors without data, and stored in full on others."""
+    y = (x @ p).mean(0, keepdim=True)
+    return y.expand(len(x), 3) if is_fake(y) else y.repeat(len(x), 1)
+
+
+def test_an_output_that_is_expanded_in_the_probe_alone():
+    params, x, t = [randn(3, 3), randn(3, 3)], randn(4, 3), randn(4, 3)
+    fns = [spread, lambda p, x: (x @ p).tanh()]
+    pipe = fpipe.pipeline(fns, loss=squared, microbatches=2, group=fpipe.local(2), engine="eager")
+    loss, grads = fpipe.value_and_grad(pipe)(params, x, t)
+    wanted, others, _ = reference(fns, params, x, t, 2)
+    assert torch.equal(loss, wanted) and same(grads, others)
+
+
+def test_an_output_whose_rows_differ_where_the_probe_has_one():
+    other = lambda p, x: spread(p, x) if is_fake(x) else x @ p
+    own = trace(fpipe.Stage(other, engine="eager"), randn(3, 3), randn(2, 3))
+    with pytest.raises(
+        fpipe.errors.StageError, match=r"a tensor with other rows, where an expanded one was exp"
+    ):
+        own.forward(randn(3, 3), randn(2, 3))
+
+
 # ---- tensors that wrap others ----
+class Marked(Tensor):
+    """A plain subclass."""
+
+
+@pytest.mark.parametrize("where", ["parameters", "input", "output"])
+def test_subclasses_of_tensor(where: str):
+    marked = lambda t, place: t.as_subclass(Marked) if place == where else t
+    fns = [lambda p, x: marked((x @ p).tanh(), "output")] * 2
+    params, x, t = [randn(3, 3), randn(3, 3)], randn(4, 3), randn(4, 3)
+    pipe = fpipe.pipeline(
+        fns, "ZBH1", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager"
+    )
+    mine = [marked(p, "parameters") for p in params]
+    loss, found = fpipe.value_and_grad(pipe, (0, 1))(mine, marked(x, "input"), t)
+    wanted, *others = reference(fns, params, x, t, 2)
+    assert torch.equal(loss, wanted)
+    pairs = zip(optree.tree_leaves(found), optree.tree_leaves(others), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

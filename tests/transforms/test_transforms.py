@@ -4,12 +4,15 @@ bit, and what torch's optimizers or a few plain lines define.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fake_processes
 from common import same
@@ -53,6 +56,43 @@ def test_split_is_whole(name: str, processes: int, how: str):
     for rank, (after, state) in enumerate(parts):
         assert [stage for stage, part in enumerate(after) if part is not None] == list(spread[rank])
         assert same(state, placed(whole_state, spread[rank]))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", TABLE)
+def test_dtensors(name: str, mixed: bool, mesh: DeviceMesh):
+    """Alone, and beside plain tensors: the bits of plain tensors."""
+
+    def split(tree: Any) -> Any:
+        ways = {1: Replicate(), 2: Shard(0)}
+        apart = lambda leaf: not mixed or leaf.dim() == 2
+        return optree.tree_map(
+            lambda leaf: distribute_tensor(leaf, mesh, [ways[leaf.dim()]]) if apart(leaf) else leaf,
+            tree,
+        )
+
+    row = TABLE[name]
+    params, grads = inputs(row)
+    wanted, _ = follow(row.make(None), params, grads)
+    after, _ = follow(row.make(None), split(params), [split(g) for g in grads])
+    like = zip(optree.tree_leaves(after), optree.tree_leaves(split(params)), strict=True)
+    assert all(type(mine) is type(theirs) for mine, theirs in like)
+    whole = lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    assert same(optree.tree_map(whole, after), wanted)
+
+
+def test_a_norm_of_bfloat16_dtensors(mesh: DeviceMesh):
+    """In float32, for which torch 2.11 has no kernel."""
+    leaves = [torch.randn(4, 3).bfloat16() for _ in range(2)]
+    split = [distribute_tensor(leaf, mesh, [Shard(0)]) for leaf in leaves]
+    assert torch.equal(T.global_norm(split), T.global_norm(leaves))
 
 
 def placed(state: Any, here: Any) -> Any:

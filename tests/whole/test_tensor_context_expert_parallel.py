@@ -39,13 +39,15 @@ def network(**shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
 def run(
     fn: Any, params: Any, x: Tensor, y: Tensor, group: Any, tx: Any = None, **keywords: Any
 ) -> Any:
-    """Loss and gradients of a pipeline of one stage function."""
+    """Loss and gradients of a pipeline of one stage function; or updates, by ``tx`` of it."""
     microbatches = keywords.pop("microbatches", MICROBATCHES)
     pipe = fpipe.pipeline(
         [fn] * STAGES, SCHEDULE, loss=squared, microbatches=microbatches, group=group, **keywords
     )
     value, grads = fpipe.value_and_grad(pipe)(pipe.place(params), x, y)
-    return value, grads if tx is None else tx.update(grads, tx.init(params), params)[0]
+    if tx is None:
+        return value, grads
+    return value, tx(pipe).update(grads, tx(pipe).init(params), params)[0]
 
 
 # ---- tensor parallel: a part of each matrix on each member ----
@@ -76,11 +78,21 @@ def tensor_parallel(group: Any) -> Any:
     )
     x, y = draw(9, *[(MICROBATCHES * ROWS, WIDTH)] * 2)
     params = columns(network(**FEED), tp.get_local_rank())
-    return run(lambda p, x: feed_forward(p, x, tp), params, x, y, group, tx)
+    return run(lambda p, x: feed_forward(p, x, tp), params, x, y, group, lambda pipe: tx)
 
 
 # ---- tensor parallel by DTensor ----
-def by_dtensor(group: Any) -> Any:
+def noisy(pipe: Any) -> fpipe.Transform:
+    """All that looks at several leaves."""
+    return fpipe.chain(
+        fpipe.transforms.skip_nonfinite(over=pipe),
+        fpipe.clip_by_global_norm(0.01, over=pipe),
+        fpipe.transforms.add_noise(1e-4, over=pipe),
+        fpipe.sgd(1.0, momentum=0.9, weight_decay=0.1),
+    )
+
+
+def by_dtensor(group: Any, tx: Any = None) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     tp = group.mesh["tp"]
@@ -95,7 +107,7 @@ def by_dtensor(group: Any) -> Any:
         for p in network(**FEED)
     ]
     x, y = draw(9, *[(MICROBATCHES * ROWS, WIDTH)] * 2)
-    value, grads = run(stage, params, x, y, group, engine="eager")
+    value, grads = run(stage, params, x, y, group, tx, engine="eager")
     return value, optree.tree_map(lambda g: g.full_tensor(), grads)
 
 
@@ -164,6 +176,7 @@ def expert_parallel(group: Any) -> Any:
 def job() -> dict[str, Any]:
     group = fpipe.init(pp=2, tp=2, timeout=60)
     results = {"tensor": tensor_parallel(group), "dtensor": by_dtensor(group)}
+    results["updates"] = by_dtensor(group, noisy)
     group = fpipe.init(pp=2, dp=2, timeout=60)
     results |= {f"context{zero}": context_parallel(group, zero) for zero in (0, 3)}
     return results | {"expert": expert_parallel(group)}
@@ -185,7 +198,9 @@ def whole(kind: str) -> Any:
     if kind == "expert":
         x, y = draw(7, *[(2 * MICROBATCHES * 4, WIDTH)] * 2)
         return run(mixture, network(**EXPERTS), x, y, group, microbatches=2 * MICROBATCHES)
-    return run(feed_forward, network(**FEED), *draw(9, *[(MICROBATCHES * ROWS, WIDTH)] * 2), group)
+    tx = noisy if kind == "updates" else None
+    x, y = draw(9, *[(MICROBATCHES * ROWS, WIDTH)] * 2)
+    return run(feed_forward, network(**FEED), x, y, group, tx)
 
 
 def close(mine: Any, wanted: Any) -> bool:
@@ -199,7 +214,7 @@ def close(mine: Any, wanted: Any) -> bool:
 
 @pytest.mark.xdist_group("axes")
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert"])
+@pytest.mark.parametrize("kind", ["tensor", "dtensor", "updates", "context0", "context3", "expert"])
 def test_gradients_are_those_of_the_unsplit_model(
     results: list[dict[str, Any]], kind: str, rank: int
 ):

@@ -26,7 +26,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...programs.tensor_state import RETAINED
 from .meter import saved_handles
@@ -85,6 +85,12 @@ class Kept(NamedTuple):
 
 
 # ---- surveying ----
+def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
+    """The end of a leaf; torch returns that of a view for a subclass of Tensor."""
+    _, order = _walk([get_gradient_edge(leaf)])
+    return GradientEdge(order[0], 0)
+
+
 def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = False) -> Survey:
     """Find the forks of a graph. ``whole``: all parameters are computed in I."""
     ends = tuple(ends)

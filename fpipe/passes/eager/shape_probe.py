@@ -14,8 +14,6 @@ import random
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -62,7 +60,7 @@ from ..explain import (
 )
 from ..streams import restore_streams, save_streams
 from ..tables import settle
-from .autograd_split import Edges, all_gradients, all_nodes, saved_tensors, survey
+from .autograd_split import Edges, all_gradients, all_nodes, leaf_edge, saved_tensors, survey
 from .meter import Meter, gradient_bytes, meter
 
 Groups: TypeAlias = list[list[Any]]
@@ -73,14 +71,16 @@ class StageFacts:
     """What is known of a stage function.
 
     ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured
-    tensors. ``saved`` and ``kept`` are the bytes held from F to I and from I to W, where known;
-    ``dx`` the gradients of the inputs that have one, where known. ``during`` are the most bytes
-    that F and B hold beyond those before, where known.
+    tensors. ``leaves``: whether the function creates leaves of its graph. ``saved`` and ``kept``
+    are the bytes held from F to I and from I to W, where known; ``dx`` the gradients of the inputs
+    that have one, where known. ``during`` are the most bytes that F and B hold beyond those before,
+    where known.
     """
 
     outputs: Outputs
     passed: Mapping[int, int] = field(default_factory=dict)
     captured: frozenset[int] = frozenset()
+    leaves: bool = False
     saved: int | None = None
     kept: int | None = None
     dx: Mapping[int, Aval] | None = None
@@ -204,11 +204,14 @@ def _observed(
         count = meter()
         groups = [argument.map(create) for argument in signature]
         before = list(map(versions, groups))
-        on_numbers = partial(_pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
+        if create is empty:
+            pure = pure_on_fakes(stage.label, steps=steps)
+            created = is_fake
+        else:
+            pure, created = _pure_on_numbers(stage.label, groups)
         try:
             given = [groups[0], entering(signature.x, groups[1]), *groups[2:]]
-            pure = partial(pure_on_fakes, steps=steps) if create is empty else on_numbers
-            with pure(stage.label), count.mode:
+            with pure, count.mode:
                 result = run_recording(stage, signature, given, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
@@ -221,26 +224,31 @@ def _observed(
     leaves = tree.leaves(result.y)
     ys = {j: leaves[j] for j in outputs.y.avals}
     passed = {j: inputs[id(y)] for j, y in ys.items() if id(y) in inputs}
-    real = [j for j, y in ys.items() if create is empty and not is_fake(y)]
-    facts = StageFacts(outputs, passed, frozenset(real), during={"F": count.peak[0]})
+    captured = frozenset(j for j, y in ys.items() if not created(y))
+    facts = StageFacts(outputs, passed, captured, during={"F": count.peak[0]})
     used = [y for j, y in ys.items() if j not in unused]
     if result.aux is not None:
         used.append(result.aux)
-    return _with_graph(stage, facts, groups, used, count)
+    return _with_graph(stage, facts, groups, used, count, created)
 
 
 def _with_graph(
-    stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[torch.Tensor], count: Meter
+    stage: Stage,
+    facts: StageFacts,
+    groups: Groups,
+    outs: Sequence[torch.Tensor],
+    count: Meter,
+    created: Callable[[torch.Tensor], bool],
 ) -> StageFacts:
     """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured
-    gradients.
+    gradients: those of leaves that the function did not create.
     """
     ends = {t: get_gradient_edge(t) for t in outs if t.requires_grad}
     if not ends:
         return replace(facts, saved=0, kept=0, dx={})
     ps, xs = map(_edges, groups[:2])
     seen = survey(list(ends.values()), xs, ps)
-    refuse_captured(stage, seen.foreign)
+    refuse_captured(stage, [leaf for leaf in seen.foreign if not created(leaf)])
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
@@ -250,7 +258,7 @@ def _with_graph(
     if xs:
         kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers)
         kept += sum(gradient_bytes(fork.node, fork.ports) for fork in seen.forks)
-    facts = replace(facts, saved=saved, kept=kept)
+    facts = replace(facts, leaves=bool(seen.foreign), saved=saved, kept=kept)
     if not is_fake(next(iter(ends))):
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
@@ -264,9 +272,8 @@ def _with_graph(
         return facts
     forward = facts.during["F"]
     backward = count.peak[0] - before
-    during = {"F": forward, "B": backward}
-    if isinstance(stage.fn, Remat):  # its B records the graph first
-        during = {"B": forward + backward}
+    recorded = forward if isinstance(stage.fn, Remat) else 0  # its B records the graph first
+    during = {"F": forward, "B": recorded + backward}
     dx = {i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None}
     return replace(facts, dx=dx, during=during)
 
@@ -274,7 +281,7 @@ def _with_graph(
 def _edges(leaves: Sequence[object]) -> Edges:
     """The ends of the leaves that have a gradient."""
     tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    return {i: get_gradient_edge(tensor) for i, tensor in tensors if tensor.requires_grad}
+    return {i: leaf_edge(tensor) for i, tensor in tensors if tensor.requires_grad}
 
 
 def stored_in_full(aval: Aval) -> Aval:
@@ -298,11 +305,11 @@ def _storages(leaves: Iterable[object]) -> dict[int, int]:
 
 
 # ---- invented numbers ----
-def _pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> Around:
+def _pure_on_numbers(label: str, groups: Groups) -> tuple[Around, Callable[[torch.Tensor], bool]]:
     """While a function runs on real arguments under this mode, refuse writes into other tensors it
-    did not create.
+    did not create; and whether it created a tensor.
     """
-    local = set(map(_storage, arguments)) | {None}
+    local = set(map(_storage, tensors_in(groups))) | {None}
 
     def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in(written(op, args, kwargs)):
@@ -313,7 +320,7 @@ def _pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> Around:
         local.update(set(map(_storage, tensors_in([result]))) - inputs)
         return result
 
-    return Around(run)
+    return Around(run), lambda tensor: _storage(tensor) in local
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
