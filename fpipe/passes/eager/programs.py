@@ -133,8 +133,7 @@ class _Engine:
             self.dxs = {i: stored_in_full(reached[i]) for i in inputs}
             self.dps = {i: signature.params.avals[i] for i in signature.params.wanted}
         self.extra = isinstance(stage.fn, LossCall) and stage.fn.extra
-        #: Of the first graph; not repeated once it has passed.
-        self.first_checks = [self._refuse_captured]
+        self.check_captured = _until_passed(self._refuse_captured)
 
     # ---- F ----
     def forward(self, inputs: list[Any]) -> Results:
@@ -199,9 +198,7 @@ class _Engine:
         inputs = set(map(tree.address, filter(tree.is_tensor, (*x, *side))))
         tape = Tape(ends, xs, ps, hooked, inputs)
         if ends:
-            for check in self.first_checks:
-                check(tape, survey(ends.values(), xs, ps))
-            self.first_checks.clear()
+            self.check_captured(tape)
         return self._returned(result, ys, groups), tape
 
     def _returned(self, result: Result, ys: Sequence[Any], groups: Groups) -> Results:
@@ -263,9 +260,10 @@ class _Engine:
                 "declare the right ones: fpipe.Stage(fn, like=lambda p, x: x)"
             )
 
-    def _refuse_captured(self, tape: Tape, seen: Survey) -> None:
+    def _refuse_captured(self, tape: Tape, seen: Survey | None = None) -> None:
         """Raise for a captured gradient, unless the function is one that creates leaves."""
         if not self.facts.leaves:
+            seen = seen or survey(tape.ends.values(), tape.xs, tape.ps)
             foreign = (leaf for leaf in seen.foreign if tree.address(leaf) not in tape.inputs)
             refuse_captured(self.stage, list(foreign))
 
@@ -441,6 +439,18 @@ def _under(state: Ambient) -> Iterator[None]:
         # inside the caller's autocast it would hold every microbatch's casts
         stack.callback(torch.clear_autocast_cache)
         yield
+
+
+def _until_passed(check: Callable[[Tape], None]) -> Callable[[Tape], None]:
+    """A check that is not repeated once it has passed."""
+    pending = [check]
+
+    def run(tape: Tape) -> None:
+        for check in pending:
+            check(tape)
+        pending.clear()
+
+    return run
 
 
 def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
