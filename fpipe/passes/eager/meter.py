@@ -45,8 +45,8 @@ def meter() -> Meter:
 
     def run(op: Op, args: Args, kwargs: Kwargs) -> object:
         result = op(*args, **kwargs)
-        given = set(map(storage_id, _plain((args, kwargs))))
-        for tensor in _plain(result):
+        given = set(map(storage_id, plain_tensors((args, kwargs))))
+        for tensor in plain_tensors(result):
             key = storage_id(tensor)
             storage = tensor.untyped_storage()
             if key not in given and key not in counted and storage.nbytes():
@@ -59,7 +59,7 @@ def meter() -> Meter:
     return Meter(Around(run), now, peak)
 
 
-def _plain(value: object) -> Iterator[torch.Tensor]:
+def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """The ordinary tensors in a tree."""
     for leaf in filter(tree.is_tensor, tree.leaves(value)):
         yield from tree.parts(leaf)

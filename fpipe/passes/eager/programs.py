@@ -265,7 +265,7 @@ class _Engine:
         if not self.facts.leaves:
             seen = seen or survey(tape.ends.values(), tape.xs, tape.ps)
             foreign = (leaf for leaf in seen.foreign if tree.address(leaf) not in tape.inputs)
-            refuse_captured(self.stage, list(foreign))
+            refuse_captured(self.stage, foreign)
 
     # ---- B, I and W ----
     def _open(self, inputs: list[Any]) -> tuple[Tape, list[Arrived], list[torch.Tensor]]:
@@ -342,10 +342,7 @@ class _Engine:
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         computed = {j: aval for j, aval in outputs.y.avals.items() if j not in passed}
         ys = _named("y", computed)
-        if outputs.state is None:
-            states = {}
-        else:
-            states = _named("s", outputs.state.avals)
+        states = _named("s", outputs.state.avals if outputs.state is not None else {})
         aux = "aux" if outputs.aux is not None else None
         extra = "extra" if self.extra else None
         held = ("ctx",) if self.trained else ()

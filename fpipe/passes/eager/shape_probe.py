@@ -49,7 +49,7 @@ from ...programs.signature import (
 from ...programs.tensor_state import versions
 from ...programs.wrappers import RECORDING, Remat
 from ...stage import Stage
-from ...tree import Aval, contiguous, parts
+from ...tree import Aval, contiguous
 from ..explain import (
     captured_gradient_error,
     captured_write_error,
@@ -61,7 +61,7 @@ from ..explain import (
 from ..streams import restore_streams, save_streams
 from ..tables import settle
 from .autograd_split import Edges, all_gradients, all_nodes, leaf_edge, saved_tensors, survey
-from .meter import Meter, gradient_bytes, meter
+from .meter import Meter, gradient_bytes, meter, plain_tensors
 
 Groups: TypeAlias = list[list[Any]]
 
@@ -186,10 +186,10 @@ def wrote_into_input(before: Sequence[Sequence[int]], groups: Groups) -> bool:
     return changed[1]
 
 
-def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:
+def refuse_captured(stage: Stage, foreign: Iterable[torch.Tensor]) -> None:
     """Raise where a function closes over a tensor that requires a gradient."""
-    if foreign:
-        raise captured_gradient_error(stage.label, foreign[0])
+    for leaf in foreign:
+        raise captured_gradient_error(stage.label, leaf)
 
 
 def _observed(
@@ -248,7 +248,7 @@ def _with_graph(
         return replace(facts, saved=0, kept=0, dx={})
     ps, xs = map(_edges, groups[:2])
     seen = survey(list(ends.values()), xs, ps)
-    refuse_captured(stage, [leaf for leaf in seen.foreign if not created(leaf)])
+    refuse_captured(stage, (leaf for leaf in seen.foreign if not created(leaf)))
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
@@ -280,8 +280,7 @@ def _with_graph(
 
 def _edges(leaves: Sequence[object]) -> Edges:
     """The ends of the leaves that have a gradient."""
-    tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    return {i: leaf_edge(tensor) for i, tensor in tensors if tensor.requires_grad}
+    return {i: leaf_edge(t) for i, t in enumerate(leaves) if tree.is_tensor(t) and t.requires_grad}
 
 
 def stored_in_full(aval: Aval) -> Aval:
@@ -300,7 +299,7 @@ def _bytes(leaves: Iterable[object], without: Container[int] = ()) -> int:
 
 def _storages(leaves: Iterable[object]) -> dict[int, int]:
     """The sizes of the storages of the tensors among ``leaves``, by address."""
-    tensors = (part for leaf in leaves if tree.is_tensor(leaf) for part in parts(leaf))
+    tensors = plain_tensors(list(leaves))
     return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
