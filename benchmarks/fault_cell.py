@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fpipe
 from benchmarks.stages import square
@@ -27,8 +30,11 @@ from fpipe.engine.execute import WATCH
 from fpipe.engine.results import Results
 from fpipe.passes.profile.recording import steps_of
 from fpipe.products.training.outcome import store
+from fpipe.saving import reading, streaming, writing
 
 HOST, FIRST, SECOND = "host", "namespace a", "namespace b"
+#: Moments in which ranks meet at the store, outside of a step.
+MEETINGS = ("barrier", "save", "load", "stream", "between")
 #: The step in which the fault happens, and how many steps follow it where it is not noticed.
 STEP, MORE = 2, 3
 _START = 40.0  #: seconds for ranks to start and to trace
@@ -84,8 +90,8 @@ class Cell(NamedTuple):
 class Fate:
     """Causes the fault of a cell when its rank comes to the moment."""
 
-    def __init__(self, cell: Cell, rank: int, folder: Path):
-        self.cell, self.folder = cell, folder
+    def __init__(self, cell: Cell, rank: int, folder: Path, timeout: float):
+        self.cell, self.folder, self.timeout = cell, folder, timeout
         self.armed = rank == cell.caller
 
     def at(self, moment: str, step: int = STEP) -> bool:
@@ -102,13 +108,27 @@ class Fate:
             while not (self.folder / "fault").exists():
                 time.sleep(0.002)
             return
-        (self.folder / "fault.new").write_text(str(time.time()))
-        (self.folder / "fault.new").rename(self.folder / "fault")
+        write(self.folder / "fault", str(time.monotonic()))
         if self.cell.what == "raise":
             raise ValueError("boo")
-        if self.cell.what == "slow":
-            time.sleep(_LONG)
-        os.kill(os.getpid(), signal.SIGKILL if self.cell.what == "kill" else signal.SIGSTOP)
+        if self.cell.what == "exit":
+            raise SystemExit
+        if self.cell.what == "clock":
+            self._step_the_clock()
+        else:
+            if self.cell.what == "slow":
+                time.sleep(_LONG)
+            os.kill(os.getpid(), signal.SIGKILL if self.cell.what == "kill" else signal.SIGSTOP)
+
+    def _step_the_clock(self) -> None:
+        """The wall clock of this process goes back an hour; then it computes for longer than the
+        time-out where it traces.
+        """
+        wall = time.time
+        time.time = lambda: wall() - 3600
+        end = time.monotonic() + (1.5 * self.timeout if self.cell.when == "trace" else 0.0)
+        while time.monotonic() < end:
+            sum(range(10_000))
 
     def before(self, module: Any, name: str) -> None:
         """Strike before a function of a module or class is called."""
@@ -166,7 +186,10 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     more = {"dp": fpipe.copies(group.dp, zero=2 if cell.when == "ZeRO" else 0)} if dp > 1 else {}
     if cell.when == "weighted":
         more["reduction"] = fpipe.weighted(count)
-    pipe = fpipe.pipeline([stage] * pp, "1F1B", loss=loss, microbatches=4, group=group, **more)
+    stages: list[Any] = [stage] * pp
+    if cell.when in MEETINGS:
+        stages = [fpipe.Stage(stage, name=f"layer{number}") for number in range(pp)]
+    pipe = fpipe.pipeline(stages, "1F1B", loss=loss, microbatches=4, group=group, **more)
     params = (
         pipe.shard([torch.eye(4) * 0.5] * pp)
         if cell.when == "ZeRO"
@@ -195,6 +218,8 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
                 WATCH.set(fate.within(share))
             pullback(torch.ones(8, 4) if pipe.here and pp - 1 in pipe.here else None)
             continue
+        if cell.when in MEETINGS and number >= STEP - 1:
+            meeting(cell, fate, pipe, params, number)
         _, grads = fpipe.value_and_grad(pipe)(params, x, x)
         if fate.at("optimizer", number):
             fate.strike()
@@ -206,6 +231,32 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
             break
     for _ in range(2):  # a rank may have come to the first one before the fault
         group.barrier()
+
+
+def meeting(cell: Cell, fate: Fate, pipe: Any, params: Any, number: int) -> None:
+    """What ranks do together between two steps; in step ``STEP`` the fault happens in it."""
+    if fate.at("save", number):
+        fate.before(*random.Random(repr(cell)).choice([(writing, "write"), (writing, "_see")]))
+    elif fate.at("load", number):
+        fate.before(reading.Reader, "value")
+    elif fate.at("stream", number):
+        fate.before(streaming, "_send")
+    elif fate.at(cell.when, number):
+        fate.strike()
+    if cell.when == "barrier":
+        pipe.group.barrier()
+    elif cell.when == "save":
+        fpipe.save(fate.folder / f"saved{number}", pipe, params=params)
+    elif cell.when == "load":
+        if number < STEP:
+            fpipe.save(fate.folder / "saved", pipe, params=params)
+        else:
+            fpipe.load(fate.folder / "saved", pipe, "params")
+    elif cell.when == "stream":
+        list(fpipe.stream(pipe, params))
+    else:  # a batch that has no plans yet, so that ranks exchange their facts
+        x = torch.ones(8 + 4 * number, 4)
+        fpipe.value_and_grad(pipe)(params, x, x)
 
 
 def shorten(group: Any, timeout: float) -> None:
@@ -231,6 +282,8 @@ def rank_main(
     """In the process of a rank: the work, and a report of how it ended."""
     enter(namespace)
     os.environ.update(env)
+    rank = int(os.environ["RANK"])  # a launcher may have numbered the ranks
+    write(Path(folder, f"pid{rank}"), str(os.getpid()))
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -238,14 +291,15 @@ def rank_main(
     torch.set_num_threads(1)
     report: dict[str, Any] = {"kind": "none", "text": "no error", "ours": False}
     try:
-        work(cell, rank, Fate(cell, rank, Path(folder)), timeout)
+        work(cell, rank, Fate(cell, rank, Path(folder), timeout), timeout)
     except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
         report = {
             "kind": type(error).__name__,
             "text": str(error),
             "ours": isinstance(error, fpipe.FpipeError),
         }
-    write(Path(folder, f"report{rank}"), json.dumps({"when": time.time(), **report}))
+    write(Path(folder, f"report{rank}"), json.dumps({"when": time.monotonic(), **report}))
     os._exit(0 if report["kind"] == "none" else 1)
 
 
@@ -259,6 +313,32 @@ def host_main(folder: str, address: str, own: bool, namespace: str) -> None:
     )
     write(Path(folder, "port"), str(server.port))
     time.sleep(_LONG)
+
+
+def agent_main(
+    folder: str, cell: Cell, env: dict[str, str], timeout: float, namespace: str, address: str
+) -> None:
+    """In the process of an elastic agent, as ``torchrun`` starts it: the ranks are its children."""
+    enter(namespace)
+    os.environ.update(env)
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    config = LaunchConfig(
+        1,
+        1,
+        cell.ranks,
+        run_id="fpipe",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{address}:0",
+        local_addr=address,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, rank_main)(folder, cell, -1, env, timeout, "")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        write(Path(folder, "agent"), f"rank {rank}, exit code {failure.exitcode}")
 
 
 def enter(namespace: str) -> None:

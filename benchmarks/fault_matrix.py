@@ -9,6 +9,7 @@ Needs root and iproute2.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing as mp
 import os
@@ -21,21 +22,31 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.fault_cell import FIRST, HOST, SECOND, Cell, host_main, rank_main, write
+from benchmarks.fault_cell import (
+    FIRST,
+    HOST,
+    MEETINGS,
+    SECOND,
+    Cell,
+    agent_main,
+    host_main,
+    rank_main,
+    write,
+)
 from fpipe.collectives.shared_memory import SWITCH as MEMORY
 
-WHAT = ("kill", "stop", "raise", "cut", "slow")
+WHAT = ("kill", "stop", "raise", "cut", "slow", "exit", "clock")
 WHEN = (
     "init",
     "handshake",
@@ -49,13 +60,19 @@ WHEN = (
     "exit",
     "weighted",
     "each",
+    *MEETINGS,
 )
-HOW, OVER = ("env", "torchrun", "launch"), ("memory", "gloo")
+#: Who starts the ranks: nobody (rank 0 hosts the store), a process with the store and the variables
+#: of torchrun, ``fpipe.launch``, an elastic agent (as torchrun), and Ray where it is installed.
+HOW, OVER = ("env", "agent store", "launch", "torchrun", "ray"), ("memory", "gloo")
+FOREIGN = ("torchrun", "ray")  #: they start the ranks themselves, on one host
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
 _START = 60.0  #: seconds for the fault to happen
 _PATIENCE = 12.0  #: seconds after the time-out until a rank counts as hanging
 _MOST = 4
 _DONE = "none: no error"
+#: What Ray is for: its absence is a line of the table.
+RAY = importlib.util.find_spec("ray") is not None
 
 
 def cells() -> Iterator[Cell]:
@@ -63,7 +80,13 @@ def cells() -> Iterator[Cell]:
     for how, over, when in product(HOW, OVER, WHEN):
         ranks = Cell("", "", when, how, over).ranks
         for who, what in product(range(2, ranks) if when == "each" else range(ranks), WHAT):
+            if what == "exit" and when not in MEETINGS:  # within a step it is an error
+                continue
+            if (how in FOREIGN and what in ("cut", "slow")) or (how == "ray" and not RAY):
+                continue
             yield Cell(f"rank {who}", what, when, how, over)
+        if how in FOREIGN:
+            continue
         for who, what in product((FIRST, SECOND), ("kill", "stop", "cut", "slow")):
             yield Cell(who, what, when, how, over)
         for what in ("kill", "stop") if how != "env" else ():
@@ -162,16 +185,28 @@ class Job:
         self.cell, self.timeout, self.network, self.folder = cell, timeout, network, folder
         self.context = mp.get_context("forkserver")
         self.ended: dict[int, float] = {}
-        self.host = (
-            None
-            if cell.how == "env"
-            else self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
-        )
+        self.host = None
+        if cell.how == "torchrun":
+            args = (cell, self._env(None, 0), timeout, self._name(0), self._at(0))
+            self.host = self._process(agent_main, *args, daemon=False)
+            self.ranks: list[Any] = [Foreign(folder, rank) for rank in range(cell.ranks)]
+            return
+        if cell.how == "ray":
+            self.host = self._process(host_main, "127.0.0.1", True, "")
+        elif cell.how != "env":
+            self.host = self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
         if self.host is not None:
             _until(lambda: (folder / "port").exists(), 20)
             port = int((folder / "port").read_text())
         else:
             port = 20000 + random.randrange(10000)
+        if cell.how == "ray":
+            self.tasks = [
+                _ray().remote(str(folder), cell, rank, self._env(rank, port), timeout, "")
+                for rank in range(cell.ranks)
+            ]
+            self.ranks = [Foreign(folder, rank) for rank in range(cell.ranks)]
+            return
         self.ranks = [
             self._process(rank_main, cell, rank, self._env(rank, port), timeout, self._name(rank))
             for rank in range(cell.ranks)
@@ -189,25 +224,30 @@ class Job:
     def _at(self, rank: int) -> str:
         return self.network.address(self._place(rank))
 
-    def _env(self, rank: int, port: int) -> dict[str, str]:
+    def _env(self, rank: int | None, port: int) -> dict[str, str]:
+        """The environment of a rank; without its number, what an agent does not set."""
         cell = self.cell
         env = {
+            MEMORY: str(int(cell.over == "memory")),
+            "GLOO_SOCKET_IFNAME": "lo" if cell.how == "ray" else "fp0",
+            "OMP_NUM_THREADS": "1",
+        }
+        if rank is None:
+            return env
+        env |= {
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(cell.ranks)),
-            "MASTER_ADDR": self._at(0),
+            "MASTER_ADDR": "127.0.0.1" if cell.how == "ray" else self._at(0),
             "MASTER_PORT": str(port),
-            MEMORY: str(int(cell.over == "memory")),
-            "GLOO_SOCKET_IFNAME": "fp0",
-            "OMP_NUM_THREADS": "1",
         }
         if cell.how != "env":
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        if cell.how == "torchrun":
+        if cell.how == "agent store":
             env["TORCHELASTIC_RUN_ID"] = "fpipe"
         return env
 
-    def _process(self, target: Any, *args: Any) -> Any:
-        process = self.context.Process(target=target, args=(str(self.folder), *args), daemon=True)
+    def _process(self, target: Any, *args: Any, daemon: bool = True) -> Any:
+        process = self.context.Process(target=target, args=(str(self.folder), *args), daemon=daemon)
         process.start()
         return process
 
@@ -223,12 +263,12 @@ class Job:
                 os.kill(process.pid, number)
         else:
             (network.cut if cell.what == "cut" else network.slow)(self._place(cell.victims[0]))
-        write(self.folder / "fault", str(time.time()))
+        write(self.folder / "fault", str(time.monotonic()))
 
     def watch(self) -> float | None:
         """Wait until all survivors have ended or the time is up; when the fault happened."""
-        fault, end = None, time.time() + _START
-        while time.time() < end and len(self.ended) < len(self.survivors()):
+        fault, end = None, time.monotonic() + _START
+        while time.monotonic() < end and len(self.ended) < len(self.survivors()):
             if (
                 fault is None
                 and not (self.folder / "fault").exists()
@@ -240,13 +280,13 @@ class Job:
                 end = fault + self.timeout + _PATIENCE
             for rank in self.survivors():
                 if rank not in self.ended and self.ranks[rank].exitcode is not None:
-                    self.ended[rank] = time.time()
+                    self.ended[rank] = time.monotonic()
             time.sleep(0.02)
         return fault
 
     def survivors(self) -> list[int]:
         """The ranks that must end with an error: those that run on, also where they are cut off."""
-        runs_on = self.cell.what == "cut" or (
+        runs_on = self.cell.what in ("cut", "clock") or (
             self.cell.what == "slow" and self.cell.who in (FIRST, SECOND)
         )
         return [rank for rank in range(self.cell.ranks) if runs_on or rank not in self.cell.victims]
@@ -264,8 +304,11 @@ class Job:
             ours, when, text = self._report(rank)
             if text == _DONE and cell.what == "slow" and cell.who in (FIRST, SECOND):
                 ours, text = True, f"{text}, since the link was fast enough"
+            if cell.what == "clock":
+                ours, text = text == _DONE, f"{text}, since clocks do not matter"
             latest = max(latest, when - fault)
-            in_time &= ours and when - fault <= self.timeout + LATE
+            traced = 1.5 * self.timeout if cell.what == "clock" else 0.0
+            in_time &= ours and when - fault <= self.timeout + LATE + traced
             named &= self._named(rank, text) or text.startswith(f"{_DONE}, since")
             texts[rank] = f"{when - fault:.1f} s {text}"
         return Outcome(cell, in_time, named, latest, texts)
@@ -273,12 +316,18 @@ class Job:
     def _report(self, rank: int) -> tuple[bool, float, str]:
         """Whether an error of fpipe ended a rank, when, and its text."""
         if rank not in self.ended:
-            return False, time.time(), f"HANGS; {self._dump(rank)}"
+            return False, time.monotonic(), f"HANGS; {self._dump(rank)}"
         path = self.folder / f"report{rank}"
         if path.exists():
             report = json.loads(path.read_text())
             return report["ours"], report["when"], f"{report['kind']}: {report['text']}"
         text = _tail(self.folder / f"log{rank}")
+        agent = self.folder / "agent"
+        if "fpipe.errors." not in text and agent.exists():  # it ends the others after a failure
+            first = agent.read_text()
+            report = self.folder / f"report{first.split(',')[0].split()[1]}"
+            why = json.loads(report.read_text())["text"] if report.exists() else ""
+            return True, self.ended[rank], f"the agent ended it. Look at {first}; {why}"
         return "fpipe.errors." in text, self.ended[rank], f"process ended: {text}"
 
     def _named(self, rank: int, text: str) -> bool:
@@ -296,7 +345,8 @@ class Job:
             return True  # the store is on the other side
         culprits = [r for r in range(self.cell.ranks) if (r in self.cell.victims) != inside]
         return any(
-            re.search(rf"[Ll]ook at rank {r}\b|rank {r} could not prepare", text) for r in culprits
+            re.search(rf"[Ll]ook at rank {r}\b|rank {r} (could not prepare|on \S+: )", text)
+            for r in culprits
         )
 
     def _cut_off(self, rank: int) -> bool:
@@ -315,6 +365,53 @@ class Job:
         )
 
 
+class Foreign(NamedTuple):
+    """A rank that another program started, by the file that has its process id."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return int((self.folder / f"pid{self.rank}").read_text())
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it has not started or runs."""
+        if not (self.folder / f"pid{self.rank}").exists():
+            return None
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return 0
+        return 0 if state in "ZX" else None
+
+    def kill(self) -> None:
+        """End it."""
+        if self.exitcode is None and (self.folder / f"pid{self.rank}").exists():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Its parent waits for it."""
+
+
+def _ray() -> Any:
+    """``rank_main`` as a task of a local cluster, which is started once."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=_MOST,
+            include_dashboard=False,
+            object_store_memory=80_000_000,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+        )
+    return ray.remote(num_cpus=1, max_retries=0, max_calls=1)(rank_main)
+
+
 def _tail(path: Path) -> str:
     lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
     ours = [line for line in lines if "fpipe.errors." in line]
@@ -322,9 +419,9 @@ def _tail(path: Path) -> str:
 
 
 def _until(ready: Any, seconds: float) -> None:
-    end = time.time() + seconds
+    end = time.monotonic() + seconds
     while not ready():
-        if time.time() > end:
+        if time.monotonic() > end:
             raise TimeoutError("a process of the matrix did not start")
         time.sleep(0.01)
 
@@ -360,7 +457,9 @@ def run(
     """All cells, a table, and JSON; the number of cells in which a survivor did not end in time."""
     os.environ["FPIPE_FAULT_CELL_WARM"] = "1"
     mp.get_context("forkserver").set_forkserver_preload(["benchmarks.fault_cell"])
-    console, outcomes, missing = Console(width=150), list[Outcome](), list[Cell]()
+    console, outcomes, missing = Console(width=150), _before(file, timeout), list[Cell]()
+    done = {outcome.cell for outcome in outcomes}
+    chosen = [cell for cell in chosen if cell not in done]
     networks: SimpleQueue[Network] = SimpleQueue()
     columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn()
     with ExitStack() as stack:
@@ -389,6 +488,8 @@ def run(
             if file is not None:
                 _save(file, outcomes, missing, timeout)
     console.print(_table(outcomes))
+    if not RAY:
+        console.print("Ray is not installed: no cell has it as its launcher")
     good, named = sum(o.in_time for o in outcomes), sum(o.in_time and o.named for o in outcomes)
     console.print(
         f"{len(outcomes)} cells; in time: {good}; culprit named: {named}; without a fault: "
@@ -433,9 +534,24 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def choose(count: int | None, only: Sequence[str], seed: int) -> list[Cell]:
-    """The cells with the given values (``key=value``), or so many of them at random."""
-    pairs = [pair.partition("=")[::2] for pair in only]
-    chosen = [cell for cell in cells() if all(getattr(cell, key) == value for key, value in pairs)]
+def choose(count: int | None, only: Sequence[str], seed: int, part: str = "1/1") -> list[Cell]:
+    """The cells with the given values (``key=value,value``), or so many of them at random; of these
+    one of several parts.
+    """
+    pairs = [(key, values.split(",")) for key, _, values in (pair.partition("=") for pair in only)]
+    chosen = [cell for cell in cells() if all(getattr(cell, key) in of for key, of in pairs)]
     random.Random(seed).shuffle(chosen)
-    return chosen[:count]
+    number, _, parts = part.partition("/")
+    return chosen[:count][int(number) - 1 :: int(parts)]
+
+
+def _before(file: Path | None, timeout: float) -> list[Outcome]:
+    """The outcomes of a run that was interrupted, which the file has."""
+    if file is None or not file.exists():
+        return []
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if content["timeout"] != timeout:
+        return []
+    return [
+        Outcome(Cell(*(row.pop(key) for key in Cell._fields)), **row) for row in content["cells"]
+    ]

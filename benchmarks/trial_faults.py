@@ -1,12 +1,13 @@
 """A rank killed, stopped or raising at random instructions of a step, with 4 processes: the errors
 of the survivors.
 
-python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code
-1 where one failed python benchmarks/trial_faults.py --how stop --points 3
-python benchmarks/trial_faults.py --gloo           # the same with messages through gloo, none
-through shared memory python benchmarks/trial_faults.py --matrix         # who x what x when x how:
-see fault_matrix.py python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with
-when=init --json faults.json
+    python -m benchmarks.trial_faults                # 20 points each, seeded; a table, and exit
+                                                     # code 1 where one failed
+    python -m benchmarks.trial_faults --how stop --points 3
+    python -m benchmarks.trial_faults --gloo         # messages through gloo, none through memory
+    python -m benchmarks.trial_faults --matrix       # who x what x when x how: see fault_matrix.py
+    python -m benchmarks.trial_faults --matrix --cells 50 --with what=stop --with when=init,save
+    python -m benchmarks.trial_faults --matrix --cells 500 --part 1/10 --json part1.json
 
 Every survivor must raise within the time-out + 5 seconds of the fault, with an error that names
 what it waited for, the rank that failed, how it failed, and its last action.
@@ -85,7 +86,7 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
             time.sleep(0.15)  # the journals are written
     except Exception as error:
         report = {
-            "when": time.time(),
+            "when": time.monotonic(),
             "kind": type(error).__name__,
             "text": str(error),
             "of": str(error.__cause__),
@@ -105,7 +106,7 @@ def _fated(steps: Sequence[Any], point: Point, folder: str) -> list[Any]:
     at = int(point.share * len(steps))
 
     def fate(r: Any) -> None:
-        Path(folder, "fault").write_text(json.dumps([time.time(), at, len(steps)]))
+        Path(folder, "fault").write_text(json.dumps([time.monotonic(), at, len(steps)]))
         if point.how == "raise":
             raise ValueError("boo")
         os.kill(os.getpid(), signal.SIGKILL if point.how == "kill" else signal.SIGSTOP)
@@ -197,13 +198,19 @@ def main() -> int:
         metavar="KEY=VALUE",
         help="of the matrix",
     )
+    parser.add_argument(
+        "--part", default="1/1", metavar="K/N", help="of the matrix: the K-th of N parts"
+    )
     parser.add_argument("--verbose", action="store_true", help="of the matrix: print every cell")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="of the matrix: write the results to this file"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="of the matrix: write the results to this file; cells that it has do not run again",
     )
     options = parser.parse_args()
     if options.matrix:
-        chosen = fault_matrix.choose(options.cells, options.values, options.seed)
+        chosen = fault_matrix.choose(options.cells, options.values, options.seed, options.part)
         return fault_matrix.run(
             chosen, options.timeout, options.at_once, options.json, options.verbose
         )
