@@ -330,7 +330,8 @@ def agent_main(
         cell.ranks,
         run_id="fpipe",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{address}:0",
+        rdzv_endpoint=f"{address}:29500",
+        rdzv_configs={"is_host": True},
         local_addr=address,
         start_method="fork",
     )

@@ -318,15 +318,15 @@ class Job:
         if rank not in self.ended:
             return False, time.monotonic(), f"HANGS; {self._dump(rank)}"
         path = self.folder / f"report{rank}"
-        if path.exists():
-            report = json.loads(path.read_text())
+        report = json.loads(path.read_text()) if path.exists() else {"kind": "SignalException"}
+        if report["kind"] != "SignalException":
             return report["ours"], report["when"], f"{report['kind']}: {report['text']}"
         text = _tail(self.folder / f"log{rank}")
-        agent = self.folder / "agent"
-        if "fpipe.errors." not in text and agent.exists():  # it ends the others after a failure
-            first = agent.read_text()
-            report = self.folder / f"report{first.split(',')[0].split()[1]}"
-            why = json.loads(report.read_text())["text"] if report.exists() else ""
+        if self.cell.how == "torchrun" and "fpipe.errors." not in text:
+            _until((self.folder / "agent").exists, 10)  # it ends the others after a failure
+            first = (self.folder / "agent").read_text()
+            path = self.folder / f"report{first.split(',')[0].split()[1]}"
+            why = json.loads(path.read_text())["text"] if path.exists() else ""
             return True, self.ended[rank], f"the agent ended it. Look at {first}; {why}"
         return "fpipe.errors." in text, self.ended[rank], f"process ended: {text}"
 

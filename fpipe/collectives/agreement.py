@@ -193,9 +193,8 @@ class Agreement:
         self.refusal = None
         me = self._monitor.rank
         key = self._key(me)
-        last = (self._round - 1, self._round)
+        rounds = [f"{kind}/{self._round - n}/{me}" for kind in ("round", "left") for n in (0, 1)]
         self._round = (self._number + 1) << 32  # ranks left it in different rounds
-        rounds = [f"{kind}/{number}/{me}" for kind in ("round", "left") for number in last]
         return [key, f"{key}/read", *rounds]
 
     def next_round(self) -> int:

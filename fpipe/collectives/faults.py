@@ -94,15 +94,17 @@ class FaultMonitor:
         return (self.names[peer],)
 
     @contextmanager
-    def waiting(self, peer: int | None, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
+    def waiting(
+        self, peer: int | None, doing: str, peers: Sequence[int] = (), start: float = 0.0
+    ) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
         diagnosed.
 
         With ``peers``, which are global ranks, these are waited for in code of the user: its errors
-        pass unchanged.
+        pass unchanged. The wait began at ``start``, or begins now.
         """
         foreign = bool(peers)
-        start = time.monotonic()
+        start = start or time.monotonic()
         journal = self.journal
         journal.peers = peers = tuple(peers) or self._peers(peer)
         journal.watch(start + self.timeout + GRACE, partial(self._expired, peers, doing, start))

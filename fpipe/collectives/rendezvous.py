@@ -15,12 +15,12 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import GroupError
-from .bounded import BoundedStore
+from .bounded import BoundedStore, host
 from .codec import decode, encode
 from .faults import FaultMonitor
 from .journal import Entry
 
-#: seconds that rank 0, which may host the store, waits at most for all others to leave a round
+#: seconds that the rank which hosts the store waits at most for all others to leave a round
 _LINGER = 5.0
 _POLL = 0.02  #: seconds between two polls, at most
 _SLICE = 0.5  #: seconds between two looks at the calls and failures of other ranks
@@ -60,24 +60,26 @@ class Rendezvous(NamedTuple):
         except GroupError as error:
             monitor.failed(error)  # the others wait for this rank
             raise
+        start = time.monotonic()
         with monitor.waiting(None, "to meet"):
             store.set(f"round/{number}/{monitor.rank}", raw)
             if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
                 store.delete(*(f"{kind}/{number - 2}/{monitor.rank}" for kind in ("round", "left")))
         objects = [
-            obj if rank == monitor.rank else self._read(number, rank)
+            obj if rank == monitor.rank else self._read(number, rank, start)
             for rank in range(monitor.size)
         ]
         self._leave(number)
         return objects
 
-    def _read(self, number: int, rank: int) -> Any:
-        with self.monitor.waiting(rank, "to meet"):
-            self._await(number, rank)
+    def _read(self, number: int, rank: int, start: float) -> Any:
+        with self.monitor.waiting(rank, "to meet", start=start):
+            self._await(number, rank, start)
             return decode(self.store.get(f"round/{number}/{rank}"))
 
-    def _await(self, number: int, rank: int) -> None:
-        """Wait until a rank has come; raises if any rank that has not come will not.
+    def _await(self, number: int, rank: int, start: float) -> None:
+        """Wait until a rank has come, at most a time-out from the start of the round; raises if any
+        rank that has not come will not.
 
         A first trace may take longer than any message: while the rank traces and its process
         computes, the time-out begins again, for up to ``_TRACING_LIMIT`` times as long.
@@ -86,7 +88,7 @@ class Rendezvous(NamedTuple):
         seconds = monitor.timeout
         ranks = count(rank)
         before = None
-        start = now = time.monotonic()
+        now = time.monotonic()
         end = start + seconds
         key = f"round/{number}/{rank}"
         while not self.store.appears(key, end, _POLL, now + _SLICE):
@@ -110,15 +112,15 @@ class Rendezvous(NamedTuple):
                 raise self.monitor.diagnose(error, rank, "to meet") from error
 
     def _leave(self, number: int) -> None:
-        """Rank 0 leaves last: its process may host the store, and may exit right after."""
+        """The rank that hosts the store leaves last: its process may exit right after."""
         store = self.store
         monitor = self.monitor
         with suppress(RuntimeError):  # all objects were read: the next message reports a lost rank
-            if monitor.rank > 0:
+            if monitor.me != host()[1]:
                 # without an answer: a store that is lost delays no rank
                 store.set(f"left/{number}/{monitor.rank}", "")
                 return
-            end = time.monotonic() + min(_LINGER, monitor.timeout / 2)
+            end = time.monotonic() + min(_LINGER, monitor.timeout / 8)
             for other in range(1, monitor.size):
                 store.appears(f"left/{number}/{other}", end, _POLL)
 
