@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch.distributed as dist
 
 from fpipe.collectives import faults, journal, trail
 from fpipe.collectives.bounded import BoundedStore, StoreLostError
+from fpipe.collectives.codec import encode
 from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.rendezvous import TRACING, Rendezvous
 from fpipe.errors import StalledError
@@ -312,3 +314,21 @@ def test_only_clocks_that_do_not_step_measure_pauses():
         )
     ]
     assert not read
+
+
+def test_late_ranks_of_a_meeting_share_one_time_out():
+    """Each had a time-out from when the one before had come: of many ranks that are late or
+    stopped, the last one was noticed after many time-outs.
+    """
+    with journals(3) as (store, found):
+        owner = monitor(store, found, 0, [0, 1, 2])
+        meeting = Rendezvous(store, owner, lambda: None, count().__next__)
+
+        def late(rank: int) -> None:
+            time.sleep(0.8 * rank * WAIT)
+            store.set(f"round/0/{rank}", encode("b"))
+
+        for rank in (1, 2):
+            Thread(target=late, args=(rank,)).start()
+        with pytest.raises(StalledError, match=r"waited 1\.\d s to meet rank 2, .*Look at rank 2"):
+            meeting.gather("a")
