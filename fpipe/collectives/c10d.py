@@ -397,9 +397,7 @@ class C10dGroup(Group):
         if rank == self.rank:
             return self._monitor.journal.text
         entry = self._monitor.last(rank)
-        if entry is None:
-            return ""
-        return entry.note
+        return entry.note if entry else ""
 
     def failed(self, error: BaseException) -> None:
         """Report to the others that this rank raised, unless all ranks can go on."""

@@ -82,7 +82,7 @@ class FaultMonitor:
 
         gloo refuses a receive from a rank whose process has ended, on whichever host.
         """
-        if self.journal.failure(self.names[rank]) is not None:
+        if self.journal.failure(self.names[rank]):
             raise RuntimeError("it failed")
         if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
             self._pg.recv([torch.empty(1, device="cpu")], rank, _PROBE)
@@ -243,7 +243,7 @@ class FaultMonitor:
         the rank that was found remains.
         """
         concluded = self.journal.concluded
-        if concluded is not None:
+        if concluded:
             return Trail(concluded.text, concluded.suspect)
         name, rank = host()
         lost = f"the store of the job does not answer ({name} hosts it)"
@@ -260,7 +260,7 @@ class FaultMonitor:
         processes = [trail.host] if trail.host else []
         if trail.suspect is not None:
             entry = self.journal.failure(trail.suspect) or self.journal.last(trail.suspect)
-            if entry is not None and entry.where:
+            if entry and entry.where:
                 where = f" ({entry.where})"
             else:
                 where = ""
@@ -278,7 +278,7 @@ def uncaught(before: Callable[..., object], kind: object, error: object, trace: 
     One of a backend, in code of the user, has its cause on another rank, which is printed.
     """
     for monitor in sorted(_MONITORS.values(), key=lambda monitor: -monitor.size):
-        if monitor.journal.cause is not None or not isinstance(error, Exception):
+        if monitor.journal.cause or not isinstance(error, Exception):
             continue
         if _of_backend(error):
             lost = RuntimeError(type(error).__name__)
