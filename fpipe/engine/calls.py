@@ -37,7 +37,7 @@ def forward(call: Call, cache: Cache) -> Tree:
     """Run the forwards alone, and return the loss or the outputs."""
     with call.config.claim:
         plans, _ = announce(call, cache)
-        with ErrorReporter(call.config):
+        with ErrorReporter(call.config), without_autocast():
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
@@ -52,7 +52,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
     """
     with call.config.claim:
         plans, _ = announce(call, cache)
-        with ErrorReporter(call.config):
+        with ErrorReporter(call.config), without_autocast():
             results, returned = _run_all(call, plans)
             loss = _value(call, results, returned) if value else results.discard_loss()
             grads: dict[int, Tree] = {}
@@ -167,7 +167,7 @@ def run(
         feed(plans.feeders[rank], regs[rank])
         runs[rank] = execute(executable, regs[rank], phase)
     try:
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad():
             drive(runs, lambda rank: group.last_note(rank) or "waiting")
             group.confirm()
             group.flush()

@@ -267,13 +267,14 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     if request.mode == "forward":
         return traced
     # Every process knows all interfaces, so all agree on whether another round is needed. Unused
-    # carries are known only to the processes of their stages, so carries need a round in any case.
-    first_round = config.carries
-    while first_round or any(kind.value_graph().lacks_cotangents() for kind in traced):
-        first_round = False
+    # carries are known only to the processes of their stages, so carries need a round in any case,
+    # and one more after each that changed something.
+    again = config.carries
+    while again or any(kind.value_graph().lacks_cotangents() for kind in traced):
         traced, reports = exchange(config, cut_unused, traced)
         for report in reports:
             traced = [kind.updated(new) for kind, new in zip(traced, report, strict=True)]
+        again = config.carries and any(map(any, reports))
     return traced
 
 

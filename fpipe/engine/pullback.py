@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import StageError
 from ..lowering.instruction import Registers
+from ..programs.internals import without_autocast
 from ..programs.tensor_state import retaining, versions
 from ..tree import Tree
 from . import calls
@@ -27,7 +28,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     regs: AllRegisters = {}
     with call.config.claim:
         plans, number = calls.announce(call, cache)
-        with calls.ErrorReporter(call.config):
+        with calls.ErrorReporter(call.config), without_autocast():
             weights = call.weights()
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
@@ -60,7 +61,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             else:
                 regs = kept.pop()
             plans.announce(call, number)
-            with calls.ErrorReporter(call.config):
+            with calls.ErrorReporter(call.config), without_autocast():
                 rows = on_replicas(call, units, rows)
                 calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
                 results = Outputs(plans.layout, regs, call, weights, rows)

@@ -146,3 +146,16 @@ def test_ranks_of_other_states_disagree(warm: bool, monkeypatch: pytest.MonkeyPa
     for outcome in outcomes(rank, ranks=2):
         assert isinstance(outcome.error, fpipe.errors.MismatchError), outcome
         assert "has switched() is False, rank 1 has switched() is True" in str(outcome.error)
+
+
+def test_results_are_joined_and_added_without_autocast():
+    """torch adds up no bfloat16 losses, and joins no bfloat16 rows, under autocast of float16."""
+    fn = lambda p, x: x * p
+    x, p = torch.arange(4.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)
+    pipe = lambda loss: fpipe.pipeline([fn], loss=loss, microbatches=2, group=fpipe.local(1))
+    with torch.autocast("cpu", torch.float16):
+        value, _ = fpipe.value_and_grad(pipe(lambda y: y.amax()))([p], x)
+        y, pullback = fpipe.vjp(pipe(None), [p], x)
+        (grad,), dx = pullback(y)
+        again = pipe(None)([p], x)
+    assert value == 4 and grad == 28 and torch.equal(dx, 4 * x) and torch.equal(y, again)

@@ -486,6 +486,23 @@ def test_stages_and_arguments_that_are_elsewhere() -> None:
     )
 
 
+def test_a_carry_that_lacks_its_gradient_once_another_process_traced_again() -> None:
+    """The next stage returns its input twice, so it is traced again, and only then is it known that
+    nothing uses the gradient of the carry, which is the output.
+    """
+    unread = lambda p, carry, x: (x * p, x * p)
+    twice = lambda p, x: {"a": x, "b": x}
+    stages = [fpipe.Stage(unread, carry=True, initial_carry=torch.ones_like), twice]
+    loss = lambda y, t: squared(y["a"], t) + squared(y["b"], t)
+
+    def rank(group: Any) -> Any:
+        pipe = fpipe.pipeline(stages, "GPipe", slices=2, loss=loss, microbatches=M, group=group)
+        return fpipe.value_and_grad(pipe)(pipe.place([torch.ones(D), None]), *batch())
+
+    (_, grads), _ = fpipe.testing.run(rank, ranks=2)
+    assert same(grads, rank(fpipe.local(2))[1])
+
+
 def test_ranks_that_disagree_about_slices() -> None:
     def rank(group: Any) -> Any:
         stages, slices = [stage("attention")] * 2, 2 + 2 * group.here[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fpipe
 
-from .features import CALL, PIPELINE, Features, drawn
+from .features import CALL, OF_THREADS, PIPELINE, Features, drawn
 from .models import Body, Shape, function, initial_carry, parameters, random_body, tensors_of
 from .operations import BY_NAME, WIDTH
 
@@ -164,7 +164,8 @@ def random_case(seed: int) -> Case:
     if every:
         frozen = [name for name in frozen if not any(leaf.startswith(name) for leaf in every)]
     number = draw.choice((1, 1, 2, 3))
-    calls = tuple(_random_call(draw, model, count) for _ in range(number))
+    threads = not features.keys().isdisjoint({"fakes", "copies"})
+    calls = tuple(_random_call(draw, model, count, threads) for _ in range(number))
     reduction = draw.choice(("mean", "mean", "sum", "weighted")) if model.loss else "mean"
     second = _random_schedule(draw, model)[:2]
     return Case(
@@ -230,7 +231,7 @@ def fits(name: str, ranks: int, microbatches: int, stages: int) -> bool:
     return True
 
 
-def _random_call(draw: random.Random, model: Model, count: int) -> Call:
+def _random_call(draw: random.Random, model: Model, count: int, threads: bool) -> Call:
     split = draw.random() < 0.4
     number = draw.choice((count, count, count + 1, 2 * count)) if split else count
     rows = (
@@ -243,6 +244,8 @@ def _random_call(draw: random.Random, model: Model, count: int) -> Call:
     )
     tokens = draw.choice(model.tokens or (0,))
     wanted = drawn(draw, CALL)
+    if threads and wanted.get("setting", "") not in OF_THREADS:
+        del wanted["setting"]
     if wanted.get("setting") == "autocast float16":  # large numbers overflow
         wanted.pop("loss_scale", None)
     only = {

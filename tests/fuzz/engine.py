@@ -13,10 +13,18 @@ import torch
 
 import fpipe
 
-from .cases import PER_MODEL, Call, Case, random_case
+from .cases import (
+    PER_MODEL,
+    Call,
+    Case,
+    batch_of,
+    parameters_of,
+    random_case,
+    states_of,
+)
 from .compare import difference, nearly, same_bits, within_error
 from .features import SETTINGS
-from .oracle import Expected, expected
+from .oracle import Expected, Given, expected
 from .session import DifferenceError, Ran, sessions
 
 
@@ -40,12 +48,31 @@ def run_case(seed: int) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             return _run(case, Path(folder))
-        except fpipe.FpipeError as error:
-            return Outcome("refused", f"{type(error).__name__}: {error}")
         except DifferenceError as error:
             return Outcome("different", str(error))
         except Exception as error:
-            return Outcome("error", f"{type(error).__name__}: {error}")
+            kind = "refused" if isinstance(error, fpipe.FpipeError) else "error"
+            if _fails_plainly(case):
+                kind = "plain"
+            return Outcome(kind, f"{type(error).__name__}: {error}")
+
+
+def _fails_plainly(case: Case) -> bool:
+    """Whether plain autograd, too, raises an error in a call with the first parameters."""
+    count = len(case.model.bodies)
+    params, states = parameters_of(case), states_of(case)
+    for number, call in enumerate(case.calls):
+        schedule = fpipe.make_schedule(
+            "GPipe", 1, call.microbatches, stages=count, slices=case.slices
+        )
+        batches = [batch_of(case, call, number, copy) for copy in range(case.copies)]
+        given = [Given(params, batch, None, states) for batch in batches]
+        try:
+            with SETTINGS[call.features.get("setting", "")].plain():
+                expected(case, call, given, schedule)
+        except Exception:
+            return True
+    return False
 
 
 def _run(case: Case, folder: Path) -> Outcome:

@@ -120,4 +120,7 @@ SETTINGS: dict[str, Setting] = {
     "device cpu": _both(lambda: torch.device("cpu")),
     "without mkldnn": _both(lambda: torch.backends.mkldnn.flags(enabled=False)),
 }
+#: Those of a thread; others are those of the whole process, in which fake ranks are threads.
+OF_THREADS = {"", "no_grad", "inference_mode", "device cpu"}
+OF_THREADS |= {name for name in SETTINGS if name.startswith("autocast")}
 CALL = {**CALL, "setting": (0.3, tuple(SETTINGS))}

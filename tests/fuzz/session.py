@@ -38,6 +38,7 @@ class Ran:
     last: int  # the rank of the last stage
     given: Given
     result: Expected
+    grads: Any  # of the parameters, as they were returned
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,14 @@ def _session(case: Case, process: Process, names: tuple[str, int]) -> list[Ran]:
         )
         kept = [t.clone() for t in leaves_of(held)]
         with SETTINGS[call.features.get("setting", "")].call():
-            result, cotangents = _results(case, call, pipe, replace(given, params=held))
+            result, cotangents, grads = _results(
+                case, call, pipe, replace(given, params=held), process
+            )
         if any(not torch.equal(a, b) for a, b in zip(kept, leaves_of(held), strict=True)):
             raise DifferenceError("the call changed the parameters")
-        ran.append(Ran(*names, pipe.output_rank, replace(given, cotangents=cotangents), result))
+        ran.append(
+            Ran(*names, pipe.output_rank, replace(given, cotangents=cotangents), result, grads)
+        )
     return ran
 
 
@@ -184,16 +189,11 @@ def _stepped(pipe: fpipe.Pipeline, held: Any, last: Ran, donate: bool) -> Any:
     grads = last.result.grads
     if grads is None or not all(g.isfinite().all() for g in tensors_of(grads)):
         return held
-    rows = [None if row is None else iter(row) for row in grads]
-    trees = [
-        None if row is None else map_leaves(lambda _, row=row: next(row), p)
-        for row, p in zip(rows, last.given.params, strict=True)
-    ]
-    tx = fpipe.sgd(RATE)
-    parts, held = pipe.shard(trees), [map_leaves(Tensor.detach, p) for p in held]
+    tx, held = fpipe.sgd(RATE), [map_leaves(Tensor.detach, p) for p in held]
+    grads = list(last.grads)
     if donate:
-        return tx.step(parts, tx.init(held), held, donate=True)[0]
-    updates, _ = tx.update(parts, tx.init(held), held)
+        return tx.step(grads, tx.init(held), held, donate=True)[0]
+    updates, _ = tx.update(grads, tx.init(held), held)
     return fpipe.apply_updates(held, updates)
 
 
@@ -211,8 +211,8 @@ def _through_a_checkpoint(
 
 # ---- calls ----
 def _results(
-    case: Case, call: Call, pipe: fpipe.Pipeline, given: Given
-) -> tuple[Expected, list[list[Tensor]] | None]:
+    case: Case, call: Call, pipe: fpipe.Pipeline, given: Given, process: Process
+) -> tuple[Expected, list[list[Tensor]] | None, Any]:
     batch = given.batch
     x, target, scale = (
         fpipe.Microbatches(p) if call.split else torch.cat(p)
@@ -226,11 +226,12 @@ def _results(
     if "seed" in call.features and case.model.dropout:
         keywords["seed"] = call.features["seed"]
     if case.model.loss:
-        return _with_loss(case, call, pipe, given, (x, target), keywords), None
+        result, grads = _with_loss(case, call, pipe, given, (x, target), keywords)
+        return result, None, grads
     if call.kind == "forward":
         y = pipe(given.params, x, **keywords)
         y, state = y if case.model.stateful else (y, None)
-        return Expected(_parts(y, call), state=state), None
+        return Expected(_parts(y, call), state=state), None, None
     y, pullback = fpipe.vjp(pipe, given.params, x, **keywords)
     y, state = y if case.model.stateful else (y, None)
     parts = _parts(y, call)
@@ -241,6 +242,8 @@ def _results(
         else t
     )
     dys = [map_leaves(draw, part) for part in parts or ()]
+    if process.rank is not None and pipe.output_rank not in pipe.group.here:
+        dys = [map_leaves(_zeros, part) for part in dys]  # other ranks do not know the outputs
     dy = None
     if parts is not None:
         dy = fpipe.Microbatches(dys) if call.split else _joined(dys)
@@ -249,7 +252,11 @@ def _results(
     if again and not _same([again[0], _rows_of(again[1], call)], [grads, _rows_of(dx, call)]):
         raise DifferenceError("a pullback returned other gradients when it was called again")
     found = Expected(parts, as_rows(pipe, given.params, grads), _rows_of(dx, call), state=state)
-    return found, [tensors_of(dy) for dy in dys]
+    return found, [tensors_of(dy) for dy in dys], grads
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _passes_states(case: Case, call: Call) -> bool:
@@ -269,7 +276,7 @@ def _with_loss(
     given: Given,
     batch: tuple[Any, Any],
     keywords: dict[str, Any],
-) -> Expected:
+) -> tuple[Expected, Any]:
     has_aux = case.model.loss == "aux"
     wants = call.features
     each = _noted if "each" in wants else None
@@ -295,7 +302,7 @@ def _with_loss(
     aux = next(rest) if has_aux and each is None else None
     state = next(rest) if case.model.stateful else None
     rows = None if grads is None else as_rows(pipe, given.params, grads)
-    return Expected(loss, rows, _rows_of(dx, call), aux, state, results)
+    return Expected(loss, rows, _rows_of(dx, call), aux, state, results), grads
 
 
 def _noted(number: Any, y: Any, out: Any) -> list[Any]:
