@@ -441,16 +441,6 @@ def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(0 if repeat else step for step, repeat in zip(steps, repeats, strict=True))
 
 
-def has_gaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor arrives with other strides; those of axes of one element do not count.
-
-    >>> has_gaps((2, 3), (8, 2)), has_gaps((1, 3), (1, 1))
-    (True, False)
-    """
-    steps = zip(shape, stride, arriving(shape, stride), strict=True)
-    return any(size > 1 and step != came for size, step, came in steps)
-
-
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor.
 

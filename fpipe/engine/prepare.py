@@ -296,6 +296,5 @@ def exchange(
         states.append(after)
         return report
 
-    as_data, from_data = interfaces.news_as_data, interfaces.news_from_data
-    reports = on_all_ranks(config.group, work, as_data, from_data)
+    reports = on_all_ranks(config.group, work, interfaces.news_as_data, interfaces.news_from_data)
     return states[0], reports

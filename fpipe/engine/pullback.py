@@ -51,7 +51,12 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         try:
             units = [plans.prepared.output(mb) for mb in range(call.number)]
             rows = cotangents(call, units, dy)
-            _check_unchanged(_versions(carried, kept[0]) == before)
+            if _versions(carried, kept[0]) != before:
+                raise StageError(
+                    "a tensor that this pullback needs was changed in place since fpipe.vjp "
+                    "returned: a parameter, the "
+                    "batch, a side input or an output; call the pullback first, or change a copy"
+                )
         except Exception as error:
             calls.refuse(call.config, error)
             raise
@@ -74,15 +79,6 @@ def _fill(feeder: Feeder, r: Registers, cotangents: Sequence[Sequence[Any]]) -> 
     """Write the cotangents of the outputs into the registers."""
     for slot, mb, index in feeder.cotangents:
         r.slots[slot] = cotangents[mb][index].detach().to(feeder.device)
-
-
-def _check_unchanged(same: bool) -> None:
-    if not same:
-        raise StageError(
-            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a "
-            "parameter, the "
-            "batch, a side input or an output; call the pullback first, or change a copy"
-        )
 
 
 def _versions(carried: Mapping[int, tuple[int, ...]], regs: AllRegisters) -> list[list[int]]:

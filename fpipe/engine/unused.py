@@ -35,7 +35,7 @@ def _recut(config: Config, request: Request, known: Sequence[TracedKind]) -> lis
         before = list(traced)
         for number in reversed(range(len(traced))):
             kind = traced[number]
-            first = not traced[number].slice
+            first = not kind.slice
             if kind.slice == kind.slices - 1:
                 after = None
             else:

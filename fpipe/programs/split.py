@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from ..actions.product import feature
-from ..tree import has_gaps
+from ..tree import arriving
 from .held import Held
 from .internals import draws, storage_id
 
@@ -314,7 +314,11 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         value = value_of(node)
         state = node.op == "placeholder" and node.name[0] == "t"
-        gaps = value is not None and has_gaps(value.shape, value.stride())
+        gaps = False
+        if value is not None:
+            came = arriving(value.shape, value.stride())
+            strides = zip(value.shape, value.stride(), came, strict=True)
+            gaps = any(size > 1 and step != new for size, step, new in strides)
         if not (shared(node) or state or (gaps and node.op == "call_function")):
             continue
         with graph.graph.inserting_before(output):

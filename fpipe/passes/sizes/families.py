@@ -20,7 +20,7 @@ from ...programs.program import Programs
 from ...programs.signature import Signature
 from ...programs.tracing import traced
 from ...stage import Stage
-from ...tree import AbstractTree, Aval, has_gaps
+from ...tree import AbstractTree, Aval, arriving
 from ..explain import first_line, where, where_in
 from .formulas import Formulas, Numbers, SymbolicSizes, at, programs_at
 from .symbols import Symbols, products_in_python
@@ -227,7 +227,7 @@ def _places(signature: Signature, strides: bool = False) -> list[Axis]:
 
 
 def _has_gaps(aval: Aval) -> bool:
-    return has_gaps(aval.shape, aval.stride)
+    return tuple(aval.stride) != arriving(aval.shape, aval.stride)
 
 
 def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
