@@ -607,6 +607,20 @@ def test_a_model_of_transformers_that_looks_at_values_is_sent_to_stages():
     torch.testing.assert_close(y, model(tokens(ROWS)).last_hidden_state)
 
 
+def test_a_family_that_writes_into_a_parameter():
+    """In training, Gemma 3n clips one in place: on autograd it is equal to the unsplit model."""
+    model = huggingface_survey.small("gemma3n_text")
+    stages, params = huggingface.stages(model, 2)
+    run = lambda **more: fpipe.value_and_grad(
+        fpipe.pipeline(
+            stages, loss=huggingface.causal_loss, microbatches=2, group=fpipe.local(2), **more
+        )
+    )(params, tokens(ROWS), tokens(ROWS))
+    with pytest.raises(fpipe.errors.TraceError, match="a stage writes into a parameter in place"):
+        run()
+    assert agrees(model, run(engine="eager"))
+
+
 def test_other_modules_are_sent_to_from_module():
     with pytest.raises(
         fpipe.errors.StageError,
