@@ -230,7 +230,7 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
         if cell.when == "exit" and number == STEP:
             break
     for _ in range(2):  # a rank may have come to the first one before the fault
-        group.barrier()
+        meet(group)
 
 
 def meeting(cell: Cell, fate: Fate, pipe: Any, params: Any, number: int) -> None:
@@ -334,6 +334,7 @@ def agent_main(
         rdzv_configs={"is_host": True},
         local_addr=address,
         start_method="fork",
+        max_restarts=0,
     )
     try:
         elastic_launch(config, rank_main)(folder, cell, -1, env, timeout, "")

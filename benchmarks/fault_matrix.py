@@ -318,11 +318,11 @@ class Job:
         if rank not in self.ended:
             return False, time.monotonic(), f"HANGS; {self._dump(rank)}"
         path = self.folder / f"report{rank}"
-        report = json.loads(path.read_text()) if path.exists() else {"kind": "SignalException"}
-        if report["kind"] != "SignalException":
+        report = json.loads(path.read_text()) if path.exists() else None
+        if report is not None and "SignalException" not in f"{report['kind']} {report['text']}":
             return report["ours"], report["when"], f"{report['kind']}: {report['text']}"
         text = _tail(self.folder / f"log{rank}")
-        if self.cell.how == "torchrun" and "fpipe.errors." not in text:
+        if self.cell.how == "torchrun" and (report or "fpipe.errors." not in text):
             _until((self.folder / "agent").exists, 10)  # it ends the others after a failure
             first = (self.folder / "agent").read_text()
             path = self.folder / f"report{first.split(',')[0].split()[1]}"
