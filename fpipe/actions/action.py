@@ -228,28 +228,23 @@ class Placement:
         return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
-    def bidirectional(
-        cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1
-    ) -> Placement:
-        """Stages as in ``v(ranks, per_rank)``. The microbatches in ``up`` enter at the last rank.
-
-        For these, rank r has the stages that rank ``ranks - 1 - r`` has for the others.
+    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
+        """Stage ``s`` on rank ``s``; for the microbatches in ``up``, on rank ``ranks - 1 - s``.
 
         Args:
             ranks: how many ranks there are.
             microbatches: how many microbatches there are.
-            up: the numbers of these microbatches.
-            per_rank: how many stages each rank holds for one direction.
+            up: the numbers of the microbatches that enter at the last rank.
 
         Returns:
-            The placement, as of DualPipe and Chimera, and of BitPipe for 2 or more stages a rank.
+            The placement, as of DualPipe and Chimera.
 
         >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
         1
         """
-        (down,), upwards = cls.v(ranks, per_rank).paths, set(up)
-        other = tuple(ranks - 1 - rank for rank in down)
-        return cls((down, other), ranks, tuple(int(m in upwards) for m in range(microbatches)))
+        down = tuple(range(ranks))
+        upwards = set(up)
+        return cls((down, down[::-1]), ranks, tuple(int(m in upwards) for m in range(microbatches)))
 
     # ---- questions ----
     @property

@@ -60,7 +60,6 @@ TABLE = (
     Entry("VMin", "v_family.make_v_min", 2, fixed=True),
     Entry("DualPipe", "dualpipe.make_dual_pipe", fixed=True),
     Entry("Chimera", "chimera.make_chimera", fixed=True),
-    Entry("BitPipe", "bitpipe.make_bitpipe", 2),
     Entry("Hanayo", "hanayo.make_hanayo", 2, step=2),
     Entry("Seq1F1B", "slices.make_seq_one_f_one_b", orders_slices=True),
     Entry("SeqZBH1", "slices.make_seq_zb_h1", orders_slices=True),

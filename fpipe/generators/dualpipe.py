@@ -30,12 +30,12 @@ then the direction that enters at that end. Six ranks run the patterns of three 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ..actions.action import Action, Placement, Row
 from ..schedule import Schedule
 from .patterns import Tape, fused, keep_microbatches, row_of, tape
-from .shapes import two_directions_in_pairs
+from .shapes import two_directions
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -64,22 +64,14 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F1, 1F0, 1B0, 0I1, 0W1]
     """
 
-    def rows(going_down: int, going_up: int) -> Sequence[Row]:
-        drawn = max(ranks, going_down)
-        down = range(drawn)
-        up = range(drawn, 2 * drawn)
-        patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
-        upper = [
-            _row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)
-        ]
-        lower = [
-            _row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)
-        ]
-        return keep_microbatches(
-            upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :])
-        )
+    drawn = max(ranks, -(-microbatches // 2))
 
-    return two_directions_in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
+    def row(near: int, far: int, first: range, second: range) -> Row:
+        return _row(_pattern(ranks // 2, near, drawn), (near, first), (far, second))
+
+    return two_directions(
+        "DualPipe", ranks, microbatches, row, drawn, keep_last=True, remedy="or DualPipeV"
+    )
 
 
 def _pattern(p: int, r: int, m: int) -> str:

@@ -32,7 +32,6 @@ Name: TypeAlias = Literal[
     "VMin",
     "DualPipe",
     "Chimera",
-    "BitPipe",
     "Hanayo",
     "Seq1F1B",
     "SeqZBH1",

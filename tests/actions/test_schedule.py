@@ -101,8 +101,7 @@ def test_replicas_and_routes() -> None:
 
 
 def test_replicas_of_several_stages_a_rank() -> None:
-    both = Placement.bidirectional(2, 2, up=[1], per_rank=3)
-    assert both.paths == ((0, 1, 1, 0, 0, 1), (1, 0, 0, 1, 1, 0))
+    both = Placement(((0, 1, 1, 0, 0, 1), (1, 0, 0, 1, 1, 0)), 2, (0, 1))
     assert both.stages_of(0) == both.stages_of(1) == (0, 1, 2, 3, 4, 5)
 
 
