@@ -29,12 +29,11 @@ then the direction that enters at that end. Six ranks run the patterns of three 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from ..actions.action import Action, Placement, Row
+from ..actions.action import Action, AnyAction, Placement, Row, plain
 from ..schedule import Schedule
-from .patterns import Tape, fused, keep_microbatches, row_of, tape
+from .patterns import Tape, fused, keep_microbatches, tape
 from .shapes import two_directions
 
 
@@ -97,44 +96,19 @@ def _pattern(p: int, r: int, m: int) -> str:
 
 def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
     """The row of a rank, from (stage, microbatches) of its two chunks."""
-    queue: deque[Action] = deque()
-    f0, b0, i0 = _chunk(*first, queue)
-    f1, b1, i1 = _chunk(*second, queue)
-    tapes: dict[str, Tape] = {
-        "F": f0,
-        "B": b0,
-        "I": i0,
-        "f": f1,
-        "b": b1,
-        "i": i1,
-        "W": _oldest(queue),
-    }
-    return row_of(pattern, tapes | {"X": fused(f0, b1), "Y": fused(f1, b0)})
+    f0, b0, i0 = _chunk(*first)
+    f1, b1, i1 = _chunk(*second)
+    tapes: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1}
+    tapes |= {"X": fused(f0, b1), "Y": fused(f1, b0)}
+    row: list[AnyAction] = []
+    inputs = (part for part in plain(row) if part.op == "I")  # read while the row grows
+    tapes["W"] = (part._replace(op="W") for part in inputs)
+    for letter in pattern:
+        row.append(next(tapes[letter]))
+    return tuple(row)
 
 
-def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[Action], ...]:
+def _chunk(stage: int, batches: range) -> tuple[Iterator[Action], ...]:
     """The tapes of F, B and I of a stage. I goes on with the microbatch at which B stopped."""
     backwards = iter(batches)
-    return (
-        tape(stage, "F", batches),
-        tape(stage, "B", backwards),
-        _queueing(tape(stage, "I", backwards), queue),
-    )
-
-
-def _queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]:
-    """Yield ``inputs``, which are Is, and put the W of each at the end of ``queue``.
-
-    >>> queue = deque()
-    >>> row_of("IIWW", {"I": _queueing(tape(0, "I", range(2)), queue), "W": _oldest(queue)})
-    (0I0, 0I1, 0W0, 0W1)
-    """
-    for action in inputs:
-        queue.append(Action(action.stage, "W", action.microbatch))
-        yield action
-
-
-def _oldest(queue: deque[Action]) -> Iterator[Action]:
-    """The tape of the actions of a queue, oldest first."""
-    while True:
-        yield queue.popleft()
+    return tape(stage, "F", batches), tape(stage, "B", backwards), tape(stage, "I", backwards)
