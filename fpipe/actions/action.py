@@ -109,6 +109,18 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
         yield from action.parts
 
 
+class Rows(NamedTuple):
+    """The rows of a schedule, with what its numbers mean.
+
+    ``units`` counts the microbatches, or all their ``slices`` where they have some.
+    """
+
+    rows: Sequence[Row]
+    placement: Placement
+    units: int
+    slices: int = 1
+
+
 #: A ScheduleError about a placement.
 refuse = partial(ScheduleError, rule="placement")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Placement, Row
+from .action import Action, AnyAction, Placement, Row, Rows
 from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import inspect_rows
@@ -35,30 +35,23 @@ _Times: TypeAlias = (
 
 
 def simulate_rows(
-    rows: tuple[Row, ...],
-    placement: Placement,
-    microbatches: int,
-    costs: Costs,
-    *,
-    name: str = "",
-    walked: Walk | None = None,
-    slices: int = 1,
+    schedule: Rows, costs: Costs, *, name: str = "", walked: Walk | None = None
 ) -> Timeline:
     """The timeline of these rows. ``walked`` is their walk, if the caller has it.
 
-    ``microbatches`` counts slices if microbatches have slices. Costs are those of whole
-    microbatches.
+    Costs are those of whole microbatches.
 
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
-    >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
+    >>> simulate_rows(Rows(rows, Placement.loop(2), 1), Costs(comm=0.5)).total
     7.0
     """
-    walked = walked or inspect_rows(rows, placement, microbatches, slices).walk
+    rows, placement, units, slices = schedule
+    walked = walked or inspect_rows(schedule).walk
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
-    sizes = costs.of_units("size", microbatches, slices)
-    facts = Facts(stages, microbatches)
+    sizes = costs.of_units("size", units, slices)
+    facts = Facts(stages, units)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
     overlap_cost = costs.overlap
     if not callable(overlap_cost):
@@ -68,11 +61,11 @@ def simulate_rows(
         overlap = partial(_overlapped, overlap_cost, slices)
     starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
-        rows,
+        tuple(rows),
         starts,
         ends,
         placement,
-        microbatches,
+        units,
         causes,
         memory=costs.memory(stages),
         boundary=costs.spread("boundary", stages - 1),
@@ -84,7 +77,7 @@ def simulate_rows(
 
 
 def _run(
-    rows: tuple[Row, ...],
+    rows: Sequence[Row],
     walked: Walk,
     steps: Sequence[Mapping[str, Sequence[_Step]]],
     facts: Facts,

@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
@@ -16,27 +16,18 @@ T = TypeVar("T")
 refuse_name = partial(ScheduleError, rule="name")
 
 
-class Registered(NamedTuple):
-    """A name and a function of a user."""
-
-    name: str
-    make: Callable[..., Schedule]
-
-
-#: The registered functions, by the keys of their names.
-REGISTERED: dict[str, Registered] = {}
-
-
 def make_registered(
-    entry: Registered, ranks: int, microbatches: int, stages: int | None, slices: int
+    name: str,
+    make: Callable[..., Schedule],
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    slices: int,
 ) -> Schedule:
     """The schedule of a registered function; ScheduleError if it is for other counts."""
-    who = f"the function registered as {entry.name!r}"
-    if _takes_stages(entry.make):
-        keywords = {"stages": stages}
-    else:
-        keywords = {}
-    schedule = returned(called(entry.make, ranks, microbatches, **keywords), who)
+    who = f"the function registered as {name!r}"
+    keywords = {"stages": stages} if _takes_stages(make) else {}
+    schedule = returned(called(make, ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(schedule, what)):
             raise ScheduleError(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..actions.action import plain
+from ..actions.action import Rows, plain
 from ..actions.costs import Costs
 from ..actions.simulation import simulate_rows
 from .instruction import Instruction, Machine, Op, Registers, StepFn
@@ -66,7 +66,7 @@ class WiredMessages(Messages):
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
         line = simulate_rows(
-            rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices
+            Rows(rows, schedule.placement, schedule.units, schedule.slices), Costs()
         )
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
         events: list[tuple[float, int, int, Channel]] = []
