@@ -9,7 +9,7 @@ from .action import Action, AnyAction, Fused, Placement, Row, joined, plain
 from .action_kinds import KINDS, OPS, Kind, Op
 from .costs import Beside, Costs, PerStage, as_costs
 from .dependencies import uncollected
-from .progress_line import Track, progress
+from .progress_line import progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
 from .timeline import Carried, Span, Timeline, Wait
@@ -32,7 +32,6 @@ __all__ = [
     "Slice",
     "Span",
     "Timeline",
-    "Track",
     "Wait",
     "as_costs",
     "counted",

@@ -143,8 +143,8 @@ class Placement:
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
-    >>> Placement.of([[0, 1, 4], [2, 3]]).rank_of(4)
-    0
+    >>> Placement([[0, 0, 1, 1, 0]], ranks=2)
+    Placement(0: [0, 1, 4], 1: [2, 3])
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -208,36 +208,6 @@ class Placement:
         down = tuple(range(ranks))
         crossings = (down if c % 2 == 0 else down[::-1] for c in range(per_rank))
         return cls((sum(crossings, ()),), ranks)
-
-    @classmethod
-    def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
-        """From the stages that each rank holds. Each stage is on exactly one rank.
-
-        Args:
-            stages_by_rank: for each rank, its stages.
-
-        Returns:
-            The placement.
-
-        Raises:
-            ScheduleError: if a stage is missing or on two ranks.
-
-        >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
-        True
-        """
-        rank_of: dict[int, int] = {}
-        for rank, held in enumerate(stages_by_rank):
-            for stage in held:
-                if stage in rank_of:
-                    raise refuse(
-                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it "
-                        "on one rank, or build Placement(paths, ranks, route) for replicas"
-                    )
-                rank_of[stage] = rank
-        missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
-        if missing:
-            raise refuse(f"no rank holds stage {missing[0]}; give every stage a rank")
-        return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
     def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
 from . import broken_rules
-from .action import Action, Fused, Placement, Row, Rows
+from .action import Action, Fused, Row, Rows
 from .dependencies import walk
 from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
 from .rule import Walk
@@ -56,6 +56,7 @@ def check_rows(
 
     ``inspected`` is the result of :func:`inspect_rows` for these rows, if the caller has it.
 
+    >>> from fpipe import Placement
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
     >>> check_rows(Rows(rows, Placement.loop(2), 1))
     Traceback (most recent call last):
@@ -83,6 +84,7 @@ def inspect_rows(schedule: Rows) -> Inspection:
 
     Actions may be missing, or blocked.
 
+    >>> from fpipe import Placement
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))]
     >>> list(inspect_rows(Rows(rows, Placement.loop(1), 2)).seen)
     [3, 1]

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from ..actions.dependencies import uncollected
 from ..schedule import Schedule
-from .registered import called, make_registered, no_source, returned, unknown_name
-from .sources import Source, read_schedule
-from .wrong_counts import too_large, wrong_count, wrong_stages
+from .refusals import no_source, too_large, unknown_name, wrong_count, wrong_stages
+from .sources import Source, called, make_registered, read_schedule, returned
 
 
 class Entry(NamedTuple):

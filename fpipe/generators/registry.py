@@ -10,7 +10,7 @@ from typing import TypeVar, overload
 
 from ..schedule import Schedule
 from .catalogue import ENTRIES, Entry, key
-from .registered import refuse_name
+from .refusals import refuse_name
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 
@@ -58,7 +58,7 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
     >>> from fpipe import make_schedule
     >>> make_schedule("onebyone", 2, 3).microbatches
     3
-    >>> unregister_schedule("OneByOne")
+    >>> _ = ENTRIES.pop("onebyone")
     """
     if fn is None:
         return partial(register_schedule, name)
@@ -76,20 +76,3 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
         )
     ENTRIES[key(name)] = Entry(name, fn)
     return fn
-
-
-def unregister_schedule(name: str) -> None:
-    """Remove a registered name.
-
-    >>> unregister_schedule("GPipe")
-    Traceback (most recent call last):
-    ...
-    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be
-    removed
-    """
-    present = ENTRIES.get(key(name))
-    if present is None or not callable(present.generator):
-        raise refuse_name(
-            f"no schedule is registered as {name!r}; only registered names can be removed"
-        )
-    del ENTRIES[key(name)]
