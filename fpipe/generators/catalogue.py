@@ -63,8 +63,8 @@ TABLE = (
     Entry("DualPipe", "dualpipe.make_dual_pipe", fixed=True),
     Entry("Chimera", "chimera.make_chimera", fixed=True),
     Entry("Hanayo", "hanayo.make_hanayo", 2, step=2),
-    Entry("Seq1F1B", "slices.make_seq_one_f_one_b", orders_slices=True),
-    Entry("SeqZBH1", "slices.make_seq_zb_h1", orders_slices=True),
+    Entry("Seq1F1B", "one_f_one_b.make_seq_one_f_one_b", orders_slices=True),
+    Entry("SeqZBH1", "zero_bubble.make_seq_zb_h1", orders_slices=True),
 )
 #: Other names for schedules of the table.
 ALIASES = {"ZBV": "ZBVZeroBubble"}
