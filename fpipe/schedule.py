@@ -277,7 +277,7 @@ class Schedule:
             rank 0 | 0B0 0F0
                      ^^^
         """
-        check_rows(self._rows, training=training, inspected=self._inspection)
+        check_rows(self._inspection, training=training)
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -295,8 +295,7 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        walked = self._inspection.walk
-        return simulate_rows(self._rows, as_costs(costs), name=self.name, walked=walked)
+        return simulate_rows(self._inspection, as_costs(costs), self.name)
 
     def _repr_html_(self) -> str:
         """The picture that a notebook shows. F, I and W take 1 for all stages of a rank together. A
@@ -310,11 +309,7 @@ class Schedule:
         except ScheduleError as error:
             return product("pictures").folded(repr(self), f"{error}\n\n{self}")
 
-    @property
-    def _rows(self) -> Rows:
-        return Rows(self.rows, self.placement, self.units, self.slices)
-
     @cached_property
     def _inspection(self) -> Inspection:
         """The walk through the rows, which ``check`` and ``simulate`` share."""
-        return inspect_rows(self._rows)
+        return inspect_rows(Rows(self.rows, self.placement, self.units, self.slices))

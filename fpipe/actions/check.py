@@ -39,26 +39,23 @@ from .unit import Slice
 
 
 class Inspection(NamedTuple):
-    """What a check finds in rows.
+    """What a check finds in the rows of a schedule.
 
     ``seen`` has the ops that occur, as the sum of their bits, at ``stage * units + unit``.
     ``walk`` has an order of the actions.
     """
 
+    schedule: Rows
     seen: bytearray
     walk: Walk
 
 
-def check_rows(
-    schedule: Rows, *, training: bool = True, inspected: Inspection | None = None
-) -> None:
+def check_rows(inspected: Inspection, *, training: bool = True) -> None:
     """Raise ScheduleError for the first broken rule. ``training=False`` requires F alone.
-
-    ``inspected`` is the result of :func:`inspect_rows` for these rows, if the caller has it.
 
     >>> from fpipe import Placement
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
-    >>> check_rows(Rows(rows, Placement.loop(2), 1))
+    >>> check_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)))
     Traceback (most recent call last):
         ...
     fpipe.errors.ScheduleError: rank 1, position 0 (1B0): it needs the output of 1F0, which stands
@@ -66,8 +63,8 @@ def check_rows(
         rank 1 | 1B0 1F0
                  ^^^
     """
+    schedule, seen, walked = inspected
     rows, placement, units, slices = schedule
-    seen, walked = inspected or inspect_rows(schedule)
     complete = TRAINED if training else FORWARD
     if sum(map(seen.count, complete)) != placement.stages * units:
         index = next(index for index, bits in enumerate(seen) if bits not in complete)
@@ -103,7 +100,7 @@ def inspect_rows(schedule: Rows) -> Inspection:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a wrong cell
         raise broken_rules.wrong_cell(schedule) from None
-    return Inspection(seen, walk(rows, placement.stages, units, ordered=ordered))
+    return Inspection(schedule, seen, walk(rows, placement.stages, units, ordered=ordered))
 
 
 def most_units(rows: Sequence[Row]) -> int:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Placement, Row, Rows
+from .action import Action, AnyAction, Placement, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
-from .check import inspect_rows
+from .check import Inspection
 from .costs import Beside, Costs, Predict, number
 from .dependencies import Facts
 from .rule import Walk
@@ -34,19 +34,17 @@ _Times: TypeAlias = (
 )
 
 
-def simulate_rows(
-    schedule: Rows, costs: Costs, *, name: str = "", walked: Walk | None = None
-) -> Timeline:
-    """The timeline of these rows. ``walked`` is their walk, if the caller has it.
+def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeline:
+    """The timeline of these rows. Costs are those of whole microbatches.
 
-    Costs are those of whole microbatches.
-
+    >>> from fpipe.actions.action import Rows
+    >>> from fpipe.actions.check import inspect_rows
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
-    >>> simulate_rows(Rows(rows, Placement.loop(2), 1), Costs(comm=0.5)).total
+    >>> simulate_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)), Costs(comm=0.5)).total
     7.0
     """
-    rows, placement, units, slices = schedule
-    walked = walked or inspect_rows(schedule).walk
+    rows, placement, units, slices = inspected.schedule
+    walked = inspected.walk
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)

@@ -118,7 +118,7 @@ def test_a_circle_of_many_ranks_is_reported_in_part() -> None:
     with pytest.raises(
         ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other"
     ) as caught:
-        check_rows(Rows(rows, Placement.loop(64, 2), 1))  # type: ignore[arg-type]
+        check_rows(inspect_rows(Rows(rows, Placement.loop(64, 2), 1)))  # type: ignore[arg-type]
     assert "through 58 more ranks" in str(caught.value)
     assert str(caught.value).count("\n") == 19
 
@@ -187,7 +187,7 @@ STRANGE = [
 @pytest.mark.parametrize(("cell", "says"), STRANGE, ids=[str(i) for i in range(len(STRANGE))])
 def test_cells_that_are_no_actions(cell, says: str) -> None:
     with pytest.raises(ScheduleError, match=says):
-        check_rows(Rows([(cell,), (Action(1, "F", 0), Action(1, "B", 0))], LOOP, 1))
+        check_rows(inspect_rows(Rows([(cell,), (Action(1, "F", 0), Action(1, "B", 0))], LOOP, 1)))
     with pytest.raises(ScheduleError):  # a Schedule may find it before
         Schedule(((cell,),)).check()
     with pytest.raises(ScheduleError):
@@ -247,7 +247,7 @@ def runs(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> b
 def passes(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> bool:
     error = None
     try:
-        check_rows(Rows(rows, placement, microbatches))
+        check_rows(inspect_rows(Rows(rows, placement, microbatches)))
     except ScheduleError as raised:
         error = raised
     if error is None:

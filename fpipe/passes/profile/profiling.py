@@ -16,6 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row, Rows
+from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import product
 from ...actions.simulation import simulate_rows
@@ -137,7 +138,7 @@ class Profile:
         """The same rows, simulated with other costs."""
         real = self.timeline
         rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
-        return simulate_rows(rows, price, name=self._called("simulated"))
+        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""
