@@ -146,8 +146,8 @@ def weighted(weights: Weights, losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _weighted(weights: Weights, mb: int, loss: torch.Tensor) -> torch.Tensor:
-    if weights.common is not None:
-        return loss * weights.common
+    if weights.common is not None:  # torch.func.jvp of a product with a number is float64
+        return loss * torch.tensor(weights.common, dtype=loss.dtype, device=loss.device)
     weight = weights.by_microbatch[mb].to(loss.dtype)
     # The loss of a microbatch of weight 0 may be NaN: the mean of no values.
     return torch.where(weight == 0, 0, loss * weight)
