@@ -132,13 +132,6 @@ class Call:
         """The number of whole microbatches."""
         return self.number // self.config.slices
 
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether the call returns more than the loss and the gradients of parameters."""
-        if self.config.loss is None or self.state is not None:
-            return True
-        return self.argnums != (0,) or self.has_aux or self.each is not None
-
     # ---- the parts of the batch ----
     @property
     def batch_parts(self) -> tuple[Parts, ...]:

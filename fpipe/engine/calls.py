@@ -25,9 +25,8 @@ from .config import Config
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
 from .first_call import refused
-from .outputs import Outputs, input_grads, of, outputs
+from .outputs import Outputs
 from .plan_cache import Cache, CachedPlans
-from .results import Results
 
 AllRegisters: TypeAlias = dict[int, Registers]
 
@@ -41,8 +40,8 @@ def forward(call: Call, cache: Cache) -> Tree:
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            y = outputs(results) if call.each is None else feature("each").in_order(call, returned)
-            return y if call.state is None else (y, of(results).states())
+            y = results.outputs() if call.each is None else feature("each").in_order(call, returned)
+            return y if call.state is None else (y, results.states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
@@ -57,7 +56,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
             loss = _value(call, results, returned) if value else results.discard_loss()
             grads: dict[int, Tree] = {}
             for number in call.argnums:
-                grads[number] = results.param_grads() if number == 0 else input_grads(results)
+                grads[number] = results.param_grads() if number == 0 else results.input_grads()
             return loss, tuple(grads[number] for number in call.argnums)
 
 
@@ -124,19 +123,18 @@ def announce(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
     return cache.announce(call)
 
 
-def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
+def _run_all(call: Call, plans: CachedPlans) -> tuple[Outputs, dict[int, Any]]:
     """Run the whole schedule.
 
     Returns its results, and what the function ``each=`` returned for each microbatch.
     """
     weights = call.weights()
     regs: AllRegisters = {}
-    results_class = Outputs if call.wants_outputs else Results
-    results = results_class(plans.layout, regs, call, weights)
+    results = Outputs(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
     each = None
     if call.each is not None:
-        each = feature("each").caller(call, plans.prepared, of(results), returned)
+        each = feature("each").caller(call, plans.prepared, results, returned)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
@@ -183,14 +181,14 @@ def run(
 
 
 # ---- values ----
-def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
+def _value(call: Call, results: Outputs, returned: dict[int, Any]) -> Tree:
     """The loss or, with more results, a tuple of the loss and these."""
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
     if call.each is not None:
         value.append(feature("each").in_order(call, returned))
     elif call.has_aux:
-        value.append(of(results).aux())
+        value.append(results.aux())
     if call.state is not None:
-        value.append(of(results).states())
+        value.append(results.states())
     return tuple(value) if len(value) > 1 else value[0]

@@ -157,6 +157,17 @@ class Weights:
             return weight.to(device, dtype)
         return _constant(weight, dtype, device)
 
+    def terms(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Multiply each microbatch's loss by its weight."""
+        if self.common is not None:
+            return [loss * self.common for loss in losses]
+        terms = []
+        for weight, loss in zip(self.by_microbatch, losses, strict=True):
+            weight = weight.to(loss.dtype)
+            # The loss of a microbatch of weight 0 may be NaN: the mean of no values.
+            terms.append(torch.where(weight == 0, 0, loss * weight))
+        return terms
+
 
 @lru_cache(maxsize=256)
 def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -174,8 +185,6 @@ _NARROW = {torch.float64: False, torch.float32: True}
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
     """Multiply scalars by the weight, and add them in order.
-
-    ``scalars.total_of`` adds losses that have auxiliary losses, or a weight each.
 
     The result has the bits of one process that runs the microbatches in order and adds each loss.
 

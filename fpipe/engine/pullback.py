@@ -18,7 +18,7 @@ from .arguments import Call
 from .calls import AllRegisters
 from .cotangents import cotangents, on_replicas
 from .feed import Feeder
-from .outputs import Outputs, input_grads, outputs
+from .outputs import Outputs
 from .plan_cache import Cache
 from .signatures import Pullback
 
@@ -32,7 +32,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             weights = call.weights()
             calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Outputs(plans.layout, regs, call, weights)
-            y = outputs(results)
+            y = results.outputs()
             if call.state is not None:
                 y = (y, results.states())
     kept: list[AllRegisters] = [regs]
@@ -70,7 +70,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
                 rows = on_replicas(call, units, rows)
                 calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
                 results = Outputs(plans.layout, regs, call, weights, rows)
-                return results.param_grads(), input_grads(results)
+                return results.param_grads(), results.input_grads()
 
     return y, pullback
 

@@ -20,7 +20,6 @@ from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
-from ...engine.scalars import weighted
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
 from ...programs.tensor_state import versions
@@ -116,7 +115,9 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         return outputs
     weights = call.weights()
     assert weights is not None
-    total = weighted(weights, losses)
+    total, *others = weights.terms(losses)
+    for term in others:
+        total = total + term.to(total.device)
     if call.has_aux or call.each is not None:
         return (total, auxes)
     return total
