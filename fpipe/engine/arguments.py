@@ -9,7 +9,7 @@ register.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -31,9 +31,6 @@ Each: TypeAlias = Callable[..., Any]
 LossScale: TypeAlias = float | torch.Tensor | None
 #: A tree for each stage: its leaves and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
-#: The microbatches of each argument that is elsewhere on some rank, in abstract form. Those of a
-#: whole batch are alike: one describes all.
-Descriptions: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class Call:
     ``argnums`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` is the
     number of microbatches. Where microbatches are cut into slices, it is the number of slices, and
     "microbatch" means a slice in this class. ``leaves`` and ``state_leaves`` are the parameters and
-    the states of the stages of this process. ``descriptions`` come from other processes, for
-    arguments that are elsewhere.
+    the states of the stages of this process.
     """
 
     config: Config
@@ -62,7 +58,6 @@ class Call:
     has_aux: bool = False
     each: Each | None = None
     loss_scale: LossScale = None
-    descriptions: Descriptions = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -142,15 +137,6 @@ class Call:
     def absent(self) -> list[str]:
         """The names of the arguments that are elsewhere."""
         return [part.name for part in self.batch_parts if part.absent]
-
-    def abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
-        """A microbatch of an argument in abstract form.
-
-        The description is another process's where the argument is elsewhere.
-        """
-        if part.absent and part.name in self.descriptions:
-            return feature("elsewhere.arguments").described(self.descriptions[part.name], m, grad)
-        return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     @cached_property
     def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
@@ -293,8 +279,7 @@ class Call:
         A chain is the slices of one microbatch, of which each passes a carry to the next. Its kinds
         have consecutive numbers. Without carries a chain is one slice or microbatch.
         """
-        described_one_by_one = any(len(trees) > 1 for trees in self.descriptions.values())
-        if not described_one_by_one and all(part.uniform for part in self.batch_parts):
+        if all(part.uniform and len(part.descriptions) < 2 for part in self.batch_parts):
             kinds = [self._kind(m, wants_dx) for m in range(chain)]
             return kinds, [*range(chain)] * (self.number // chain)
         first_numbers: dict[tuple[Kind, ...], int] = {}
@@ -306,12 +291,11 @@ class Call:
         return [kind for kinds in first_numbers for kind in kinds], kind_of
 
     def _kind(self, m: int, wants_dx: bool) -> Kind:
-        x = self.abstract(self.x, m, wants_dx)
-        targets = tuple(self.abstract(target, m) for target in self.targets)
+        x = self.x.abstract(m, wants_dx)
+        targets = tuple(target.abstract(m) for target in self.targets)
         readers = range(self.config.stages + 1)
         if not self.sides:
             return x, targets, tuple(AbstractTree.of({}) for _ in readers)
         names = self.config.sides
-        abstract = side_inputs.abstract
-        sides = tuple(abstract(names[s], self.sides, m, self.descriptions) for s in readers)
+        sides = tuple(side_inputs.abstract(names[s], self.sides, m) for s in readers)
         return x, targets, sides

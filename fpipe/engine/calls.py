@@ -7,9 +7,9 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -28,20 +28,16 @@ from .first_call import refused
 from .outputs import Outputs
 from .plan_cache import Cache, CachedPlans
 
-AllRegisters: TypeAlias = dict[int, Registers]
-
 
 # ---- the two kinds of calls ----
 def forward(call: Call, cache: Cache) -> Tree:
     """Run the forwards alone, and return the loss or the outputs."""
-    with call.config.claim:
-        plans, _ = announce(call, cache)
-        with ErrorReporter(call.config), without_autocast():
-            results, returned = _run_all(call, plans)
-            if call.config.loss is not None:
-                return _value(call, results, returned)
-            y = results.outputs() if call.each is None else feature("each").in_order(call, returned)
-            return y if call.state is None else (y, results.states())
+    with announced(call, cache) as (plans, _):
+        results = run_all(call, plans)
+        if call.config.loss is not None:
+            return _value(results)
+        y = results.outputs() if call.each is None else feature("each").in_order(results)
+        return y if call.state is None else (y, results.states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
@@ -49,15 +45,13 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
 
     Without ``value`` the caller drops the value, so it is not computed.
     """
-    with call.config.claim:
-        plans, _ = announce(call, cache)
-        with ErrorReporter(call.config), without_autocast():
-            results, returned = _run_all(call, plans)
-            loss = _value(call, results, returned) if value else results.discard_loss()
-            grads: dict[int, Tree] = {}
-            for number in call.argnums:
-                grads[number] = results.param_grads() if number == 0 else results.input_grads()
-            return loss, tuple(grads[number] for number in call.argnums)
+    with announced(call, cache) as (plans, _):
+        results = run_all(call, plans)
+        loss = _value(results) if value else results.discard_loss()
+        grads: dict[int, Tree] = {}
+        for number in call.argnums:
+            grads[number] = results.param_grads() if number == 0 else results.input_grads()
+        return loss, tuple(grads[number] for number in call.argnums)
 
 
 def surrounded() -> bool:
@@ -80,28 +74,34 @@ def observed() -> bool:
 
 
 # ---- running ----
-class ErrorReporter:
-    """Reports an error of this rank to the ranks that wait for it.
+@contextmanager
+def announced(call: Call, cache: Cache) -> Iterator[tuple[CachedPlans, int]]:
+    """Announce a call to the other ranks, which then expect its messages.
 
-    A call that is announced runs in a ``with`` block of this.
+    Yields its plans and its number.
     """
+    with call.config.claim:
+        refuse_surrounded()
+        plans_and_number = cache.announce(call)
+        with reported(call.config):
+            yield plans_and_number
 
-    __slots__ = ("config",)
 
-    def __init__(self, config: Config):
-        self.config = config
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        group = self.config.group
+@contextmanager
+def reported(config: Config) -> Iterator[None]:
+    """Run a call that was announced, without autocast, and report an error of this rank to the
+    ranks that wait for it.
+    """
+    try:
+        with without_autocast():
+            yield
+    except BaseException as error:
+        group = config.group
         group.failed(error)
-        if self.config.copies is not None:
-            self.config.copies.group.failed(error)
+        if config.copies is not None:
+            config.copies.group.failed(error)
         group.reset()
+        raise
 
 
 def refuse(config: Config, error: Exception) -> None:
@@ -114,41 +114,24 @@ def refuse(config: Config, error: Exception) -> None:
             refused(config, error)
 
 
-def announce(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
-    """Announce a call to the other ranks, which then expect its messages.
-
-    Returns its plans and its number.
-    """
-    refuse_surrounded()
-    return cache.announce(call)
-
-
-def _run_all(call: Call, plans: CachedPlans) -> tuple[Outputs, dict[int, Any]]:
-    """Run the whole schedule.
-
-    Returns its results, and what the function ``each=`` returned for each microbatch.
-    """
+def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> Outputs:
+    """Run the whole schedule, or a phase of it, and return its results."""
     weights = call.weights()
-    regs: AllRegisters = {}
-    results = Outputs(plans.layout, regs, call, weights)
-    returned: dict[int, Any] = {}
-    each = None
-    if call.each is not None:
-        each = feature("each").caller(call, plans.prepared, results, returned)
+    results = Outputs(plans.layout, {}, call, weights)
+    each = None if call.each is None else feature("each").caller(results)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
         r.send_loss = results.pipeline_loss
         r.each = each
 
-    run(call, plans, regs, feed)
-    return results, returned
+    run(results, plans, feed, phase)
+    return results
 
 
 def run(
-    call: Call,
+    results: Outputs,
     plans: CachedPlans,
-    regs: AllRegisters,
     feed: Callable[[Feeder, Registers], None],
     phase: int | None = None,
 ) -> None:
@@ -156,12 +139,13 @@ def run(
 
     With a ``phase``, run one of the two phases of ``fpipe.vjp``.
     """
-    group = call.config.group
+    group = results.group
+    regs = results.regs
     executables = plans.prepared.executables
     runs = {}
     for rank, executable in executables.items():
         if rank not in regs:
-            regs[rank] = Registers([None] * executable.plan.slots, call.seed)
+            regs[rank] = Registers([None] * executable.plan.slots, results.call.seed)
         feed(plans.feeders[rank], regs[rank])
         runs[rank] = execute(executable, regs[rank], phase)
     try:
@@ -181,12 +165,13 @@ def run(
 
 
 # ---- values ----
-def _value(call: Call, results: Outputs, returned: dict[int, Any]) -> Tree:
+def _value(results: Outputs) -> Tree:
     """The loss or, with more results, a tuple of the loss and these."""
+    call = results.call
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
     if call.each is not None:
-        value.append(feature("each").in_order(call, returned))
+        value.append(feature("each").in_order(results))
     elif call.has_aux:
         value.append(results.aux())
     if call.state is not None:

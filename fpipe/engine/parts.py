@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from ctypes import c_float
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..tree import Tree
+from ..tree import AbstractTree, Tree
 from . import mistakes
 from .microbatches import Absent, Microbatches, count_of, each_of
 
@@ -69,6 +70,8 @@ class Parts:
     * ``uniform``: all rows have the same shapes, so the first row describes all.
     * ``lengths``: the numbers of rows of what is cut here.
     * ``absent``: another process has the argument. Its tensors have no data on this one.
+    * ``descriptions``: then, its microbatches in abstract form as the other process has them, or
+      the first one, which describes all.
     * ``shared_scalars``: a tensor without axes is passed to every microbatch. Otherwise it is an
       error.
     * ``slices``: each row is one slice of a microbatch. Leaves with two axes or more are cut along
@@ -85,6 +88,7 @@ class Parts:
         self.uniform = not isinstance(batch, Microbatches)
         self.slices = slices
         self.lengths = set[int]()
+        self.descriptions: Sequence[AbstractTree] = ()
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
@@ -131,6 +135,19 @@ class Parts:
             return rows
         sliced = feature("slicing").sliced
         return [part for row in rows for part in sliced(row, self.slices)]
+
+    def described(self, descriptions: Sequence[AbstractTree]) -> Parts:
+        """The same argument with the descriptions of another process."""
+        parts = copy(self)
+        parts.descriptions = descriptions
+        return parts
+
+    def abstract(self, mb: int, grad: bool = False) -> AbstractTree:
+        """One microbatch in abstract form; ``grad``: whether floating leaves want gradients."""
+        if not self.descriptions:
+            return AbstractTree.flat(self.specs[mb], self.rows[mb], grad)
+        found = self.descriptions[mb if len(self.descriptions) > 1 else 0]
+        return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""

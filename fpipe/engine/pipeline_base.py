@@ -182,14 +182,11 @@ class PipelineBase(Generic[Y, R]):
         return repr(self.config)
 
     def _repr_html_(self) -> str:
-        if self.config.choice is not None:
-            count = None
-        else:
-            count = self.config.microbatches
-        if count:
-            picture = self.schedule(count)._repr_html_()
-        else:
+        count = self.config.microbatches
+        if not count or self.config.choice is not None:
             picture = ""
+        else:
+            picture = self.schedule(count)._repr_html_()
         return product("pictures").table([repr(self)], []) + picture
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -459,9 +456,9 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(params)
-        shares = self.cache.shares
-        if shares is None or self.parts is None:
+        if self.parts is None:
             return self.place(params)
+        shares = self.cache.shares
         cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
         parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
         return self.place(parts)
@@ -487,15 +484,10 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(parts)
-        if self.parts is not None:
-            shares = self.cache.shares
-        else:
-            shares = None
-        if shares is None:
+        if self.parts is None:
             return list(parts)
-        whole: list[Any] = [
-            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
-        ]
+        join = self.cache.shares.join
+        whole: list[Any] = [None if part is None else join(s, part) for s, part in enumerate(parts)]
         return whole
 
     def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:

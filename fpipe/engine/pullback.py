@@ -10,12 +10,10 @@ from typing import Any
 
 from ..errors import StageError
 from ..lowering.instruction import Registers
-from ..programs.internals import without_autocast
 from ..programs.tensor_state import retaining, versions
 from ..tree import Tree
 from . import calls
 from .arguments import Call
-from .calls import AllRegisters
 from .cotangents import cotangents, on_replicas
 from .feed import Feeder
 from .outputs import Outputs
@@ -25,20 +23,15 @@ from .signatures import Pullback
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     """The forward phase now; the backward phase in the pullback."""
-    regs: AllRegisters = {}
-    with call.config.claim:
-        plans, number = calls.announce(call, cache)
-        with calls.ErrorReporter(call.config), without_autocast():
-            weights = call.weights()
-            calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
-            results = Outputs(plans.layout, regs, call, weights)
-            y = results.outputs()
-            if call.state is not None:
-                y = (y, results.states())
-    kept: list[AllRegisters] = [regs]
+    with calls.announced(call, cache) as (plans, number):
+        results = calls.run_all(call, plans, phase=0)
+        y = results.outputs()
+        if call.state is not None:
+            y = (y, results.states())
+    kept = [results.regs]
     # slots that are filled before the backwards and that these read
     carried = {rank: plan.carried() for rank, plan in plans.prepared.plans.items()}
-    before = _versions(carried, regs)
+    before = _versions(carried, results.regs)
 
     def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -66,10 +59,10 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             else:
                 regs = kept.pop()
             plans.announce(call, number)
-            with calls.ErrorReporter(call.config), without_autocast():
+            with calls.reported(call.config):
                 rows = on_replicas(call, units, rows)
-                calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
-                results = Outputs(plans.layout, regs, call, weights, rows)
+                results = Outputs(plans.layout, regs, call, None, rows)
+                calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)
                 return results.param_grads(), results.input_grads()
 
     return y, pullback
@@ -81,6 +74,8 @@ def _fill(feeder: Feeder, r: Registers, cotangents: Sequence[Sequence[Any]]) -> 
         r.slots[slot] = cotangents[mb][index].detach().to(feeder.device)
 
 
-def _versions(carried: Mapping[int, tuple[int, ...]], regs: AllRegisters) -> list[list[int]]:
+def _versions(
+    carried: Mapping[int, tuple[int, ...]], regs: Mapping[int, Registers]
+) -> list[list[int]]:
     """How often each tensor that the backwards need was written to."""
     return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in carried.items()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -145,7 +145,7 @@ class Results:
     def __init__(
         self,
         layout: ResultLayout,
-        regs: Mapping[int, Registers],
+        regs: dict[int, Registers],
         call: Call,
         weights: Weights | None,
         cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
@@ -155,6 +155,7 @@ class Results:
         self.call = call
         self.weights = weights
         self.cotangents = cotangents
+        self.returned: dict[int, Any] = {}  # by the function each=, by microbatch
         self.config = layout.config
         self.prepared = layout.prepared
         self.request = layout.prepared.request

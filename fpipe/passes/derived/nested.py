@@ -160,7 +160,8 @@ def _runner(call: Call) -> Callable[..., Tree]:
             start = None
         else:
             start = seed_of(call.seed, index, numbered(mb), "F")
-        side = side_inputs.of_stage(config.sides[index], call.sides, mb)
+        sides = side_inputs.of_stage(config.sides[index], call.sides)
+        side = {name: part.tree(mb) for name, part in sides.items()}
         kept = tree.leaves((params, side))
         before = versions(kept)
         what = "stage" if index < config.stages else "the loss"
