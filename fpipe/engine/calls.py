@@ -80,7 +80,7 @@ def announced(call: Call, cache: Cache) -> Iterator[tuple[CachedPlans, int]]:
 
     Yields its plans and its number.
     """
-    with call.config.claim:
+    with call.config.claim():
         refuse_surrounded()
         plans_and_number = cache.announce(call)
         with reported(call.config):
@@ -110,7 +110,7 @@ def refuse(config: Config, error: Exception) -> None:
     Where another call uses the group, nothing is reported.
     """
     if not config.local and not surrounded():
-        with suppress(GroupError), config.claim:
+        with suppress(GroupError), config.claim():
             refused(config, error)
 
 

@@ -22,7 +22,7 @@ from .. import tree
 from ..actions.product import feature
 from ..tree import AbstractTree, Tree
 from . import mistakes
-from .microbatches import Absent, Microbatches, count_of, each_of
+from .microbatches import Absent, Microbatches
 
 
 def count(batches: Sequence[Tree], microbatches: int | None) -> int:
@@ -32,9 +32,11 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
     >>> count([Microbatches([1, 2, 3]), torch.ones(4)], 4)
     3
     """
-    given = [batch for batch in batches if isinstance(batch, Microbatches)]
-    if given or microbatches is None:
-        return count_of(given)
+    counts = {len(batch) for batch in batches if isinstance(batch, Microbatches)}
+    if len(counts) == 1:
+        return counts.pop()
+    if counts or microbatches is None:
+        raise mistakes.no_count(counts)
     return microbatches
 
 
@@ -104,7 +106,7 @@ class Parts:
         self.leaves = []
         self.absent = False
         structures = []
-        for m, part in enumerate(each_of(batch, parts, name)):
+        for m, part in enumerate(batch):
             leaves, structure = tree.flatten(part)
             leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
             if slices > 1:

@@ -514,7 +514,7 @@ class PipelineBase(Generic[Y, R]):
         call = Call.of(
             self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
         )
-        with self.config.claim:
+        with self.config.claim():
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
     def rehearse(

@@ -53,7 +53,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         except Exception as error:
             calls.refuse(call.config, error)
             raise
-        with call.config.claim, retaining(retain):
+        with call.config.claim(), retaining(retain):
             if retain:
                 regs = {rank: r.copy() for rank, r in kept[0].items()}
             else:
