@@ -158,24 +158,19 @@ class Call:
         Returns None without a loss, or where only other ranks need the weights.
         """
         config = self.config
-        if config.loss is None or any(part.absent for part in self._weighted):
+        if config.loss is None:
             return None
         reduction = config.reduction
         if reduction == "mean":
             return Weights(1.0 / self.number, (), self.loss_scale)
         if reduction == "sum":
             return Weights(1.0, (), self.loss_scale)
+        sides = side_inputs.of_stage(reduction.sides, self.sides)
+        if any(part.absent for part in (*self.targets, *sides.values())):
+            return None
         weights_of = feature("weighting").weights_of
-        weights = weights_of(reduction, self.targets, self.sides, self.number, config.copies)
+        weights = weights_of(reduction, self.targets, sides, self.number, config.copies)
         return Weights(None, weights, self.loss_scale)
-
-    @property
-    def _weighted(self) -> list[Parts]:
-        """The arguments from which ``fpipe.weighted`` computes the weights."""
-        names = getattr(self.config.reduction, "sides", None)
-        if names is None:
-            return []
-        return [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
 
     # ---- devices ----
     def misplaced(self) -> str | None:
@@ -201,13 +196,6 @@ class Call:
 
         Every call computes it, so it must be cheap.
         """
-        try:
-            return self._signature()
-        except RuntimeError as error:  # torch has no strides for these
-            params = (leaf for leaves, _ in self.leaves.values() for leaf in leaves)
-            raise mistakes.without_strides([*params, *self.batch_leaves]) from error
-
-    def _signature(self) -> tuple[Any, ...]:
         structures: list[Any] = []
         all_leaves: list[Any] = []
         for leaves, structure in (*self.leaves.values(), *self.state_leaves.values()):
@@ -216,6 +204,10 @@ class Call:
         for part in self.batch_parts:
             structures.append(part.structure)
             all_leaves += part.leaves
+        try:
+            keys = tuple(tree.cache_keys(all_leaves))
+        except RuntimeError as error:  # torch has no strides for these
+            raise mistakes.without_strides(all_leaves) from error
         return (
             self.mode,
             self.argnums,
@@ -226,7 +218,7 @@ class Call:
             surroundings(),
             tuple(self.sides),
             tuple(structures),
-            tuple(tree.cache_keys(all_leaves)),
+            keys,
         )
 
     def request(self, shares: Any) -> Request:
