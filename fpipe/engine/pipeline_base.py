@@ -27,7 +27,6 @@ from .config import Config
 from .copies import Copies
 from .plan_cache import Cache
 from .plan_report import Plans
-from .request import Mode
 from .signatures import A, E, EachLoss, P
 
 Y = TypeVar("Y", covariant=True)
@@ -46,20 +45,9 @@ class PipelineBase(Generic[Y, R]):
     stages: int
     here: tuple[int, ...]
     output_rank: int
+    call: Callable[..., Call]  # checks the arguments of a call that follows
 
     def __init__(self, config: Config, cache: Cache | None = None):
-        raise NotImplementedError
-
-    def call(
-        self,
-        mode: Mode,
-        params: Sequence[Tree],
-        x: Tree,
-        targets: Sequence[Tree],
-        side: dict[str, Tree],
-        **options: Any,
-    ) -> Call:
-        """The checked arguments of a call that follows."""
         raise NotImplementedError
 
     @overload
