@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,11 +28,13 @@ from .first_call import refused
 from .outputs import Outputs
 from .plan_cache import Cache, CachedPlans
 
+T = TypeVar("T")
+
 
 # ---- the two kinds of calls ----
 def forward(call: Call, cache: Cache) -> Tree:
     """Run the forwards alone, and return the loss or the outputs."""
-    with announced(call, cache) as (plans, _):
+    with announced(call, cache.announce) as (plans, _):
         results = run_all(call, plans)
         if call.config.loss is not None:
             return _value(results)
@@ -45,7 +47,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
 
     Without ``value`` the caller drops the value, so it is not computed.
     """
-    with announced(call, cache) as (plans, _):
+    with announced(call, cache.announce) as (plans, _):
         results = run_all(call, plans)
         loss = _value(results) if value else results.discard_loss()
         grads: dict[int, Tree] = {}
@@ -75,33 +77,26 @@ def observed() -> bool:
 
 # ---- running ----
 @contextmanager
-def announced(call: Call, cache: Cache) -> Iterator[tuple[CachedPlans, int]]:
-    """Announce a call to the other ranks, which then expect its messages.
+def announced(call: Call, announce: Callable[[Call], T]) -> Iterator[T]:
+    """Announce a call to the other ranks, which then expect its messages, and run it without
+    autocast. An error of this rank is reported to the ranks that wait for it.
 
-    Yields its plans and its number.
+    Yields what ``announce`` returns.
     """
-    with call.config.claim():
+    config = call.config
+    group = config.group
+    with config.claim():
         refuse_surrounded()
-        plans_and_number = cache.announce(call)
-        with reported(call.config):
-            yield plans_and_number
-
-
-@contextmanager
-def reported(config: Config) -> Iterator[None]:
-    """Run a call that was announced, without autocast, and report an error of this rank to the
-    ranks that wait for it.
-    """
-    try:
-        with without_autocast():
-            yield
-    except BaseException as error:
-        group = config.group
-        group.failed(error)
-        if config.copies is not None:
-            config.copies.group.failed(error)
-        group.reset()
-        raise
+        announcement = announce(call)
+        try:
+            with without_autocast():
+                yield announcement
+        except BaseException as error:
+            group.failed(error)
+            if config.copies is not None:
+                config.copies.group.failed(error)
+            group.reset()
+            raise
 
 
 def refuse(config: Config, error: Exception) -> None:

@@ -6,6 +6,7 @@ plans; no schedules.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import StageError
@@ -23,7 +24,7 @@ from .signatures import Pullback
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     """The forward phase now; the backward phase in the pullback."""
-    with calls.announced(call, cache) as (plans, number):
+    with calls.announced(call, cache.announce) as (plans, number):
         results = calls.run_all(call, plans, phase=0)
         y = results.outputs()
         if call.state is not None:
@@ -53,17 +54,16 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         except Exception as error:
             calls.refuse(call.config, error)
             raise
-        with call.config.claim(), retaining(retain):
+        again = partial(plans.announce, pullback=number)
+        with calls.announced(call, again), retaining(retain):
             if retain:
                 regs = {rank: r.copy() for rank, r in kept[0].items()}
             else:
                 regs = kept.pop()
-            plans.announce(call, number)
-            with calls.reported(call.config):
-                rows = on_replicas(call, units, rows)
-                results = Outputs(plans.layout, regs, call, None, rows)
-                calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)
-                return results.param_grads(), results.input_grads()
+            rows = on_replicas(call, units, rows)
+            results = Outputs(plans.layout, regs, call, None, rows)
+            calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)
+            return results.param_grads(), results.input_grads()
 
     return y, pullback
 
