@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..devices import current, kind, pick
 from ..devices.allocator import keep_freed
 from ..errors import FpipeError, GroupError
-from ._store import backends as backends_of
-from ._store import prefixed, set_timeout
+from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
 from .c10d import C10dGroup
 from .capabilities import Capabilities

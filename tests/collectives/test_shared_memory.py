@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fpipe
 from fpipe.collectives.c10d import C10dGroup

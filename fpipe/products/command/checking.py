@@ -16,8 +16,7 @@ from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
-from ..search.solve import Kind
-from ..search.solve import solve as solve_schedule
+from ..search.solve import Kind, solve as solve_schedule
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
 
