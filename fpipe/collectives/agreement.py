@@ -104,9 +104,8 @@ class Agreement:
     """
 
     def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int = 0):
-        #: Announces the number and digest of a call, and returns the comparison of the ranks.
-        self.exchange: Callable[[int, int], Reduced | Board] | None = None
-        self._compared: Reduced | Board | None = None
+        #: Announces the digests of calls, and compares those of the ranks.
+        self.exchange: Reduced | Board | None = None
         self.head = [0]
         self._store = store
         self._monitor = monitor
@@ -138,7 +137,8 @@ class Agreement:
         digest = (digest + number + self._base) & _MASK
         self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
-            self._agreed, self._compared = False, self.exchange(number, digest)
+            self._agreed = False
+            self.exchange.announce(number, digest)
         return number
 
     def check(self) -> bool:
@@ -146,8 +146,8 @@ class Agreement:
         Never blocks.
         """
         if not self._agreed:
-            assert self._compared is not None
-            equal = self._compared.equal()
+            assert self.exchange is not None
+            equal = self.exchange.equal()
             if equal is False:
                 raise self._disagreement()
             self._agreed = equal is True
@@ -157,7 +157,7 @@ class Agreement:
         """Wait until every rank has announced this call."""
         if self.check():
             return
-        compared = self._compared
+        compared = self.exchange
         assert compared is not None
         end = time.perf_counter() + compared.poll
         while not self.check() and time.perf_counter() < end:
@@ -266,21 +266,30 @@ def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | N
     return None
 
 
-class Reduced(NamedTuple):
-    """The digests of a call, compared by a reduction that runs beside it."""
+class Reduced:
+    """The exchange over a backend: in each call a reduction of the digests runs beside it."""
 
-    digest: int
-    both: torch.Tensor  # the largest digest, and the smallest, negated
-    work: dist.Work
-    poll: float = 0.0  # seconds to look before the first pause, which ends with the reduction
+    poll = 0.0  #: seconds to look before the first pause, which ends with the reduction
+
+    def __init__(self, pg: dist.ProcessGroup):
+        self._pg = pg
+
+    def announce(self, number: int, digest: int) -> None:
+        """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the
+        time.
+        """
+        self._digests = [digest, -digest]
+        #: The largest digest, and the smallest, negated.
+        self._both = torch.tensor(self._digests, dtype=torch.int64, device="cpu")
+        self._work = self._pg.allreduce([self._both], dist.ReduceOp.MAX)
 
     def equal(self) -> bool | None:
         """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
-        if not self.work.is_completed():
+        if not self._work.is_completed():
             return None
         # it is complete: this returns at once, or raises the error of the backend
-        self.work.wait()
-        return self.both.tolist() == [self.digest, -self.digest]
+        self._work.wait()
+        return self._both.tolist() == self._digests
 
     def missing(self) -> None:
         """The rank whose digest is missing: it is not known."""
@@ -288,22 +297,8 @@ class Reduced(NamedTuple):
     def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""
         with suppress(RuntimeError):  # late, or an error that ``equal`` raises
-            self.work.wait(_SLICE)
+            self._work.wait(_SLICE)
 
     def gone(self) -> str:
         """Why the digests that are missing will not come: it is not known."""
         return ""
-
-
-def reduced(pg: dist.ProcessGroup) -> Callable[[int, int], Reduced]:
-    """The exchange over a backend: one reduction per call, by the process group itself, since
-    ``dist.all_reduce`` costs twice the time.
-    """
-    options = dist.AllreduceOptions()  # pyright: ignore[reportPrivateImportUsage]
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-
-    def start(number: int, digest: int) -> Reduced:
-        both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        return Reduced(digest, both, pg.allreduce([both], options))
-
-    return start

@@ -7,8 +7,8 @@ a message is the header of its call, so messages of different calls never meet. 
 needs one order for both directions of a pair, each direction has a process group. Sends keep their
 buffers until they are settled: the plan derives from what it receives which of its sends were
 received. No send waits before that, since a limit on the number of sends under way could deadlock
-two ranks. Ranks of one host share memory in place of the backend. This module must not know
-schedules.
+two ranks. Where all ranks are on one host, they share memory in place of the backend. This module
+must not know schedules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..devices import kind
 from ..errors import GroupError
 from ._store import backends as backends_of
-from .agreement import Agreement, reduced
+from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities, reduction, sending
 from .faults import FaultMonitor
@@ -103,13 +103,14 @@ class C10dGroup(Group):
         """Choose the exchange of digests, and connect with the ranks of this host."""
         if self.size == 1 or backends_of(self.pg).get("cpu") != "gloo":
             return
-        self._agreement.exchange = reduced(self.pg)
+        self._agreement.exchange = Reduced(self.pg)
         if self._device.type != "cpu":
             return
-        gather = self._rendezvous.gather
-        self._memory, self.at_once = connect(self._monitor, self._agreement, gather)
-        if self._memory is not None and self.at_once:
-            self._agreement.exchange = self._memory.exchange
+        with self._monitor.connecting():
+            memory = connect(self._monitor, self._agreement, self._rendezvous.gather)
+        if memory is not None:
+            self._memory, self.at_once = memory, True
+            self._agreement.exchange = memory.board
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
@@ -119,10 +120,7 @@ class C10dGroup(Group):
         """How messages are sent, as text; empty where the backend sends all."""
         if self._memory is None:
             return ""
-        text = f"through shared memory ({SWITCH}=0 turns it off)"
-        if self.at_once:
-            return text
-        return f"{text}, by the backend with ranks of other hosts"
+        return f"through shared memory ({SWITCH}=0 turns it off)"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
@@ -130,21 +128,13 @@ class C10dGroup(Group):
             return self._device
         return torch.device(self._device.type)
 
-    def _near(self, rank: int) -> SharedMemory | None:
-        """The memory shared with a rank; None for messages by the backend."""
-        memory = self._memory
-        if memory is not None and rank in memory:
-            return memory
-        return None
-
     # ---- messages ----
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """Through shared memory, or with buffers that are kept until the send is done."""
         self._check_rank(src, "send")
         form = wire_format(specs)
-        memory = self._near(dst)
-        if memory is not None:
-            return memory.sender(form, dst)
+        if self._memory is not None:
+            return self._memory.sender(form, dst)
         pg = self._group_of(src, dst)
         queue = self._sent[dst]
 
@@ -171,9 +161,8 @@ class C10dGroup(Group):
         """Through shared memory, messages need no buffer in advance."""
         self._check_rank(dst, "receive")
         form = wire_format(specs)
-        memory = self._near(src)
-        if memory is not None:
-            return Receiver(partial(memory.recv, form, src), memory.fetcher(form, src))
+        if self._memory is not None:
+            return Receiver(partial(self._memory.recv, form, src), self._memory.fetcher(form, src))
         pg = self._group_of(src, dst)
 
         def post() -> Work:
@@ -298,33 +287,31 @@ class C10dGroup(Group):
 
     # ---- all ranks ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
-        """Broadcast, as bytes; through shared memory if every two ranks use it."""
+        """By messages through shared memory, else by broadcasts of bytes."""
         self._check()
-        mine = tensors if src == self.rank else None
-        if src == self.rank and mine is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
-        if self._memory is not None and self.at_once:
-            return self._memory.share(form, mine, src)
-        if self._through_cpu("broadcast"):
-            device = _CPU
-        else:
-            device = self._device
-        if mine is None:
+        device = _CPU if self._through_cpu("broadcast") else self._device
+        if src != self.rank:
+            if self._memory is not None:
+                return self._memory.recv(form, src).wait()
             buffers = form.empty(device)
-            peer = src
-            doing = "for the shared tensors of"
+            self._broadcast(buffers, src, src, "for the shared tensors of")
+            return self._received(form, buffers)
+        if tensors is None:
+            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        if self._memory is not None:
+            for dst in {*range(self.size)} - {src}:
+                self._memory.sender(form, dst)(tensors)
         else:
-            buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
-            peer = None
-            doing = "to share with"
+            buffers = [buffer.to(device) for buffer in form.pack(tensors, src, src)]
+            self._broadcast(buffers, src, None, "to share with")
+        return tensors
+
+    def _broadcast(self, buffers: Sequence[Tensor], src: int, peer: int | None, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 flat = _bytes(buffer)
                 self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
-        if mine is None:
-            return self._received(form, buffers)
-        return mine
 
     def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
         """The tensors of a message, on the device of this rank."""

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 def ends() -> tuple[LaneWriter, LaneReader]:
     memory = mmap.mmap(-1, lane.LANE)
-    return LaneWriter(memory), LaneReader(memory)
+    return LaneWriter(memory, [0]), LaneReader(memory, [0])
 
 
 SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_size=1, max_size=40)
@@ -61,8 +61,11 @@ def test_every_message_arrives_in_order_whatever_the_free_space(sizes, draw):
             else:
                 writer.retry()
             assert writer.count - reader.count <= lane.NOTES
-            starts = sorted(writer._live)
-            assert all(end <= after for (_, end), (after, _) in pairwise(starts)), "they overlap"
+            notes = [2 * (number % lane.NOTES) for number in range(reader.count, writer.count)]
+            starts = sorted((reader.notes[note], reader.notes[note + 1]) for note in notes)
+            assert all(start + size <= after for (start, size), (after, _) in pairwise(starts)), (
+                "they overlap"
+            )
         pieces.cache_clear()
     for each, other in zip(sent, found, strict=True):
         for buffer, copy in zip(each, other, strict=True):
@@ -110,7 +113,7 @@ def test_only_a_memory_file_of_this_user_is_opened(tmp_path: Path):
 def test_counters_wrap_around():
     """After 2**32 messages they start at 0 again."""
     writer, reader = ends()
-    writer.count = writer._freed = reader.count = 2**32 - 2
+    writer.count = reader.count = 2**32 - 2
     writer.sent[0] = writer.taken[0] = 2**32 - 2
     found = torch.zeros(4)
     for number in range(4):
@@ -125,7 +128,7 @@ def test_a_lane_returns_the_pages_of_large_messages():
     """It kept up to 256 MiB for the rest of the job."""
     file = _native.memory_file(lane.LANE)
     memory = mmap.mmap(file, lane.LANE)
-    writer, reader = LaneWriter(memory), LaneReader(memory)
+    writer, reader = LaneWriter(memory, [0]), LaneReader(memory, [0])
 
     def travel(size: int) -> None:
         sent, (piece,) = torch.full((size,), 3, dtype=torch.uint8), pieces((size,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 #: Numbers of 64 bits of one rank: two digests, and how many were written.
 NUMBERS = 3
@@ -18,16 +18,35 @@ _COUNT = 2
 _PAUSE = 1e-4  #: seconds between two looks
 
 
-class Board(NamedTuple):
-    """The digests of a call on the boards of the ``others``; ``reason`` says why a rank will not
-    write.
+@dataclass
+class Board:
+    """The ``digests`` of this rank, and those of the ``others``; ``reason`` says why a rank will
+    not write.
+
+    ``poll``: seconds to look again and again before the first pause.
+
+    >>> first, second = (memoryview(bytearray(8 * NUMBERS)).cast("Q") for _ in range(2))
+    >>> board = Board(first, {1: second}, lambda rank: "", 0.0)
+    >>> board.announce(0, 7)
+    >>> board.equal(), board.missing()
+    (None, 1)
+    >>> Board(second, {0: first}, lambda rank: "", 0.0).announce(0, 8)
+    >>> board.equal(), board.missing()
+    (False, None)
     """
 
-    number: int
-    digest: int
+    digests: memoryview
     others: Mapping[int, memoryview]
     reason: Callable[[int], str]
-    poll: float  # seconds to look again and again before the first pause
+    poll: float
+    number: int = -1
+    digest: int = 0
+
+    def announce(self, number: int, digest: int) -> None:
+        """Write the digest of the next call."""
+        self.number, self.digest = number, digest
+        self.digests[number & 1] = digest
+        self.digests[_COUNT] = number + 1
 
     def equal(self) -> bool | None:
         """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
@@ -55,28 +74,3 @@ class Board(NamedTuple):
         if missing is None:
             return ""
         return self.reason(missing)
-
-
-def board(
-    digests: memoryview,
-    others: Mapping[int, memoryview],
-    reason: Callable[[int], str],
-    poll: float = 0.0,
-) -> Callable[[int, int], Board]:
-    """The exchange through memory: this rank writes its ``digests``.
-
-    >>> first, second = (memoryview(bytearray(8 * NUMBERS)).cast("Q") for _ in range(2))
-    >>> compared = board(first, {1: second}, lambda rank: "")(0, 7)
-    >>> compared.equal(), compared.missing()
-    (None, 1)
-    >>> _ = board(second, {0: first}, lambda rank: "")(0, 8)
-    >>> compared.equal(), compared.missing()
-    (False, None)
-    """
-
-    def write(number: int, digest: int) -> Board:
-        digests[number & 1] = digest
-        digests[_COUNT] = number + 1
-        return Board(number, digest, others, reason, poll)
-
-    return write
