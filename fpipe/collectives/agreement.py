@@ -24,6 +24,7 @@ from .bounded import BoundedStore
 from .codec import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
+from .rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from .shared_memory.board import Board
@@ -113,7 +114,6 @@ class Agreement:
         self._base = nth * _STEP
         self._facts: Callable[[], Facts] = dict
         self._agreed = True
-        self._round = -1
         #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
         self.refusal: BaseException | None = None
 
@@ -184,43 +184,23 @@ class Agreement:
         self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
         self._wait_for_readers(range(self._monitor.size), end)
 
-    def leave(self) -> list[str]:
-        """Leave a call that a rank refused; then the next one can begin, once all ranks met.
-
-        Returns what this rank wrote for it: no rank reads these keys after that meeting.
-        """
+    def leave(self, rendezvous: Rendezvous) -> None:
+        """Leave a call that a rank refused; then the next one can begin, once all ranks met."""
         self._agreed = True
         self.refusal = None
-        me = self._monitor.rank
-        key = self._key(me)
-        rounds = [f"{kind}/{self._round - n}/{me}" for kind in ("round", "left") for n in (0, 1)]
-        self._round = (self._number + 1) << 32  # ranks left it in different rounds
-        return [key, f"{key}/read", *rounds]
-
-    def next_round(self) -> int:
-        """The number of the next round in which the ranks exchange objects."""
-        self._round += 1
-        return self._round
+        key = self._key(self._monitor.rank)
+        rendezvous.leave((self._number + 1) << 32, key, f"{key}/read")
 
     # ---- the error ----
     def _disagreement(self) -> GroupError:
         """The error that all ranks raise. The group cannot be used again, unless a rank refused the
         call.
         """
-        by_rank = self._facts_of_all()
-        refused = refusal(by_rank, self._monitor.names)
-        if refused is not None:
-            self.refusal = refused
-            return refused
-        difference = Difference.of(by_rank)
-        if difference is not None:
-            text = difference.text(self._monitor.names)
+        error = disagreement(self._facts_of_all(), self._monitor.names)
+        if isinstance(error, PeerError):
+            self.refusal = error
         else:
-            known = ", ".join(str(self._monitor.names[rank]) for rank in by_rank)
-            text = f"ranks run different calls (known are those of rank {known}); "
-            text += _REMEDIES["call"]
-        error = MismatchError(f"{text}. This group cannot be used again")
-        self._monitor.end(error)
+            self._monitor.end(error)
         return error
 
     def _facts_of_all(self) -> dict[int, Facts]:
@@ -255,15 +235,21 @@ def refusing(error: BaseException) -> Facts:
     return {_REFUSAL: f"{type(error).__name__}: {error}"}
 
 
-def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | None:
-    """The error of the other ranks if one of them refused the call."""
+def disagreement(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | MismatchError:
+    """The error of ranks that do not run the same call: a PeerError if one of them refused it."""
     for rank, facts in by_rank.items():
         if _REFUSAL in facts:
             return PeerError(
                 f"rank {names[rank]} refused the arguments of this call, so no rank completes it: "
                 f"{facts[_REFUSAL]}. All ranks can go on with their next call"
             )
-    return None
+    difference = Difference.of(by_rank)
+    if difference is not None:
+        text = difference.text(names)
+    else:
+        known = ", ".join(str(names[rank]) for rank in by_rank)
+        text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+    return MismatchError(f"{text}. This group cannot be used again")
 
 
 class Reduced:

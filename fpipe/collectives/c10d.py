@@ -87,9 +87,7 @@ class C10dGroup(Group):
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
         self._agreement = Agreement(store, self._monitor, nth)
-        self._rendezvous = Rendezvous(
-            store, self._monitor, self._agreement.check, self._agreement.next_round
-        )
+        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
         self._memory: SharedMemory | None = None
         self.at_once = False
         self._compare_calls()
@@ -265,9 +263,8 @@ class C10dGroup(Group):
         """Every rank leaves a call that one of them refused, and drops its messages; then the next
         one can begin.
         """
-        keys = self._agreement.leave()
+        self._agreement.leave(self._rendezvous)
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
-        self._rendezvous.store.delete(*keys)
         held = self._held
         sent = [work for works in self._sent for work in works]
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive

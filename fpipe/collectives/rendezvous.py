@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import GroupError
 from .bounded import BoundedStore, host
@@ -34,25 +34,28 @@ _TRACING_LIMIT = 10
 Gather: TypeAlias = Callable[[object], list[Any]]
 
 
-class Rendezvous(NamedTuple):
+class Rendezvous:
     """Numbered rounds in which every rank contributes one object; a round ends when all objects
     were read.
 
     ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
-    ``next_round`` returns the number of the next round.
+    ``number`` is that of the last round. ``written`` are keys of this rank that no rank reads once
+    all have come to the next one.
     """
 
-    store: BoundedStore
-    monitor: FaultMonitor
-    check: Callable[[], object]
-    next_round: Callable[[], int]
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object]):
+        self.store = store
+        self.monitor = monitor
+        self.check = check
+        self.number = -1
+        self.written: list[str] = []
 
     def gather(self, obj: object) -> list[Any]:
         """The object of every rank, by rank."""
         monitor = self.monitor
         store = self.store
         monitor.check()
-        number = self.next_round()
+        number = self.number = self.number + 1
         if monitor.size == 1:
             return [obj]
         try:
@@ -63,14 +66,23 @@ class Rendezvous(NamedTuple):
         start = time.monotonic()
         with monitor.waiting(None, "to meet"):
             store.set(f"round/{number}/{monitor.rank}", raw)
-            if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
-                store.delete(*(f"{kind}/{number - 2}/{monitor.rank}" for kind in ("round", "left")))
         objects = [
             obj if rank == monitor.rank else self._read(number, rank, start)
             for rank in range(monitor.size)
         ]
+        with monitor.waiting(None, "to meet"):
+            store.delete(*self.written)
+        self.written = [f"{kind}/{number}/{monitor.rank}" for kind in ("round", "left")]
         self._leave(number)
         return objects
+
+    def leave(self, number: int, *keys: str) -> None:
+        """Leave a round in which not all ranks are, and go on with this number. The keys are
+        deleted, too, once all ranks have come there.
+        """
+        kinds = ("round", "left")
+        self.written += [*keys, *(f"{kind}/{self.number}/{self.monitor.rank}" for kind in kinds)]
+        self.number = number
 
     def _read(self, number: int, rank: int, start: float) -> Any:
         with self.monitor.waiting(rank, "to meet", start=start):

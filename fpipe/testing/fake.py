@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives.agreement import Difference, refusal, refusing
+from ..collectives.agreement import disagreement, refusing
 from ..collectives.capabilities import Capabilities, reduction
 from ..collectives.codec import decode, encode
 from ..collectives.group import Done, Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work
@@ -206,15 +206,9 @@ class FakeGroup(Group):
 
     def _disagreement(self) -> GroupError:
         by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
-        refused = refusal(by_rank, range(self.size))
-        if refused is not None:
-            self._refused = True
-            return refused
-        difference = Difference.of(by_rank)
-        assert difference is not None, "digests differ where facts differ"
-        return MismatchError(
-            f"{difference.text(range(self.size))}. This group cannot be used again"
-        )
+        error = disagreement(by_rank, range(self.size))
+        self._refused = isinstance(error, PeerError)
+        return error
 
     # ---- messages ----
     def _channel(self, src: int, dst: int) -> _Channel:

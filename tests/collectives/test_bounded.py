@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def test_a_rank_leaves_a_round_without_an_answer_of_the_store(stopped):
     bounded.set("key", "value")
     stop()
     start = time.monotonic()
-    Rendezvous(bounded, monitor, lambda: None, count().__next__)._leave(5)
+    Rendezvous(bounded, monitor, lambda: None)._leave(5)
     assert time.monotonic() - start < 1
     monitor.journal.close()
 
