@@ -36,7 +36,7 @@ from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
 from .shared_memory import SWITCH, connect
 from .waiting import within
-from .wire import WireFormat, wire_format
+from .wire import WireFormat, as_bytes, wire_format
 
 if TYPE_CHECKING:
     from .shared_memory.mailboxes import SharedMemory
@@ -71,10 +71,7 @@ class C10dGroup(Group):
         method = sending(self.can, self.cpu)
         self.strict = not method.early
         self._staged = method.staged
-        if method.staged and self.cpu is not None:
-            carrier = self.cpu
-        else:
-            carrier = self.can
+        carrier = (method.staged and self.cpu) or self.can
         self._tagged = carrier.habit("tags")
         # A backend that works on streams is waited for by the stream: a time-out would block this
         # thread instead.
@@ -219,7 +216,7 @@ class C10dGroup(Group):
     ) -> list[dist.Work]:
         tag = self._agreement.tag if self._tagged else 0
         try:
-            return [call([_bytes(buffer)], peer, tag) for buffer in buffers]
+            return [call([as_bytes(buffer)], peer, tag) for buffer in buffers]
         except RuntimeError as error:
             raise self._monitor.diagnose(error, peer, doing) from error
 
@@ -307,7 +304,7 @@ class C10dGroup(Group):
     def _broadcast(self, buffers: Sequence[Tensor], src: int, peer: int | None, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
-                flat = _bytes(buffer)
+                flat = as_bytes(buffer)
                 self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
 
     def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
@@ -322,14 +319,9 @@ class C10dGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """Start all_reduce."""
         self._check()
-        if memory.device.type == "cpu" and self.cpu is not None:
-            can = self.cpu
-        else:
-            can = self.can
+        can = (memory.device.type == "cpu" and self.cpu) or self.can
         method = reduction(can, op, memory.dtype, self.cpu)
-        native = (self.cpu if method.staged and self.cpu is not None else can).can(
-            "parts", method.carry
-        )
+        native = ((method.staged and self.cpu) or can).can("parts", method.carry)
         return self._started(
             lambda: start_reduce(memory, method, self.pg, scatter, native), f"for the {op} with"
         )
@@ -407,10 +399,7 @@ def _capabilities(
             f"{device.type}; start it with backend={kind(device.type).backends!r}"
         )
     separate = "cpu" in backends and device.type != "cpu"
-    if separate:
-        cpu = Capabilities.of("cpu", backends["cpu"])
-    else:
-        cpu = None
+    cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
     return Capabilities.of(device.type, backends[device.type]), cpu
 
 
@@ -421,10 +410,6 @@ def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
     return twin
-
-
-def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.view(-1).view(torch.uint8)
 
 
 def _completed(works: Sequence[dist.Work]) -> bool:

@@ -174,12 +174,14 @@ class Group(Protocol):
         return self.receiver(src, dst, specs).post()
 
     def settle(self, dst: int, count: int) -> None:
-        """Release the buffers of the ``count`` oldest sends to a rank, which has received them."""
-        ...
+        """Release the buffers of the ``count`` oldest sends to a rank, which has received them, if
+        the group keeps them.
+        """
 
     def flush(self) -> None:
-        """Block until every send of this process is complete, and raise their errors."""
-        ...
+        """Block until every send of this process is complete, if not ``at_once``, and raise their
+        errors.
+        """
 
     def reset(self) -> None:
         """After an error, drop messages that were not received, if the group stays usable."""
@@ -250,8 +252,7 @@ class Group(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return once every process has called it."""
-        ...
+        """Return once every process has called it; at once in groups of one process."""
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
@@ -270,8 +271,9 @@ class Group(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Report to the other processes that this one raised. The report may get lost."""
-        ...
+        """Report to other processes, if there are any, that this one raised. The report may get
+        lost.
+        """
 
 
 def as_group(option: str, value: object) -> Group:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,27 +69,6 @@ def check_ranks(name: str, ranks: object) -> None:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
-class _Next(NamedTuple):
-    """The Work of a receive: the next message of a channel. All receives of one kind share it."""
-
-    sent: deque[Tensors]
-    fetch: Callable[[], Tensors | None]
-    src: int
-    dst: int
-
-    def done(self) -> bool:
-        return bool(self.sent)
-
-    def wait(self) -> Tensors:
-        message = self.fetch()
-        if message is None:
-            raise DeadlockError(
-                f"rank {self.dst} waits for a message of rank {self.src}, which was not sent; no "
-                f"other process could send it: run rank {self.src} first"
-            )
-        return message
-
-
 class LocalGroup(Group):
     """See :func:`local`. ``pg``, the process group for ``fpipe.ops``, is None in one process."""
 
@@ -124,9 +103,6 @@ class LocalGroup(Group):
         return self._devices[rank]
 
     # ---- messages ----
-    def confirm(self) -> None:
-        """Return: one process makes the call for all ranks."""
-
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """A function that puts a message into its channel, on the device of the receiver. The
         receiver checks it.
@@ -156,14 +132,22 @@ class LocalGroup(Group):
                     return tensors
             return as_planned(tensors, specs, src, dst)
 
-        work = _Next(sent, fetch, src, dst)
-        return Receiver(lambda: work, fetch)
+        def finish() -> Tensors:
+            message = fetch()
+            if message is None:
+                raise DeadlockError(
+                    f"rank {dst} waits for a message of rank {src}, which was not sent; no other "
+                    f"process could send it: run rank {src} first"
+                )
+            return message
+
+        return Receiver(lambda: Pending(finish, lambda: bool(sent)), fetch)
 
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
         """Request the next message; works may be waited for in any order."""
         sent, requested = self._channel(src, dst)
-        next_message = super().recv(specs, src, dst)
-        return in_order(requested, next_message.wait, lambda before: len(sent) > before)
+        post = self.receiver(src, dst, specs).post
+        return in_order(requested, lambda: post().wait(), lambda before: len(sent) > before)
 
     def _channel(self, src: int, dst: int) -> tuple[deque[Tensors], deque[Pending]]:
         check_channel(src, dst, self.size)
@@ -174,12 +158,6 @@ class LocalGroup(Group):
         for sent, requested in self._channels.values():
             sent.clear()
             requested.clear()
-
-    def settle(self, dst: int, count: int) -> None:
-        """Do nothing: sends are complete when they return."""
-
-    def flush(self) -> None:
-        """Do nothing: sends are complete when they return."""
 
     # ---- all ranks, which are in this process ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
@@ -209,9 +187,6 @@ class LocalGroup(Group):
         """Return a complete work: this process holds the only part."""
         return Done((part_of(memory, 0, 1),))
 
-    def barrier(self) -> None:
-        """Return at once."""
-
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
         """A function that records a note for :meth:`last_note`."""
@@ -220,9 +195,6 @@ class LocalGroup(Group):
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
         return self._notes.get(rank, "")
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing: there are no other processes."""
 
 
 def check_channel(src: int, dst: int, size: int) -> None:
