@@ -24,16 +24,14 @@ from .bounded import BoundedStore
 from .codec import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
-from .rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from .shared_memory.board import Board
+    from .shared_memory.outbox import Board
 
 _MASK = 2**62 - 1
 _HEADER = 2**31 - 1
 _STEP = 0x9E3779B1  #: between the digests of two groups of the same ranks
 _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
-_POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
 #: seconds for the other ranks to read that this one refuses a call: its process may end then
@@ -105,8 +103,9 @@ class Agreement:
     """
 
     def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int = 0):
-        #: Announces the digests of calls, and compares those of the ranks.
-        self.exchange: Reduced | Board | None = None
+        #: Announces the number and digest of a call, and returns the comparison of the ranks.
+        self.exchange: Callable[[int, int], Reduced | Board] | None = None
+        self._compared: Reduced | Board | None = None
         self.head = [0]
         self._store = store
         self._monitor = monitor
@@ -114,6 +113,7 @@ class Agreement:
         self._base = nth * _STEP
         self._facts: Callable[[], Facts] = dict
         self._agreed = True
+        self._round = -1
         #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
         self.refusal: BaseException | None = None
 
@@ -137,8 +137,7 @@ class Agreement:
         digest = (digest + number + self._base) & _MASK
         self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
-            self._agreed = False
-            self.exchange.announce(number, digest)
+            self._agreed, self._compared = False, self.exchange(number, digest)
         return number
 
     def check(self) -> bool:
@@ -146,8 +145,8 @@ class Agreement:
         Never blocks.
         """
         if not self._agreed:
-            assert self.exchange is not None
-            equal = self.exchange.equal()
+            assert self._compared is not None
+            equal = self._compared.equal()
             if equal is False:
                 raise self._disagreement()
             self._agreed = equal is True
@@ -157,7 +156,7 @@ class Agreement:
         """Wait until every rank has announced this call."""
         if self.check():
             return
-        compared = self.exchange
+        compared = self._compared
         assert compared is not None
         end = time.perf_counter() + compared.poll
         while not self.check() and time.perf_counter() < end:
@@ -184,12 +183,23 @@ class Agreement:
         self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
         self._wait_for_readers(range(self._monitor.size), end)
 
-    def leave(self, rendezvous: Rendezvous) -> None:
-        """Leave a call that a rank refused; then the next one can begin, once all ranks met."""
+    def leave(self) -> list[str]:
+        """Leave a call that a rank refused; then the next one can begin, once all ranks met.
+
+        Returns what this rank wrote for it: no rank reads these keys after that meeting.
+        """
         self._agreed = True
         self.refusal = None
-        key = self._key(self._monitor.rank)
-        rendezvous.leave((self._number + 1) << 32, key, f"{key}/read")
+        me = self._monitor.rank
+        key = self._key(me)
+        rounds = [f"{kind}/{self._round - n}/{me}" for kind in ("round", "left") for n in (0, 1)]
+        self._round = (self._number + 1) << 32  # ranks left it in different rounds
+        return [key, f"{key}/read", *rounds]
+
+    def next_round(self) -> int:
+        """The number of the next round in which the ranks exchange objects."""
+        self._round += 1
+        return self._round
 
     # ---- the error ----
     def _disagreement(self) -> GroupError:
@@ -212,7 +222,7 @@ class Agreement:
         try:
             self._store.set(self._key(me), encode(mine))
             for rank in range(self._monitor.size):
-                if self._store.appears(self._key(rank), end, _POLL):
+                if self._store.appears(self._key(rank), end):
                     by_rank[rank] = decode(self._store.get(self._key(rank)))
             # the process of rank 0 may host the store, and may exit right after
             self._wait_for_readers(by_rank if me == 0 else (), end)
@@ -227,7 +237,7 @@ class Agreement:
     def _wait_for_readers(self, ranks: Iterable[int], end: float) -> None:
         """Say that this rank has read all facts, and wait until these ranks have, or the end."""
         self._store.set(f"{self._key(self._monitor.rank)}/read", "")
-        all(self._store.appears(f"{self._key(rank)}/read", end, _POLL) for rank in ranks)
+        all(self._store.appears(f"{self._key(rank)}/read", end) for rank in ranks)
 
 
 def refusing(error: BaseException) -> Facts:
@@ -252,30 +262,30 @@ def disagreement(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerErro
     return MismatchError(f"{text}. This group cannot be used again")
 
 
-class Reduced:
-    """The exchange over a backend: in each call a reduction of the digests runs beside it."""
+class Reduced(NamedTuple):
+    """The digests of a call, compared by a reduction that runs beside it."""
 
-    poll = 0.0  #: seconds to look before the first pause, which ends with the reduction
+    digests: list[int]  # that of the call, and the same negated
+    both: torch.Tensor  # the largest of each
+    work: dist.Work
+    poll: float = 0.0  # seconds to look before the first pause, which ends with the reduction
 
-    def __init__(self, pg: dist.ProcessGroup):
-        self._pg = pg
-
-    def announce(self, number: int, digest: int) -> None:
-        """Start the reduction, by the process group itself: ``dist.all_reduce`` costs twice the
-        time.
+    @classmethod
+    def announced(cls, pg: dist.ProcessGroup, number: int, digest: int) -> Reduced:
+        """The exchange over a backend: one reduction per call, by the process group itself, since
+        ``dist.all_reduce`` costs twice the time.
         """
-        self._digests = [digest, -digest]
-        #: The largest digest, and the smallest, negated.
-        self._both = torch.tensor(self._digests, dtype=torch.int64, device="cpu")
-        self._work = self._pg.allreduce([self._both], dist.ReduceOp.MAX)
+        digests = [digest, -digest]
+        both = torch.tensor(digests, dtype=torch.int64, device="cpu")
+        return cls(digests, both, pg.allreduce([both], dist.ReduceOp.MAX))
 
     def equal(self) -> bool | None:
         """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
-        if not self._work.is_completed():
+        if not self.work.is_completed():
             return None
         # it is complete: this returns at once, or raises the error of the backend
-        self._work.wait()
-        return self._both.tolist() == self._digests
+        self.work.wait()
+        return self.both.tolist() == self.digests
 
     def missing(self) -> None:
         """The rank whose digest is missing: it is not known."""
@@ -283,7 +293,7 @@ class Reduced:
     def pause(self) -> None:
         """Wait until the reduction is complete, at most some milliseconds."""
         with suppress(RuntimeError):  # late, or an error that ``equal`` raises
-            self._work.wait(_SLICE)
+            self.work.wait(_SLICE)
 
     def gone(self) -> str:
         """Why the digests that are missing will not come: it is not known."""

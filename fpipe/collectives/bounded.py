@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ from ._store import Store, connection, default_store, prefixed
 from .waiting import CallTimeoutError, within
 
 T = TypeVar("T")
-#: seconds between the first two looks for a key; each further pause is twice as long
-_FIRST = 0.0005
+#: seconds between the first two looks for a key; each further pause is twice as long, at most _LAST
+_FIRST, _LAST = 0.0005, 0.02
 #: seconds that the store has for an answer, also where less is left: it may be busy
 _SHORTEST = 1.0
 
@@ -63,7 +63,7 @@ class BoundedStore:
 
     >>> import torch.distributed as dist
     >>> store = BoundedStore(dist.HashStore(), 5.0)
-    >>> store.set("key", b"value"), store.check(["key"]), store.get("key"), store.add("count", 1)
+    >>> store.set("key", b"value"), store.check("key"), store.get("key"), store.add("count", 1)
     (None, True, b'value', 1)
     """
 
@@ -82,25 +82,24 @@ class BoundedStore:
         """The value of a key that is set."""
         return self._run(lambda store: store.get(key))
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
-        return self._run(lambda store: store.check(list(keys)))
+    def check(self, key: str) -> bool:
+        """Whether a key is set."""
+        return self._run(lambda store: store.check([key]))
 
-    def appears(self, key: str, end: float, pause: float, until: float = float("inf")) -> bool:
+    def appears(self, key: str, end: float, until: float = float("inf")) -> bool:
         """Wait until a key is set, at most until ``end`` of ``time.monotonic``; whether it is.
 
         A wait in parts ends at ``until``, and the store has until ``end`` for each answer. It
-        polls, with pauses of up to ``pause`` seconds: a blocking wait of the store prints warnings
-        if it ends without a result.
+        polls: a blocking wait of the store prints warnings if it ends without a result.
         """
-        wait = min(_FIRST, pause)
+        wait = _FIRST
         while not self._run(
             lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())
         ):
             if time.monotonic() >= min(end, until):
                 return False
             time.sleep(wait)
-            wait = min(2 * wait, pause)
+            wait = min(2 * wait, _LAST)
         return True
 
     def add(self, key: str, number: int) -> int:

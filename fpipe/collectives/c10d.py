@@ -84,7 +84,9 @@ class C10dGroup(Group):
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
         self._agreement = Agreement(store, self._monitor, nth)
-        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
+        self._rendezvous = Rendezvous(
+            store, self._monitor, self._agreement.check, self._agreement.next_round
+        )
         self._memory: SharedMemory | None = None
         self.at_once = False
         self._compare_calls()
@@ -98,14 +100,14 @@ class C10dGroup(Group):
         """Choose the exchange of digests, and connect with the ranks of this host."""
         if self.size == 1 or backends_of(self.pg).get("cpu") != "gloo":
             return
-        self._agreement.exchange = Reduced(self.pg)
+        self._agreement.exchange = partial(Reduced.announced, self.pg)
         if self._device.type != "cpu":
             return
         with self._monitor.connecting():
             memory = connect(self._monitor, self._agreement, self._rendezvous.gather)
         if memory is not None:
             self._memory, self.at_once = memory, True
-            self._agreement.exchange = memory.board
+            self._agreement.exchange = memory.exchange
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
@@ -260,8 +262,9 @@ class C10dGroup(Group):
         """Every rank leaves a call that one of them refused, and drops its messages; then the next
         one can begin.
         """
-        self._agreement.leave(self._rendezvous)
+        keys = self._agreement.leave()
         self._rendezvous.gather(None)  # from here on no rank sends messages of that call
+        self._rendezvous.store.delete(*keys)
         held = self._held
         sent = [work for works in self._sent for work in works]
         held[id(sent)] = sent  # their tag is that of the call, so they never arrive
@@ -283,29 +286,24 @@ class C10dGroup(Group):
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """By messages through shared memory, else by broadcasts of bytes."""
         self._check()
-        form = wire_format(specs)
-        device = _CPU if self._through_cpu("broadcast") else self._device
-        if src != self.rank:
-            if self._memory is not None:
-                return self._memory.recv(form, src).wait()
-            buffers = form.empty(device)
-            self._broadcast(buffers, src, src, "for the shared tensors of")
-            return self._received(form, buffers)
-        if tensors is None:
+        mine = tensors if src == self.rank else None
+        if src == self.rank and mine is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        form = wire_format(specs)
         if self._memory is not None:
-            for dst in {*range(self.size)} - {src}:
-                self._memory.sender(form, dst)(tensors)
+            return self._memory.share(form, mine, src)
+        device = _CPU if self._through_cpu("broadcast") else self._device
+        if mine is None:
+            buffers = form.empty(device)
+            peer, doing = src, "for the shared tensors of"
         else:
-            buffers = [buffer.to(device) for buffer in form.pack(tensors, src, src)]
-            self._broadcast(buffers, src, None, "to share with")
-        return tensors
-
-    def _broadcast(self, buffers: Sequence[Tensor], src: int, peer: int | None, doing: str) -> None:
+            buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
+            peer, doing = None, "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 flat = as_bytes(buffer)
                 self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
+        return self._received(form, buffers) if mine is None else mine
 
     def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
         """The tensors of a message, on the device of this rank."""

@@ -160,7 +160,7 @@ class Journal:
         """Publish which rank to examine, and why, unless another rank did."""
         if suspect is not None:
             raw = encode(Conclusion(suspect, text))
-            self._use(lambda store: None if store.check([_FIRST]) else store.set(_FIRST, raw))
+            self._use(lambda store: None if store.check(_FIRST) else store.set(_FIRST, raw))
 
     def last(self, rank: int) -> Entry | None:
         """The newest entry of a rank."""
@@ -181,7 +181,7 @@ class Journal:
             self._use(lambda store: store.set(f"last/{self._rank}", encode(entry)))
 
     def _read(self, key: str, kind: type[T]) -> T | None:
-        value = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
+        value = self._use(lambda store: decode(store.get(key)) if store.check(key) else None)
         if isinstance(value, kind):
             return value
         return None

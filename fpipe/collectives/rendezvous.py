@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import GroupError
 from .bounded import BoundedStore, host
@@ -22,7 +22,6 @@ from .journal import Entry
 
 #: seconds that the rank which hosts the store waits at most for all others to leave a round
 _LINGER = 5.0
-_POLL = 0.02  #: seconds between two polls, at most
 _SLICE = 0.5  #: seconds between two looks at the calls and failures of other ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
@@ -34,28 +33,25 @@ _TRACING_LIMIT = 10
 Gather: TypeAlias = Callable[[object], list[Any]]
 
 
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """Numbered rounds in which every rank contributes one object; a round ends when all objects
     were read.
 
     ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
-    ``number`` is that of the last round. ``written`` are keys of this rank that no rank reads once
-    all have come to the next one.
+    ``next_round`` returns the number of the next round.
     """
 
-    def __init__(self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object]):
-        self.store = store
-        self.monitor = monitor
-        self.check = check
-        self.number = -1
-        self.written: list[str] = []
+    store: BoundedStore
+    monitor: FaultMonitor
+    check: Callable[[], object]
+    next_round: Callable[[], int]
 
     def gather(self, obj: object) -> list[Any]:
         """The object of every rank, by rank."""
         monitor = self.monitor
         store = self.store
         monitor.check()
-        number = self.number = self.number + 1
+        number = self.next_round()
         if monitor.size == 1:
             return [obj]
         try:
@@ -66,23 +62,14 @@ class Rendezvous:
         start = time.monotonic()
         with monitor.waiting(None, "to meet"):
             store.set(f"round/{number}/{monitor.rank}", raw)
+            if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
+                store.delete(*(f"{kind}/{number - 2}/{monitor.rank}" for kind in ("round", "left")))
         objects = [
             obj if rank == monitor.rank else self._read(number, rank, start)
             for rank in range(monitor.size)
         ]
-        with monitor.waiting(None, "to meet"):
-            store.delete(*self.written)
-        self.written = [f"{kind}/{number}/{monitor.rank}" for kind in ("round", "left")]
         self._leave(number)
         return objects
-
-    def leave(self, number: int, *keys: str) -> None:
-        """Leave a round in which not all ranks are, and go on with this number. The keys are
-        deleted, too, once all ranks have come there.
-        """
-        kinds = ("round", "left")
-        self.written += [*keys, *(f"{kind}/{self.number}/{self.monitor.rank}" for kind in kinds)]
-        self.number = number
 
     def _read(self, number: int, rank: int, start: float) -> Any:
         with self.monitor.waiting(rank, "to meet", start=start):
@@ -103,7 +90,7 @@ class Rendezvous:
         now = time.monotonic()
         end = start + seconds
         key = f"round/{number}/{rank}"
-        while not self.store.appears(key, end, _POLL, now + _SLICE):
+        while not self.store.appears(key, end, now + _SLICE):
             now = time.monotonic()
             self.check()
             self._ask(number, next(ranks) % monitor.size)
@@ -120,7 +107,7 @@ class Rendezvous:
         try:
             self.monitor.ask(rank)
         except RuntimeError as error:
-            if not self.store.check([f"round/{number}/{rank}"]):
+            if not self.store.check(f"round/{number}/{rank}"):
                 raise self.monitor.diagnose(error, rank, "to meet") from error
 
     def _leave(self, number: int) -> None:
@@ -134,7 +121,7 @@ class Rendezvous:
                 return
             end = time.monotonic() + min(_LINGER, monitor.timeout / 8)
             for other in range(1, monitor.size):
-                store.appears(f"left/{number}/{other}", end, _POLL)
+                store.appears(f"left/{number}/{other}", end)
 
 
 def _traces(before: Entry | None, entry: Entry | None) -> bool:

@@ -49,16 +49,6 @@ class _Message(NamedTuple):
     copies: list[Tensor]
     arrival: float
 
-    def release(self, src: int, dst: int) -> None:
-        """Check that the sender did not change the message until now; from now on it may."""
-        for now, then in zip(self.buffers, self.copies, strict=False):
-            if not torch.equal(as_bytes(now), as_bytes(then)):
-                raise GroupError(
-                    f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
-                    "wait for the send"
-                )
-        self.buffers.clear()
-
 
 @dataclass
 class _Channel:
@@ -264,11 +254,11 @@ class FakeGroup(Group):
             self._until(
                 lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}"
             )
-            message.release(src, dst)
+            _release(message, src, dst)
 
         def ready() -> bool:
             if world.clock >= arrival:
-                message.release(src, dst)
+                _release(message, src, dst)
             return world.clock >= arrival
 
         def finish() -> Tensors:
@@ -301,7 +291,7 @@ class FakeGroup(Group):
         def finish() -> Tensors:
             self._until(arrived, src, f"for message {number} of rank {src}")
             message = channel.messages.pop(number)
-            message.release(src, dst)
+            _release(message, src, dst)
             tensors = wire_format(message.specs).unpack(message.copies, _CPU)
             return as_planned(tensors, specs, src, dst)
 
@@ -397,3 +387,14 @@ class FakeGroup(Group):
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
         return self._world.ranks[rank].note
+
+
+def _release(message: _Message, src: int, dst: int) -> None:
+    """Check that the sender did not change a message until now; from now on it may."""
+    for now, then in zip(message.buffers, message.copies, strict=False):
+        if not torch.equal(as_bytes(now), as_bytes(then)):
+            raise GroupError(
+                f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
+                "wait for the send"
+            )
+    message.buffers.clear()

@@ -89,8 +89,8 @@ def test_a_reduction_that_completes_at_the_end_of_a_pause_is_not_late():
             if timeout is not None:
                 raise RuntimeError("Operation timed out!")
 
-    compared = Reduced(SimpleNamespace(allreduce=lambda *_: Work()))  # type: ignore[arg-type]
-    compared.announce(0, 7)
+    pg = SimpleNamespace(allreduce=lambda *_: Work())
+    compared = Reduced.announced(pg, 0, 7)  # type: ignore[arg-type]
     assert compared.equal() is None
     compared.pause()
     assert compared.equal()

@@ -270,16 +270,16 @@ def test_ranks_that_cannot_open_each_others_memory_use_the_backend():
 
 def _hidden() -> str:
     if os.environ["RANK"] == "1":  # one way is enough
-        real = mailboxes._Peer
+        real = mailboxes.Peer
 
         def refused(*_):
             raise PermissionError("another user's")
 
-        mailboxes._Peer = refused  # type: ignore[assignment, misc]
+        mailboxes.Peer = refused  # type: ignore[assignment, misc]
         try:
             return _hosts()
         finally:
-            mailboxes._Peer = real  # type: ignore[misc]
+            mailboxes.Peer = real  # type: ignore[misc]
     return _hosts()
 
 

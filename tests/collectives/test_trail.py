@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Thread
 
@@ -255,7 +256,7 @@ def test_a_slow_first_trace_is_waited_for(
     )
     with journals(2) as (store, found):
         meetings = [
-            Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None)
+            Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None, count().__next__)
             for rank in range(2)
         ]
         found[1].note(note)
@@ -321,7 +322,7 @@ def test_late_ranks_of_a_meeting_share_one_time_out():
     """
     with journals(3) as (store, found):
         owner = monitor(store, found, 0, [0, 1, 2])
-        meeting = Rendezvous(store, owner, lambda: None)
+        meeting = Rendezvous(store, owner, lambda: None, count().__next__)
 
         def late(rank: int) -> None:
             time.sleep(0.8 * rank * WAIT)

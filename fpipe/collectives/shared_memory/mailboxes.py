@@ -10,11 +10,8 @@ This module must not know backends: they carry messages between hosts.
 
 from __future__ import annotations
 
-import mmap
 import os
-import select
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,54 +28,14 @@ from ..group import Pending, Sender, Tensors, Work, in_order
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
-from .board import NUMBERS, Board
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
+from .outbox import Board, Outbox, Peer
 
-_ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
-_DIGESTS = slice(128, 128 + 8 * NUMBERS)  #: of the same page: the calls that the rank has announced
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
 _CPU = torch.device("cpu")
 _CLOCK = time.perf_counter
-
-
-class _Outbox:
-    """The memory of a rank, as the rank itself or another one has it open: a file of some bytes."""
-
-    def __init__(self, file: int, size: int):
-        self.file = file
-        weakref.finalize(self, os.close, file)
-        _native.check_memory_file(file, size)
-        self.page = mmap.mmap(file, PAGE)
-        view = memoryview(self.page)
-        self.ended = view[_ENDED].cast("I")
-        self.digests = view[_DIGESTS].cast("Q")
-
-    def lane(self, dst: int) -> mmap.mmap:
-        """The memory of the lane to a rank."""
-        return mmap.mmap(self.file, LANE, offset=PAGE + dst * LANE)
-
-
-class _Peer(_Outbox):
-    """The outbox of another rank, by its process and file descriptor, and whether the process
-    exists.
-    """
-
-    def __init__(self, process: int, file: int, size: int):
-        super().__init__(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC), size)
-        exists = os.pidfd_open(process)
-        weakref.finalize(self, os.close, exists)
-        self._poll = select.poll()
-        self._poll.register(exists, select.POLLIN)
-
-    def gone(self) -> str:
-        """Why no further message will arrive; empty while one may."""
-        if self.ended[0]:
-            return "it failed, and ended its messages"
-        if self._poll.poll(0):
-            return "its process has ended"
-        return ""
 
 
 class SharedMemory:
@@ -88,8 +45,8 @@ class SharedMemory:
         self,
         monitor: FaultMonitor,
         agreement: Agreement,
-        outbox: _Outbox,
-        peers: Mapping[int, _Peer],
+        outbox: Outbox,
+        peers: Mapping[int, Peer],
     ):
         self._monitor = monitor
         self._agreement = agreement
@@ -101,8 +58,11 @@ class SharedMemory:
         }
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
-        digests = {rank: peer.digests for rank, peer in peers.items()}
-        self.board = Board(outbox.digests, digests, lambda rank: peers[rank].gone(), self._poll)
+
+    def exchange(self, number: int, digest: int) -> Board:
+        """Announce a call to the other ranks."""
+        self._outbox.announce(number, digest)
+        return Board(number, digest, self._peers, self._poll)
 
     # ---- sending ----
     def sender(self, form: WireFormat, dst: int) -> Sender:
@@ -125,6 +85,14 @@ class SharedMemory:
                 self._write(writer, buffers, message)
 
         return send
+
+    def share(self, form: WireFormat, tensors: Tensors | None, src: int) -> Tensors:
+        """Send the tensors of one rank to all others."""
+        if tensors is None:
+            return self.recv(form, src).wait()
+        for dst in self._peers:
+            self.sender(form, dst)(tensors)
+        return tensors
 
     def _write(
         self, writer: LaneWriter, buffers: Sequence[Tensor], message: Sequence[Piece]
@@ -257,19 +225,19 @@ def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> Shar
     """
     outbox = None
     address = None
-    peers: dict[int, _Peer] = {}
+    peers: dict[int, Peer] = {}
     # Lanes in both directions; the rest of a limited address space is for tensors.
     nbytes = PAGE + monitor.size * LANE
     if _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:
         with _or_backend():
-            outbox = _Outbox(_native.memory_file(nbytes), nbytes)
+            outbox = Outbox(_native.memory_file(nbytes), nbytes)
             address = os.getpid(), outbox.file
     addresses = gather(address)
     if None not in addresses:
         with _or_backend():
             for rank, (process, file) in enumerate(addresses):
                 if rank != monitor.rank:
-                    peers[rank] = _Peer(process, file, nbytes)
+                    peers[rank] = Peer(process, file, nbytes)
     all_opened = all(gather(len(peers) == monitor.size - 1))
     if outbox is None or not all_opened:
         return None
