@@ -27,15 +27,25 @@ from ..devices import kind
 from ..errors import GroupError
 from ._store import backends as backends_of
 from .agreement import Agreement, Reduced
-from .bounded import of_group
+from .bounded import of_group, within
 from .capabilities import Capabilities, reduction, sending
 from .faults import FaultMonitor
-from .group import Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
+from .group import (
+    Facts,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    in_order,
+    required,
+)
 from .journal import Journal
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
-from .shared_memory import SWITCH, connect
-from .waiting import within
+from .shared_memory import connect
 from .wire import WireFormat, as_bytes, wire_format
 
 if TYPE_CHECKING:
@@ -111,13 +121,6 @@ class C10dGroup(Group):
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
-
-    @property
-    def carried(self) -> str:
-        """How messages are sent, as text; empty where the backend sends all."""
-        if self._memory is None:
-            return ""
-        return f"through shared memory ({SWITCH}=0 turns it off)"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
@@ -286,13 +289,11 @@ class C10dGroup(Group):
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """By messages through shared memory, else by broadcasts of bytes."""
         self._check()
-        mine = tensors if src == self.rank else None
-        if src == self.rank and mine is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        mine = required(tensors, src) if src == self.rank else None
         form = wire_format(specs)
         if self._memory is not None:
             return self._memory.share(form, mine, src)
-        device = _CPU if self._through_cpu("broadcast") else self._device
+        device = _CPU if self._staged else self._device
         if mine is None:
             buffers = form.empty(device)
             peer, doing = src, "for the shared tensors of"
@@ -327,7 +328,7 @@ class C10dGroup(Group):
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
         self._check()
-        staged = memory.device.type != "cpu" and self._through_cpu("gather")
+        staged = self._staged and memory.device.type != "cpu"
         return self._started(lambda: start_gather(memory, staged, self.pg), "for the parts of")
 
     def _started(self, start: Callable[[], Started], doing: str) -> Pending:
@@ -357,9 +358,6 @@ class C10dGroup(Group):
         self._monitor.check()
         if self._agreement.refusal is not None:
             self._leave()
-
-    def _through_cpu(self, what: str) -> bool:
-        return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:

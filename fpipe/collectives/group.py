@@ -276,6 +276,15 @@ class Group(Protocol):
         """
 
 
+def required(tensors: Tensors | None, src: int) -> Tensors:
+    """The tensors that the process of rank ``src`` passed to ``share``; GroupError for None."""
+    if tensors is None:
+        raise GroupError(
+            f"share needs the tensors of rank {src}, which is in this process; got None"
+        )
+    return tensors
+
+
 def as_group(option: str, value: object) -> Group:
     """Return ``value``; GroupError if it is no group."""
     if isinstance(value, Group):

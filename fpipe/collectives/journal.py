@@ -89,15 +89,13 @@ class Journal:
         self._watched: tuple[float, Callable[[], object]] | None = None
         self._until = float("inf")
         self._lock = threading.RLock()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=_keep_writing,
-            args=(weakref.ref(self), self._end),
-            name="fpipe-journal",
-            daemon=True,
+        end = threading.Event()
+        thread = threading.Thread(
+            target=_keep_writing, args=(weakref.ref(self), end), name="fpipe-journal", daemon=True
         )
-        self._thread.start()
-        weakref.finalize(self, _stop, self._thread, self._end)
+        thread.start()
+        #: Ends the thread.
+        self.close = weakref.finalize(self, _stop, thread, end)
 
     def note(self, text: str) -> None:
         """Record the newest action; the thread writes it."""
@@ -171,10 +169,6 @@ class Journal:
         """Whether the store cannot be reached."""
         return self._gone or self._store.lost
 
-    def close(self) -> None:
-        """End the thread."""
-        _stop(self._thread, self._end)
-
     def _publish(self, entry: Entry) -> None:
         with self._lock:  # the thread does not write over a failure
             self._entry = entry
@@ -210,10 +204,7 @@ def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
     """The thread. Between writes it holds no reference to the journal, so that dropping the journal
     ends it.
     """
-    while not end.is_set():
-        current = journal()
-        if current is None:
-            return
+    while (current := journal()) is not None and not end.is_set():
         current.tick()
         del current
         end.wait(EVERY)

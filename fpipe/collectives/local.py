@@ -18,7 +18,19 @@ from torch import Tensor
 
 from ..devices import pick
 from ..errors import DeadlockError, GroupError
-from .group import OPS, Done, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
+from .group import (
+    OPS,
+    Done,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    in_order,
+    required,
+)
 from .wire import as_planned, part_of
 
 
@@ -175,10 +187,7 @@ class LocalGroup(Group):
     # ---- all ranks, which are in this process ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Return the tensors."""
-        if tensors is None:
-            raise GroupError(
-                f"share needs the tensors of rank {src}, which is in this process; got None"
-            )
+        tensors = required(tensors, src)
         as_planned(tensors, specs, src, src)
         return tensors
 

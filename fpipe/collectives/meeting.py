@@ -16,8 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ..errors import GroupError
 from ._store import Store, prefixed
-from .bounded import BoundedStore, host
-from .waiting import CallTimeoutError, within
+from .bounded import BoundedStore, CallTimeoutError, host, within
 
 #: The latest store, by the address at which the processes meet.
 _MET: dict[tuple[str | None, ...], Store] = {}

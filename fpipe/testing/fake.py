@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -23,7 +23,18 @@ from torch import Tensor
 from ..collectives.agreement import disagreement, refusing
 from ..collectives.capabilities import Capabilities, reduction
 from ..collectives.codec import decode, encode
-from ..collectives.group import Done, Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work
+from ..collectives.group import (
+    Done,
+    Facts,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    required,
+)
 from ..collectives.local import check_channel
 from ..collectives.reduce import reduced
 from ..collectives.trail import at
@@ -145,7 +156,7 @@ class FakeGroup(Group):
         faults = [
             fault
             for fault in self._network.faults
-            if isinstance(fault, kind) and astuple(fault)[: len(where)] == where
+            if isinstance(fault, kind) and fault[: len(where)] == where
         ]
         self._network.occurred.update(faults)
         return faults
@@ -343,8 +354,7 @@ class FakeGroup(Group):
         name = f"share from rank {src}"
         if src != self.rank:
             return form.unpack(self._start(name, None)()[src], _CPU)
-        if tensors is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        tensors = required(tensors, src)
         self._start(name, [buffer.clone() for buffer in form.pack(tensors, src, src)])()
         return tensors
 

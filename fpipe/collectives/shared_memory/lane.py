@@ -107,10 +107,8 @@ class LaneWriter(_End):
 
     def write(self, buffers: Sequence[Tensor], message: Sequence[Piece]) -> bool:
         """Copy a message in; False if some of it did not fit and is queued for :meth:`retry`."""
-        for piece in message:
-            if self.queued or not self.put(buffers, piece):
-                self.queued.append((buffers, piece))
-        return not self.queued
+        self.queued.extend((buffers, piece) for piece in message)
+        return self.retry()
 
     def retry(self) -> bool:
         """Write queued pieces that fit now; whether none is left."""
