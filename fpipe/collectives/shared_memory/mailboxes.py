@@ -29,8 +29,11 @@ from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
-from .outbox import Board, Outbox, Peer
+from .outbox import LANES, Board, Outbox, Peer
 
+#: The two lanes from one rank to another: messages of plans, and broadcasts, which a plan in phases
+#: sends before messages of an earlier phase are received.
+PLANS, SHARED = range(LANES)
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
@@ -51,10 +54,15 @@ class SharedMemory:
         self._monitor = monitor
         self._agreement = agreement
         self._outbox, self._peers, head = outbox, peers, agreement.head
-        self._writers = {dst: LaneWriter(outbox.lane(dst), head) for dst in peers}
+        self._writers = {
+            (dst, kind): LaneWriter(outbox.lane(dst, kind), head)
+            for dst in peers
+            for kind in range(LANES)
+        }
         self._inboxes = {
-            src: _Inbox(self, src, LaneReader(peer.lane(monitor.rank), head), deque())
+            (src, kind): _Inbox(self, src, LaneReader(peer.lane(monitor.rank, kind), head), deque())
             for src, peer in peers.items()
+            for kind in range(LANES)
         }
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
@@ -65,12 +73,12 @@ class SharedMemory:
         return Board(number, digest, self._peers, self._poll)
 
     # ---- sending ----
-    def sender(self, form: WireFormat, dst: int) -> Sender:
+    def sender(self, form: WireFormat, dst: int, kind: int = PLANS) -> Sender:
         """A function that copies a message into the outbox; if it does not fit it is written
         later.
         """
         monitor = self._monitor
-        writer = self._writers[dst]
+        writer = self._writers[dst, kind]
         message = pieces(form.sizes)
         pack = form.pack
         put = writer.put
@@ -89,9 +97,9 @@ class SharedMemory:
     def share(self, form: WireFormat, tensors: Tensors | None, src: int) -> Tensors:
         """Send the tensors of one rank to all others."""
         if tensors is None:
-            return self.recv(form, src).wait()
+            return self._inboxes[src, SHARED].request(form).wait()
         for dst in self._peers:
-            self.sender(form, dst)(tensors)
+            self.sender(form, dst, SHARED)(tensors)
         return tensors
 
     def _write(
@@ -110,7 +118,7 @@ class SharedMemory:
     def flush(self) -> None:
         """Wait until no message is queued."""
         if not self._retry():
-            dst = next(dst for dst, writer in self._writers.items() if writer in self._late)
+            dst = next(dst for (dst, _), writer in self._writers.items() if writer in self._late)
             self._until(self._retry, dst, "to send to", lambda: time.sleep(_RETRY))
 
     def drop(self) -> None:
@@ -134,13 +142,13 @@ class SharedMemory:
     def recv(self, form: WireFormat, src: int) -> Work:
         """Request the next message of a rank."""
         self._monitor.check()
-        return self._inboxes[src].request(form)
+        return self._inboxes[src, PLANS].request(form)
 
     def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensors | None]:
         """A function that returns the next message if it arrives within the time of polling, and no
         earlier one was requested and not read.
         """
-        inbox = self._inboxes[src]
+        inbox = self._inboxes[src, PLANS]
         monitor = self._monitor
         poll = self._poll
         clock = _CLOCK
@@ -227,7 +235,7 @@ def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> Shar
     address = None
     peers: dict[int, Peer] = {}
     # Lanes in both directions; the rest of a limited address space is for tensors.
-    nbytes = PAGE + monitor.size * LANE
+    nbytes = PAGE + monitor.size * LANES * LANE
     if _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:
         with _or_backend():
             outbox = Outbox(_native.memory_file(nbytes), nbytes)

@@ -23,6 +23,7 @@ _ENDED = slice(64, 68)  #: of the first page: not 0 once the rank has failed
 #: Of the same page, numbers of 64 bits: the digests of two calls, and how many were written.
 _DIGESTS = slice(128, 152)
 _COUNT = 2
+LANES = 2  #: from one rank to another
 _PAUSE = 1e-4  #: seconds between two looks
 
 
@@ -43,9 +44,9 @@ class Outbox:
         digests[number & 1] = digest
         digests[_COUNT] = number + 1
 
-    def lane(self, dst: int) -> mmap.mmap:
-        """The memory of the lane to a rank."""
-        return mmap.mmap(self.file, LANE, offset=PAGE + dst * LANE)
+    def lane(self, dst: int, kind: int) -> mmap.mmap:
+        """The memory of a lane to a rank."""
+        return mmap.mmap(self.file, LANE, offset=PAGE + (LANES * dst + kind) * LANE)
 
 
 class Peer(Outbox):
