@@ -46,11 +46,6 @@ class MeshGroup(C10dGroup):
             if pg is not dist.group.WORLD:
                 set_timeout(pg, timeout)  # some calls of backends ignore that of their wait
 
-    def close(self) -> None:
-        """End the threads of all axes."""
-        for group in (self.dp, self.tp, super()):
-            group.close()
-
 
 def init(
     pp: int | None = None,

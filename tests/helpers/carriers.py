@@ -9,5 +9,3 @@ OVER: dict[str, dict[str, str]] = {
     **({"memory": {MEMORY: "1"}} if _native.AVAILABLE else {}),
     "gloo": {MEMORY: "0"},
 }
-#: How ``carried`` of a group names each.
-NAMES = {"memory": "shared memory", "gloo": ""}

@@ -41,6 +41,7 @@ REDUCTIONS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": tor
 RIGHT = "right"
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
+_IN_MEMORY = "through shared memory (FPIPE_SHARED_MEMORY=0 turns it off)"
 
 
 class Finding(NamedTuple):
@@ -190,7 +191,7 @@ def visit() -> tuple[str, list[Finding]]:
         f"{platform.system()}",
         f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
         f"backend   {group.can.backend}, {group.size} processes",
-        f"messages  {group.carried or 'by the backend'}",
+        f"messages  {_IN_MEMORY if group.at_once else 'by the backend'}",
     ]
     kinds: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
