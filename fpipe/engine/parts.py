@@ -179,7 +179,7 @@ class Weights:
     def terms(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Multiply each microbatch's loss by its weight."""
         if self.common is not None:  # torch.func.jvp of a product with a number is float64
-            return [loss * torch.tensor(self.common).to(loss) for loss in losses]
+            return [loss * _constant(self.common, loss.dtype, loss.device) for loss in losses]
         terms = []
         for weight, loss in zip(self.by_microbatch, losses, strict=True):
             weight = weight.to(loss.dtype)
