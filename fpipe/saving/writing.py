@@ -122,12 +122,11 @@ def _start(
 ) -> Saving:
     """Collect, agree on what is written, and start the threads."""
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
-    rows = everyone(pipe, json.dumps(holding.facts))
+    rows = everyone(pipe, holding.facts)
     facts = agree(pipe, lambda: merged(rows))
     copy = 0 if pipe.copies is None else pipe.copies.part
     number = copy * pipe.group.size + pipe.group.here[0]  # among the processes of all copies
-    rows = everyone(pipe, json.dumps([number, str(folder.absolute()), secrets.token_hex(8)]))
-    processes = sorted(map(json.loads, rows))
+    processes = sorted(everyone(pipe, [number, str(folder.absolute()), secrets.token_hex(8)]))
     _, first_folder, token = processes[0]  # the token is in the names of files of this checkpoint
     mark = folder / f".{token}.part"
     agree(pipe, lambda: _prepare(folder, mark) if is_first(pipe) else None)
