@@ -202,10 +202,10 @@ class Holding:
             )
         rank = pipe.config.rank_here(here.stage)
         ranks = pipe.placement.ranks_of(here.stage)
+        write = rank == ranks[0] and leaf.home in (None, here.stage)
         replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
         # replicas update states of their own, and the first one counts
         repeated = not here.state and (leaf.home is not None or replicas)
-        write = rank == ranks[0] and leaf.home in (None, here.stage)
         if ours and (write or repeated):
             where = f"stage {here.stage} on rank {rank}"
             self.places.append(Place(key, tensor, shape, *span, where, write, repeated))
