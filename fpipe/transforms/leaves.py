@@ -281,13 +281,14 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
                 "rest"
             )
         column.append(fitting[0])
-    missing = places(tree).missing() if unmatched(labels, every) else []
-    fault = unmatched(labels, every, missing)
-    if fault and (every or missing):
-        raise TransformError(
-            f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
-            "'*.bias'"
-        )
+    if unmatched(labels, every):
+        missing = places(tree).missing()
+        fault = unmatched(labels, every, missing)
+        if fault and (every or missing):
+            raise TransformError(
+                f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
+                "'*.bias'"
+            )
     return optree.tree_unflatten(spec, column)
 
 
