@@ -8,7 +8,7 @@ either is called by its number. Tied leaves have one name. This module must not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -214,9 +214,13 @@ class Names:
             if of.state
         }
 
-    def expected(self, like: Sequence[tree.Tree] | None) -> list[tree.Tree]:
-        """Parameters of the stages here as they should be, of ``like`` or of modules; None where
-        nothing is known.
+    def expected(
+        self,
+        like: Sequence[tree.Tree] | None,
+        recorded: Callable[[int], tree.Tree] = lambda stage: None,
+    ) -> list[tree.Tree]:
+        """Parameters of the stages here as they should be: of ``like``, of modules, or as they were
+        ``recorded``.
         """
         if like is not None:
             self.pipe.config.check_params(like)
@@ -227,6 +231,8 @@ class Names:
                 trees[stage] = like[stage]
             elif weights is not None:
                 trees[stage] = {name: weight.like for name, weight in weights.items()}
+            else:
+                trees[stage] = recorded(stage)
         return trees
 
 

@@ -98,11 +98,11 @@ def stream(
         )
     names = Names(pipe)
     trees, facts = agree(pipe, lambda: stage_trees(names, params))
-    of_all = everyone(pipe, facts)
-    agree(pipe, lambda: merged(of_all))
     mine = agree(pipe, lambda: _rows(pipe, trees, dtype))
-    sent = [Row(*row) for rows in everyone(pipe, mine) for row in rows]
-    rows = [row for row, _ in groupby(sorted(sent))]  # copies of the pipeline have the same
+    of_all = everyone(pipe, [facts, mine])
+    agree(pipe, lambda: merged([facts for facts, _ in of_all]))
+    sent = sorted(Row(*row) for _, rows in of_all for row in rows)
+    rows = [row for row, _ in groupby(sent)]  # copies of the pipeline have the same
     return _streamed(pipe, trees, rows, bucket_bytes, to)
 
 

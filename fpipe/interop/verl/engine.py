@@ -48,6 +48,7 @@ class _Mode(base.BaseEngineCtx):
         super().__exit__(kind, value, trace)
 
 
+@base.EngineRegistry.register(model_type="language_model", backend="fpipe", device=DEVICES)
 class FpipeEngine(base.BaseEngine):
     """verl's engine on a pipeline of fpipe."""
 
@@ -414,13 +415,8 @@ class FpipeEngine(base.BaseEngine):
         self._offload()
 
 
+@base.EngineRegistry.register(model_type="value_model", backend="fpipe", device=DEVICES)
 class FpipeValueEngine(FpipeEngine):
     """The engine for models with one value for each token."""
 
     values = True
-
-
-def register() -> None:
-    """Tell verl of the engine."""
-    for kind, engine in (("language_model", FpipeEngine), ("value_model", FpipeValueEngine)):
-        base.EngineRegistry.register(model_type=kind, backend="fpipe", device=DEVICES)(engine)
