@@ -159,17 +159,6 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def size_text(count: int) -> str:
-    """Bytes for people.
-
-    >>> size_text(10), size_text(3 << 19)
-    ('10 B', '1.5 MiB')
-    """
-    power = min(max(count.bit_length() - 1, 0) // 10, 3)
-    unit = ("B", "KiB", "MiB", "GiB")[power]
-    return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
-
-
 def parse_costs(text: str) -> Costs:
     """The costs of --costs: numbers, or the name of a .json file."""
     try:
