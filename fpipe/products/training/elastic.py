@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -28,6 +28,9 @@ from ...errors import GroupError
 from ...tree import Tree
 from .outcome import store
 from .peers import Peers
+
+if TYPE_CHECKING:
+    from torchft import Manager
 
 #: Environment variables of torchft: the address of the lighthouse, this copy, and how many there
 #: are.
@@ -84,18 +87,6 @@ def elastic(*, timeout: float = 60.0) -> Elastic | None:
     return Elastic(copy, copies, lighthouse, timeout)
 
 
-class _Manager(Protocol):
-    """What is used of ``torchft.Manager``."""
-
-    def start_quorum(self) -> None: ...
-    def should_commit(self) -> bool: ...
-    def errored(self) -> Exception | None: ...
-    def report_error(self, e: Exception) -> None: ...
-    def current_step(self) -> int: ...
-    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
-    def shutdown(self) -> None: ...
-
-
 class Members:
     """The copies that take part in a run, as one process of one of them sees them.
 
@@ -112,7 +103,7 @@ class Members:
         self._last = 0  # the quorum of the last step that counted; 0: none yet
         self._manager = self._connected()
 
-    def _connected(self) -> _Manager:
+    def _connected(self) -> Manager:
         """A manager of torchft; the first rank serves the store of those of this copy."""
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)

@@ -39,14 +39,12 @@ class Peers(NamedTuple):
     def connect(
         cls, address: str, rank: int, copies: tuple[int, ...], quorum: int, timeout: float
     ) -> Peers:
-        """Connect to the others through a store, ``host:port/prefix``."""
-        host, _, prefix = address.partition("/")
-        host, _, port = host.rpartition(":")
+        """Connect to the others through a store of torchft."""
+        from torchft.process_group import create_store_client  # torchft is an extra
+
         seconds = timedelta(seconds=timeout)
-        store = _DIST.TCPStore(host, int(port), is_master=False, timeout=seconds)
-        store = _DIST.PrefixStore(prefix, store)
-        gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), seconds)
-        return cls(copies, quorum, gloo)
+        store = create_store_client(address, seconds)
+        return cls(copies, quorum, _DIST.ProcessGroupGloo(store, rank, len(copies), seconds))
 
     def abort(self) -> None:
         """Close the connections, so that the others notice it at once."""
