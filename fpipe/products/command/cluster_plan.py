@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 
 import click
 
@@ -106,8 +105,11 @@ def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
         patterns[name].append(pattern.lower())
 
     def accepts(layout: Layout) -> bool:
-        values = {name: str(getattr(layout, name)).lower() for name in patterns}
-        return all(any(map(partial(fnmatchcase, values[name]), patterns[name])) for name in values)
+        for name, allowed in patterns.items():
+            value = str(getattr(layout, name)).lower()
+            if not any(fnmatchcase(value, pattern) for pattern in allowed):
+                return False
+        return True
 
     return accepts
 

@@ -28,7 +28,13 @@ _PATIENCE = 60_000
 @option("--restarts N", "Of each copy that fails.", 3, type=Count(0))
 @click.argument("script", metavar="FILE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-def copies(copies: int, ranks: int, restarts: int, script: str, arguments: tuple[str, ...]) -> int:
+def copies(
+    copies: int,
+    ranks: int,
+    restarts: int,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
     """Run a script as several copies of a pipeline; the loss of a copy does not stop the others.
 
     The script passes fpipe.elastic() to fpipe.Loop. Each copy is started with torchrun. The exit

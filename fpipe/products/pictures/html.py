@@ -44,7 +44,11 @@ def paint(scenes: Scenes, look: Look) -> str:
 
 
 def join(
-    title: str, contents: Json, dark: bool | None = None, script: str = "", controls: str = ""
+    title: str,
+    contents: Json,
+    dark: bool | None = None,
+    script: str = "",
+    controls: str = "",
 ) -> str:
     """The viewer with these contents. ``script`` runs after its own scripts, and ``controls``, a
     piece of HTML, stands above its head.

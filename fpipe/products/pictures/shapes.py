@@ -95,7 +95,13 @@ class Frame(NamedTuple):
         return scene.cell * self.scale < LEAST_CELL
 
 
-def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float = 1.0) -> Frame:
+def frame(
+    scenes: Scenes,
+    look: Look,
+    width: float,
+    lane: float,
+    letters: float = 1.0,
+) -> Frame:
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.total for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS

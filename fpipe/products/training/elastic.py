@@ -168,11 +168,12 @@ class Members:
             self._start(end)
             if self._changed:
                 met = self._met(state, step, time.monotonic() < end)
-                ranks = self._group.gather_objects(met is not None)
-                if met is None or not all(ranks):
+                of_ranks = self._group.gather_objects(met and met[-1])  # their clocks may differ
+                if met is None or None in of_ranks:
                     self._manager.should_commit()  # it does not: the next set of members is new
                 else:
-                    state, step, self._last, self._changed = met
+                    state, step, self._last, _ = met
+                    self._changed = of_ranks[0]
             if not self._changed:
                 return state, step
             time.sleep(_PAUSE)

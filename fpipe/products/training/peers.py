@@ -37,7 +37,12 @@ class Peers(NamedTuple):
 
     @classmethod
     def connect(
-        cls, address: str, rank: int, copies: tuple[int, ...], quorum: int, timeout: float
+        cls,
+        address: str,
+        rank: int,
+        copies: tuple[int, ...],
+        quorum: int,
+        timeout: float,
     ) -> Peers:
         """Connect to the others through a store of torchft."""
         from torchft.process_group import create_store_client  # torchft is an extra
