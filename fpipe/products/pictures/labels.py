@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import pairwise
 from math import floor, log10
 from typing import TypeAlias
 
@@ -121,13 +120,11 @@ def units(scene: Scene) -> str:
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {scene.timeline.unit or 'units of the costs'}"
     text += f": {stages} of a rank takes {lengths}." if lengths else "."
-    growth: list[float] = []
-    for lane in scene.lanes:
-        amounts = [0.0, *(amount for _, amount in lane.curve)]
-        growth += [after - before for before, after in pairwise(amounts) if after > before]
+    saved = scene.timeline.memory.get("F", [1.0])
+    growth = [size * amount for size in scene.timeline.sizes or [1.0] for amount in saved]
     if scene.in_bytes:
         text += " Memory in bytes."
-    elif growth:
+    elif scene.peak > 0:
         whole = _range([count * step for step in growth]) == "1"  # all stages of a rank together
         unit = "microbatches" if whole else "units of the costs"
         text += f" Memory in {unit}: F adds {_range(growth)}."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -205,16 +205,11 @@ def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
 
 def _scene(timeline: Timeline) -> Scene:
     shades = _shades(timeline.placement)
-
-    def kind(part: Action) -> str:
-        path = timeline.placement.path_index(part.microbatch)
-        return f"{part.op}{shades[path][part.stage]}"
-
     lanes: list[Lane] = []
     for rank in range(timeline.ranks):
         bars: list[Bar] = []
         for _, position, action, start, end in timeline.of_rank(rank):
-            kinds = tuple(map(kind, action.parts))
+            kinds = tuple(f"{part.op}{shades[rank][part.stage]}" for part in action.parts)
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         if timeline.span:
@@ -226,19 +221,15 @@ def _scene(timeline: Timeline) -> Scene:
         short = 1e-9 * timeline.total
         gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
         lanes.append(Lane(tuple(bars), gaps, max(1 - busy, 0.0), curve, peak))
-    return Scene(timeline, tuple(lanes), max(shades[-1]) + 1)
+    return Scene(timeline, tuple(lanes), max(map(len, shades.values())))
 
 
-def _shades(placement: Placement) -> list[list[int]]:
-    """By path, the shade of each stage: its number among the chunks of its rank, counted through
-    all paths.
-    """
-    shades: list[list[int]] = []
-    first = 0
+def _shades(placement: Placement) -> Mapping[int, dict[int, int]]:
+    """By rank, the shade of each of its stages: their order along all paths."""
+    shades: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for path in placement.paths:
-        before = [path[:stage].count(rank) for stage, rank in enumerate(path)]
-        shades.append([first + number for number in before])
-        first = max(shades[-1]) + 1
+        for stage, rank in enumerate(path):
+            shades[rank].setdefault(stage, len(shades[rank]))
     return shades
 
 
