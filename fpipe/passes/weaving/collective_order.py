@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ...errors import MismatchError
 from ...lowering.builder import lower
+from ...lowering.instructions import Run
 from ...lowering.job import LoweringInput
 from ...lowering.plan import Plan
 from .estimates import LINKS, Collective, Link
@@ -55,10 +56,10 @@ def in_one_order(
     """
     _measure_links(inputs)
     plans = {rank: resized.get(rank) or lower(job, rank) for rank, job in inputs.items()}
-    reason = _difference(plans, inputs)
+    reason = _difference(plans)
     if reason:
         plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in inputs.items()}
-    reason = _difference(plans, inputs)  # others may have changed their order
+    reason = _difference(plans)  # others may have changed their order
     if reason:
         raise MismatchError(
             f"{reason}; let all of them run the same stages in the same order, with "
@@ -73,14 +74,14 @@ def _in_turn(job: LoweringInput, reason: str) -> LoweringInput:
     return replace(job, features=tuple(features))
 
 
-def _difference(plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]) -> str:
+def _difference(plans: Mapping[int, Plan]) -> str:
     """Where the orders of the members of a communicator differ first; "" where all are alike.
 
     Every member of a communicator compares all of its communicators in one order.
     """
     reasons = [
         difference(name, gather_members(name, order))
-        for name, order in sorted(_starts_of(plans, inputs).items())
+        for name, order in sorted(_starts_of(plans).items())
     ]
     return next(filter(None, reasons), "")
 
@@ -113,20 +114,16 @@ def _woven(inputs: Mapping[int, LoweringInput]) -> Iterator[Collective]:
                     yield from (*collectives_of(own.f), *collectives_of(own.b))
 
 
-def _starts_of(
-    plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]
-) -> dict[str, list[Start]]:
+def _starts_of(plans: Mapping[int, Plan]) -> dict[str, list[Start]]:
     """What the ranks of this process start, by communicator, in their order."""
     starts: dict[str, list[Start]] = {}
-    for rank, plan in sorted(plans.items()):
-        losses = [kind.loss for kind in inputs[rank].kinds if kind.loss is not None]
-        of_losses = {program for loss in losses for program in (loss.f, loss.b)}
-        for ins in plan.instructions:
-            if ins.program is None or ins.action is None:
+    for _, plan in sorted(plans.items()):
+        for op, action, *_ in plan.instructions:
+            if not isinstance(op, Run) or action is None:
                 continue
-            program = ins.action.op + " of the loss" * (ins.program in of_losses)
-            for c in collectives_of(ins.program):
-                start = Start(program, c.number, c.op, c.signature, str(ins.action))
+            program = action.op + " of the loss" * (op.stage != action.stage)
+            for c in collectives_of(op.program):
+                start = Start(program, c.number, c.op, c.signature, str(action))
                 starts.setdefault(c.members, []).append(start)
     return starts
 
