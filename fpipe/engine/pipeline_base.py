@@ -308,8 +308,7 @@ class PipelineBase(Generic[Y, R]):
         def plans_of(schedule):
             return self.under(schedule).plan(params, x, *targets, **side)
 
-        link = feature("weaving.estimates").rates_of(self.config.device.type).link
-        latency = link.latency / 1000
+        latency = feature("weaving.estimates").rates_of(self.config.device.type).latency / 1000
         auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
 
     def refuse(self, error: Exception) -> None:
