@@ -131,7 +131,6 @@ class Cache:
     def _prepare(self, call: Call) -> CachedPlans:
         """Prepare the plans of a call. Ranks in several processes compare the call first."""
         config = call.config
-        recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
         if config.copies is not None and not self.agreed:
             self.agreed = True
             compare_copies(config)
@@ -142,8 +141,10 @@ class Cache:
             refused(config, error)
             raise
         if first_call is None:
-            prepared = prepare(config, request, 0, None, recent)
+            prepared = prepare(config, request, 0)
             return CachedPlans(config, prepared, {}, 0, call.misplaced())
-        agreed = first_call.compare(recent)
-        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, recent)
+        agreed = first_call.compare(
+            [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
+        )
+        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced)
         return CachedPlans(config, prepared, agreed.facts, agreed.number, call.misplaced())
