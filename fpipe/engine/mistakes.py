@@ -207,7 +207,8 @@ def warn_of_shapes(spent: Sequence[Sequence[Spent]], limit: float) -> None:
             f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
             f"this took {total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer "
             "lengths; a stage that is traced for each length can name the axes that vary: "
-            "fpipe.Stage(fn, dynamic=)",
+            "fpipe.Stage(fn, dynamic=). A Python number that is another one in each call costs a "
+            "trace each time; as a tensor, torch.tensor(...), it costs one",
             stacklevel=2,
         )
 

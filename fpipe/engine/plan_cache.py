@@ -129,7 +129,6 @@ class Cache:
     def _prepare(self, call: Call) -> CachedPlans:
         """Prepare the plans of a call. Ranks in several processes compare the call first."""
         config = call.config
-        recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
         if config.copies is not None and not self.agreed:
             self.agreed = True
             compare_copies(config)
@@ -141,6 +140,7 @@ class Cache:
         if config.local:
             agreed = Agreed(request)
         else:
+            recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
             agreed = compare(call, request, self.shares, recent)
-        prepared = prepare(config, agreed.request, agreed.traced, recent)
+        prepared = prepare(config, agreed.request, agreed.traced)
         return CachedPlans(config, prepared, agreed, call.misplaced())

@@ -36,8 +36,6 @@ from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
 
-#: A plan, and what it was lowered from.
-Lowered: TypeAlias = tuple[Plan, LoweringInput]
 #: The kinds of microbatches, as far as they are traced.
 Traced: TypeAlias = list[TracedKind]
 
@@ -70,13 +68,11 @@ def prepare(
     config: Config,
     request: Request,
     traced: Traced | None = None,
-    recent: Sequence[Prepared] = (),
 ) -> Prepared:
     """Trace, exchange interfaces, lower and bind.
 
     With ``traced`` all ranks have traced their stages for predicted interfaces, and there is
-    nothing to exchange. ``recent`` are plans of the latest calls, which may be used again for
-    other sizes.
+    nothing to exchange.
     """
     group = config.group
     copies = config.copies
@@ -90,7 +86,7 @@ def prepare(
     check = feature("debugging").check if request.debug else None
     executables = {}
     with timed("lowering"), uncollected():
-        for rank, plan in _lower_ranks(inputs, _reusable(request, recent)).items():
+        for rank, plan in _lower_ranks(inputs).items():
             device = group.device(rank)
             machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
             executables[rank] = bind(plan, machine)
@@ -187,35 +183,11 @@ def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
     return False
 
 
-def _lower_ranks(
-    inputs: Mapping[int, LoweringInput], earlier: Mapping[int, Lowered]
-) -> dict[int, Plan]:
-    """Lower the plan of each rank of this process.
-
-    A plan of an ``earlier`` call is used again where only sizes differ.
-    """
-    plans: dict[int, Plan] = {}
-    if earlier:
-        resized = feature("sizes.resizing").resized
-        for rank, job in inputs.items():
-            plan = resized(*earlier[rank], job)
-            if plan is not None:
-                plans[rank] = plan
+def _lower_ranks(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+    """Lower the plan of each rank of this process."""
     if _starts_collectives(inputs):
-        return feature("weaving.collective_order").in_one_order(inputs, plans)
-    return {
-        rank: plans[rank] if rank in plans else lower(job, rank) for rank, job in inputs.items()
-    }
-
-
-def _reusable(request: Request, recent: Sequence[Prepared]) -> dict[int, Lowered]:
-    """The plans of the latest call with the same mode, kinds of microbatches and schedule."""
-    for prepared in reversed(recent):
-        other = prepared.request
-        alike = other.mode == request.mode and other.kind_of == request.kind_of
-        if alike and other.schedule == request.schedule:
-            return {rank: (plan, prepared.inputs[rank]) for rank, plan in prepared.plans.items()}
-    return {}
+        return feature("weaving.collective_order").in_one_order(inputs)
+    return {rank: lower(job, rank) for rank, job in inputs.items()}
 
 
 def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> Traced:
