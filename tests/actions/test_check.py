@@ -8,8 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fpipe import Action, Fused, Placement, Schedule, make_schedule
 from fpipe.actions.action import Rows
