@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from carriers import NAMES, OVER
+from carriers import OVER
 from fpipe.collectives._store import default_store
 from fpipe.collectives.setup import adopt
 from fpipe.testing import outcomes
@@ -298,7 +298,7 @@ def everything(over: str) -> Iterator[tuple[str, str, float]]:
     assert world is not None
     for case, work in ON_PROCESSES.items():
         group = adopt(world, timeout=60)
-        assert group.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
+        assert group.at_once == (over == "memory")
         start = time.monotonic()
         try:
             work(group)
@@ -429,7 +429,7 @@ def keys_after_refused_calls(group: Any) -> list[int]:
 
 def refused_on_processes(over: str) -> tuple[list[tuple[list[str], float]], list[int]]:
     world = fpipe.init(timeout=60)
-    assert world.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
+    assert world.at_once == (over == "memory")
     pg = dist.group.WORLD
     assert pg is not None
     cases = [
