@@ -15,7 +15,8 @@ from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ...actions.action import Action, Row
+from ...actions.action import Action, Row, Rows
+from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import product
 from ...actions.simulation import simulate_rows
@@ -136,14 +137,8 @@ class Profile:
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
         real = self.timeline
-        return simulate_rows(
-            real.rows,
-            real.placement,
-            real.microbatches,
-            price,
-            name=self._called("simulated"),
-            slices=real.slices,
-        )
+        rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
+        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""

@@ -42,14 +42,11 @@ class Start(NamedTuple):
         )
 
 
-def in_one_order(
-    inputs: Mapping[int, LoweringInput], resized: Mapping[int, Plan]
-) -> dict[int, Plan]:
-    """The plans of the ranks of this process, with one order of collectives on every communicator.
-
-    ``resized`` are plans that need not be made.
+def in_one_order(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+    """The plans of the ranks of this process, with one order of collectives on every
+    communicator.
     """
-    plans = {rank: resized.get(rank) or lower(job, rank) for rank, job in inputs.items()}
+    plans = {rank: lower(job, rank) for rank, job in inputs.items()}
     reason = _difference(plans)
     if reason:
         plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in inputs.items()}
