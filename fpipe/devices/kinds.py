@@ -8,17 +8,16 @@ stages.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from ..errors import GroupError
 
 
-@dataclass(frozen=True)
-class DeviceKind:
+class DeviceKind(NamedTuple):
     """The properties of a type of device.
 
     Args:

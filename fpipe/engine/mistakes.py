@@ -95,6 +95,17 @@ def no_loss_for(targets: Sequence[Tree]) -> BatchError:
     )
 
 
+def no_count(counts: Set[int]) -> BatchError:
+    """The error for arguments without a number of microbatches, or with several ``counts``."""
+    if counts:
+        return BatchError(
+            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
+        )
+    return BatchError(
+        "how many microbatches? say pipeline(..., microbatches=8) or pass fpipe.Microbatches([...])"
+    )
+
+
 def check_sliced(leaves: Sequence[object], slices: int) -> None:
     """Raise BatchError where no tensor of x can be cut: each slice would be all of x."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -54,7 +54,7 @@ Hook: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
 
 
 class InexactError(Exception):
-    """Blocks that are traced once would change the graph: the stage is traced without them."""
+    """A trace that serves several blocks or sizes would change the graph."""
 
 
 def traced(

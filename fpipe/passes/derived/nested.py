@@ -20,7 +20,6 @@ from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
-from ...engine.scalars import weighted
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.signature import (
     check_aux,
@@ -123,7 +122,9 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         return outputs
     weights = call.weights()
     assert weights is not None
-    total = weighted(weights, losses)
+    total, *others = weights.terms(losses)
+    for term in others:
+        total = total + term.to(total.device)
     if call.has_aux or call.each is not None:
         return (total, auxes)
     return total
@@ -166,7 +167,8 @@ def _runner(call: Call) -> Callable[..., Tree]:
             start = None
         else:
             start = seed_of(call.seed, index, numbered(mb), "F")
-        side = side_inputs.of_stage(config.sides[index], call.sides, mb)
+        sides = side_inputs.of_stage(config.sides[index], call.sides)
+        side = {name: part.tree(mb) for name, part in sides.items()}
         kept = tree.leaves((params, side))
         before = versions(kept)
         what = "stage" if index < config.stages else "the loss"

@@ -124,7 +124,7 @@ class Prediction:
     @property
     def digest(self) -> str:
         """A digest of the interfaces. The prediction holds if every rank has the same one."""
-        data = [[as_data(each) for each in kind.interfaces] for kind in self.traced]
+        data = as_data([kind.interfaces for kind in self.traced])
         return hashlib.sha256(encode(data)).hexdigest()
 
 
