@@ -92,7 +92,8 @@ def _without_inputs(steps: Steps) -> tuple[list[_Step], dict[int, ref[torch.Tens
 
 def _placed(value: Any, places: dict[int, int]) -> Any:
     """A value with places for tensors without data, and numbers for symbolic sizes."""
-    value = replaced(value, py_sym_types, lambda symbol: symbol.node.hint)
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+        value = replaced(value, kind, lambda symbol: symbol.node.hint)
     return replaced(value, torch.Tensor, lambda t: _Place(places[id(t)]) if is_fake(t) else t)
 
 

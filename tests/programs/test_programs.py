@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
