@@ -340,8 +340,7 @@ class _Engine:
         dxs = _named("dx", self.dxs)
         dps = _named("dp", self.dps)
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
-        computed = {j: aval for j, aval in outputs.y.avals.items() if j not in passed}
-        ys = _named("y", computed)
+        ys = _named("y", {j: aval for j, aval in outputs.y.avals.items() if j not in passed})
         states = _named("s", outputs.state.avals if outputs.state is not None else {})
         aux = "aux" if outputs.aux is not None else None
         extra = "extra" if self.extra else None
@@ -349,9 +348,7 @@ class _Engine:
         kept = ("kept",) if self.dps else ()
         back = (*held, *self.cotangents)
         results = tuple(filter(None, (*ys, aux, *states, extra, *held)))
-        f = self._program("F", self.forward, tuple(signature.names), results)
         both = self.backward if self.trained else _nothing
-        b = self._program("B", both, back, (*dxs, *dps))
         if dxs:
             weights = self.backward_weight if dps else _nothing
             i = self._program("I", self.backward_input, back, (*dxs, *kept))
@@ -361,30 +358,28 @@ class _Engine:
             w = self._program("W", both, back, tuple(dps))
             kept = back
         sizes = {name: aval.nbytes for name, aval in (ys | states | dxs | dps).items()}
-        gradients = sum(sizes[name] for name in dps)
-        unknown = {"ctx": facts.saved, "kept": facts.kept}
-        sizes |= {name: nbytes for name, nbytes in unknown.items() if nbytes is not None}
-        by_leaf = dict(zip(computed, ys, strict=True)) | passed
+        during = self._during(sum(sizes[name] for name in dps))
+        sizes |= {"ctx": facts.saved, "kept": facts.kept}
         return Programs(
-            f,
-            b,
+            self._program("F", self.forward, tuple(signature.names), results),
+            self._program("B", both, back, (*dxs, *dps)),
             i,
             w,
             counts=signature.counts,
             outputs=outputs,
-            ys=tuple(map(by_leaf.get, range(len(outputs.y.leaves)))),
+            ys=tuple(passed.get(j, name) for j, name in enumerate(_by_leaf("y", ys, outputs.y))),
             aux=aux,
             new_state=tuple(states),
-            dps=_by_leaf("dp", self.dps, signature.params),
-            dxs=_by_leaf("dx", self.dxs, signature.x),
+            dps=_by_leaf("dp", dps, signature.params),
+            dxs=_by_leaf("dx", dxs, signature.x),
             saved=held,
             kept=kept,
             grad_avals=dxs,
-            memory={name: Held(name, nbytes) for name, nbytes in sizes.items()},
+            memory={name: Held(name, n) for name, n in sizes.items() if n is not None},
             eager=True,
             extra=extra,
             label=self.stage.label,
-            during=self._during(gradients),
+            during=during,
         )
 
     def _during(self, gradients: int) -> dict[str, int]:
@@ -418,13 +413,10 @@ def _named(prefix: str, avals: Mapping[int, Aval]) -> dict[str, Aval]:
     return {f"{prefix}{leaf}": aval for leaf, aval in avals.items()}
 
 
-def _by_leaf(
-    prefix: str, avals: Mapping[int, Aval], argument: AbstractTree
-) -> tuple[str | None, ...]:
+def _by_leaf(prefix: str, names: Container[str], argument: AbstractTree) -> tuple[str | None, ...]:
     """The names by leaf of an argument; ``None`` for leaves without one."""
-    return tuple(
-        f"{prefix}{leaf}" if leaf in avals else None for leaf in range(len(argument.leaves))
-    )
+    names_of_all = (f"{prefix}{leaf}" for leaf in range(len(argument.leaves)))
+    return tuple(name if name in names else None for name in names_of_all)
 
 
 @contextmanager
