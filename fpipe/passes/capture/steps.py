@@ -118,17 +118,6 @@ class Graph:
 Graphs: TypeAlias = dict[Hashable, Graph | str]
 
 
-def _find(graphs_by_key: Graphs, key: Hashable, device: torch.device) -> Graph | None:
-    graph = graphs_by_key.get(key)
-    if graph is None and len(graphs_by_key) < KEPT:
-        record = graphs.recorder(device)
-        assert record is not None, "a pipeline is checked when it is built"
-        return Graph(record, device)
-    if isinstance(graph, str):
-        return None
-    return graph
-
-
 def _give_up(graphs_by_key: Graphs, key: Hashable, reason: str) -> None:
     """Run steps of this signature without a graph from now on, and warn."""
     graphs_by_key[key] = reason
@@ -137,14 +126,6 @@ def _give_up(graphs_by_key: Graphs, key: Hashable, reason: str) -> None:
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in tensors])
-
-
-def _odd(tensors: Sequence[torch.Tensor]) -> str:
-    """The reason why arguments cannot be read from fixed memory, or nothing."""
-    for tensor in tensors:
-        if type(tensor) not in PLAIN:
-            return f"an argument is a {type(tensor).__name__}, whose memory is not one piece"
-    return ""
 
 
 def _copied(results: Tree) -> Tree:
@@ -160,8 +141,11 @@ def _copied(results: Tree) -> Tree:
     return tree.unflatten(structure, list(map(copy, leaves)))
 
 
-def unrecordable(call: Call, cache: Cache) -> str:
-    """The reason why steps like this call cannot be recorded, or nothing."""
+def unrecordable(call: Call, cache: Cache, tensors: Sequence[torch.Tensor]) -> str:
+    """The reason why steps like this call, with these tensors, cannot be recorded, or nothing."""
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            return f"an argument is a {type(tensor).__name__}, whose memory is not one piece"
     if call.each is not None:
         return "each= is a function of Python that every step calls"
     for stage in (*call.config.functions, call.config.loss):
@@ -183,8 +167,13 @@ def captured(
     scale = arguments[-1]
     key = call.signature(), value, None if tree.is_tensor(scale) else scale
     with _LOCK:
-        graph = _find(cache.graphs, key, call.config.device)
-        if graph is None:
+        graph = cache.graphs.get(key)
+        if graph is None and len(cache.graphs) < KEPT:
+            device = call.config.device
+            record = graphs.recorder(device)
+            assert record is not None, "a pipeline is checked when it is built"
+            graph = Graph(record, device)
+        if not isinstance(graph, Graph):
             return value_and_grad(call, cache, value)
         leaves, structure = tree.flatten(arguments)
         at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
@@ -192,7 +181,7 @@ def captured(
         if not graph.places:
             result = value_and_grad(call, cache, value)
             cache.graphs[key] = graph.seen(tensors)
-            why_not = _odd(tensors) or unrecordable(call, cache)
+            why_not = unrecordable(call, cache, tensors)
             if why_not:
                 _give_up(cache.graphs, key, why_not)
             return result

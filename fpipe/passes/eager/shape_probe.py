@@ -274,7 +274,7 @@ def _with_graph(
     backward = count.peak[0] - before
     recorded = forward if isinstance(stage.fn, Remat) else 0  # its B records the graph first
     during = {"F": forward, "B": recorded + backward}
-    dx = {i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None}
+    dx = {i: Aval.like(g) for i, g in dxs.items() if g is not None}
     return replace(facts, dx=dx, during=during)
 
 
