@@ -128,6 +128,7 @@ PRIVATE_TORCH = {
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},
     "passes.explain": {"_subclasses"},
     "passes.first_mode": {"_subclasses"},
+    "passes.sizes.formulas": {"_unsafe_view"},
     "passes.sizes.symbols": {
         "_C",
         "_decomp",
