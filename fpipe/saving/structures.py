@@ -150,7 +150,7 @@ class Structures(NamedTuple):
             whole = node_of(
                 {
                     path: ["part", name] if numbers is None else ["layers", name, "list"]
-                    for path, name, numbers in of.parts.values()
+                    for path, (name, numbers) in of.parts.items()
                 }
             )
         return from_node(whole, "", special)
