@@ -15,8 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
+from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256

@@ -14,9 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ... import Pipeline, global_norm, stream, tree
-from ... import load as load_trees
-from ... import save as save_trees
+from ... import Pipeline, global_norm, load as load_trees, save as save_trees, stream, tree
 from ...errors import CheckpointError
 from ...tree import Tree
 
