@@ -337,7 +337,7 @@ RETURNED = (
 #: Members without an underscore that other packages of fpipe use, and users do not.
 HIDDEN = {
     "fpipe.Pipeline": "call parts stepper",
-    "fpipe.Programs": "held added_by adding known_adding",
+    "fpipe.Programs": "held added_by adding",
     "fpipe.Placement": "path_index",
     "fpipe.Costs": "spread links of_units",
     "fpipe.devices": "keep_freed",

@@ -363,6 +363,8 @@ class AbstractTree:
 
     def on(self, device: torch.device) -> AbstractTree:
         """The same tree with its tensors on a device."""
+        if all(aval.device == device for aval in self.avals.values()):
+            return self
         return self.with_avals(lambda aval: aval._replace(device=device))
 
     def __str__(self) -> str:

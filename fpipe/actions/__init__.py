@@ -9,7 +9,7 @@ from .action import Action, AnyAction, Placement, Row, plain
 from .action_kinds import KINDS, OPS, Op
 from .costs import Costs, as_costs
 from .dependencies import uncollected
-from .progress_line import progress
+from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
 from .timeline import Timeline, Wait
@@ -24,6 +24,7 @@ __all__ = [
     "Placement",
     "Row",
     "Timeline",
+    "Track",
     "Wait",
     "as_costs",
     "counted",

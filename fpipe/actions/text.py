@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Fused, Row
 from .action_kinds import OPS
+from .progress_line import Track
 from .unit import unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
@@ -82,8 +83,8 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def parse_rows(text: str) -> tuple[Row, ...]:
-    """The rows that :func:`format_rows` wrote.
+def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
+    """The rows that :func:`format_rows` wrote. ``track`` yields the lines, and may count them.
 
     >>> parse_rows("[0F0, 0B0]")
     ((0F0, 0B0),)
@@ -102,7 +103,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
         )
     slices = _slices(text)
     rows: list[Row] = []
-    for number, line in enumerate(_lines(text), 1):
+    for number, line in enumerate(track(_lines(text)), 1):
         body = line.strip(_BLANK)
         if not body:
             continue
@@ -118,8 +119,8 @@ def parse_rows(text: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def parse_csv(text: str) -> tuple[Row, ...]:
-    """The rows of a CSV, without the cells that are not compute.
+def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
+    """The rows of a CSV, without the cells that are not compute. ``track`` is as above.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
@@ -129,7 +130,7 @@ def parse_csv(text: str) -> tuple[Row, ...]:
         lines.pop()
     slices = _slices(text)
     rows: list[Row] = []
-    for rank, line in enumerate(lines):
+    for rank, line in enumerate(track(lines)):
         place = _Line(line, rank + 1, rank, slices)
         rows.append(tuple(_cells(line, place, 0, csv=True)))
     return tuple(rows)

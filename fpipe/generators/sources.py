@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
+from ..actions import Track
 from ..actions.text import parse_csv, parse_rows
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
@@ -46,8 +47,10 @@ Name: TypeAlias = Literal[
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
-def read_schedule(path: str | PathLike[str]) -> Schedule:
+def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
     """The schedule in a text file: CSV, or the text of ``str(schedule)``.
+
+    ``track`` yields the lines, and may show how many were read.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plan.txt")
@@ -60,7 +63,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
         parse = parse_rows
     else:
         parse = parse_csv
-    return Schedule(parse(text), name=Path(path).stem)
+    return Schedule(parse(text, track), name=Path(path).stem)
 
 
 def make_registered(

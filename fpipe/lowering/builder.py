@@ -54,13 +54,14 @@ def lower(job: LoweringInput, rank: int) -> Plan:
 Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
-class _Reads(NamedTuple):
-    """What a program reads: the same for all microbatches of a kind, relative to the microbatch."""
+class _Running(NamedTuple):
+    """How a stage runs a program: the same for all microbatches of a kind."""
 
-    program: Program  # kept alive, so that no other program gets its id
-    #: Each with the offset of its microbatch; None: it belongs to the whole call.
-    keys: tuple[tuple[Key, int | None], ...]
-    fetched: tuple[int, ...]  # places of values that other ranks may compute
+    op: Run  # keeps the program alive, so that no other program gets its id
+    #: What it reads, each with the offset of its microbatch; None: it belongs to the whole call.
+    reads: tuple[tuple[Key, int | None], ...]
+    fetched: tuple[int, ...]  # places of reads that other ranks may compute
+    writes: tuple[Value, ...]
 
 
 class _Sending(NamedTuple):
@@ -86,8 +87,7 @@ class Builder:
         self.state: dict[int, list[Key]] = {}
         self.accumulated: set[Key] = set()
         self.out: list[Instruction] = []
-        self._runs: dict[tuple[int, int], tuple[Run, tuple[Value, ...]]] = {}
-        self._reads: dict[tuple[int, int, int], _Reads] = {}
+        self._running: dict[tuple[int, int, int], _Running] = {}
         self._sendings: dict[tuple[int, str, int, int], Sequence[_Sending]] = {}
         #: By programs, letter and stage: the gradients, by leaf, that the program itself adds.
         self._added_inside: dict[tuple[int, str, int], dict[int, str]] = {}
@@ -287,34 +287,23 @@ class Builder:
     # ---- programs ----
     def run(self, action: Action, programs: Programs, program: Program, stage: int) -> None:
         """Emit a program, after the waits for what it reads. One that does nothing is left out."""
-        reads = self.reads(action, programs, program, stage)
+        mb = action.microbatch
+        op, relative, fetched, values = self._how(programs, program, stage, mb)
+        reads = tuple(
+            [key if offset is None else (key[0], mb + offset) for key, offset in relative]
+        )
+        self.fetch([reads[place] for place in fetched])
         if program.traced or program.outputs or programs.eager:
-            memo = (id(program), stage)
-            op, values = self._runs.get(memo, (None, ()))
-            if op is None or op.owner is not programs:
-                op = Run(program, stage, programs)
-                values = tuple(Value(stage, name) for name in program.outputs)
-                self._runs[memo] = op, values
-            writes = tuple([(value, action.microbatch) for value in values])
+            writes = tuple([(value, mb) for value in values])
             self.present.update(writes)
             self.out.append(Instruction(op, action, reads, writes))
 
-    def reads(
-        self, action: Action, programs: Programs, program: Program, stage: int
-    ) -> tuple[Key, ...]:
-        """The keys that a program reads; emits the waits for them."""
-        mb = action.microbatch
-        _, keys, fetched = self._reads_of(programs, program, stage, mb)
-        reads = tuple([key if offset is None else (key[0], mb + offset) for key, offset in keys])
-        self.fetch([reads[place] for place in fetched])
-        return reads
-
-    def _reads_of(self, programs: Programs, program: Program, stage: int, mb: int) -> _Reads:
-        """The reads of a program, cached by kind of microbatch. Those of a stage with state are
-        not: its keys change.
+    def _how(self, programs: Programs, program: Program, stage: int, mb: int) -> _Running:
+        """How a program runs, cached by kind of microbatch; not for a stage with state, whose keys
+        change.
         """
         memo = (id(program), stage, self.job.kind_of[mb])
-        cached = self._reads.get(memo)
+        cached = self._running.get(memo)
         if cached is not None and not programs.counts[3]:
             return cached
         relative: list[tuple[Key, int | None]] = []
@@ -326,8 +315,10 @@ class Builder:
             elsewhere = isinstance(source, Value) and source.stage != stage
             if elsewhere or isinstance(source, PASSED):
                 fetched.append(place)
-        reads = self._reads[memo] = _Reads(program, tuple(relative), tuple(fetched))
-        return reads
+        values = tuple(Value(stage, name) for name in program.outputs)
+        op = Run(program, stage, programs)
+        running = self._running[memo] = _Running(op, tuple(relative), tuple(fetched), values)
+        return running
 
     # ---- gradients ----
     def _with_adds(self, programs: Programs, letter: str, stage: int) -> Program:

@@ -11,7 +11,7 @@ import torch
 
 from .. import tree
 from ..errors import StageError
-from ..programs.program import Program, Programs, numbered
+from ..programs.program import Program, Programs
 from ..tree import Structure, Tree
 
 #: A pytree that was flattened.
@@ -37,10 +37,11 @@ def forward(
     flat_params = tree.flatten(params)
     flat_x = tree.flatten(x)
     groups = (flat_params[0], flat_x[0], tree.leaves(side), tree.leaves(state))
-    given: Values = {}
-    for prefix, leaves in zip("pxkt", groups, strict=True):
-        names = numbered(prefix, len(leaves))
-        given |= zip(names, leaves, strict=True)
+    given = {
+        f"{prefix}{index}": leaf
+        for prefix, leaves in zip("pxkt", groups, strict=True)
+        for index, leaf in enumerate(leaves)
+    }
     values = _run(programs.f, given)
     outputs = programs.outputs
     y = outputs.y.fill(values[name] for name in programs.ys if name is not None)

@@ -24,6 +24,8 @@ _COPY = torch.ops.aten.copy_.default
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
+#: Operations whose results have a flag in place of numbers.
+_LAZY = {"aten._conj.default", "aten._neg_view.default", "aten._efficientzerotensor.default"}
 
 
 # ---- in a graph as it was traced ----
@@ -144,20 +146,12 @@ def _resolve(graph: fx.GraphModule) -> None:
     flags of a tensor.
     """
     output = next(iter(graph.graph.find_nodes(op="output")))
-    targets = {str(node.target) for node in graph.graph.nodes}
+    if _LAZY.isdisjoint(str(node.target) for node in graph.graph.nodes):
+        return
     numbers: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(output.args[0]):
-        if isinstance(node, fx.Node):
-            value = value_of(node)
-        else:
-            value = None
-        if value is None or node.op != "call_function":
-            continue
-        if value.is_complex():
-            flag = "aten._conj.default"
-        else:
-            flag = "aten._neg_view.default"
-        if not targets.isdisjoint((flag, "aten._efficientzerotensor.default")):
+        value = value_of(node)
+        if value is not None and node.op == "call_function":
             with graph.graph.inserting_before(output):
                 numbers[node] = graph.graph.call_function(resolved, (node,))
             numbers[node].meta["val"] = value

@@ -24,22 +24,10 @@ from ..programs.program import Programs, numbered
 from ..programs.wrappers import Remat
 from ..stage import MISSING, Elsewhere, Stage
 from ..tree import AbstractTree, Tree
+from .identity import Same
 
 #: What of carries is copied: "values", "gradients". One does not change the other's strides.
 Copied: TypeAlias = frozenset[str]
-
-
-class Same:
-    """A value that can be hashed and is equal to itself alone."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,8 @@ def expected(
     weights = _weights(case, [_cut(case, copy.batch.targets) for copy in given])
     limits = {"prod"} if traces_prod(case.model) else set()
     limits |= {"tied under autocast"} if tied_under_autocast(case, call) else set()
+    if call.argnums in (1, (1,)):
+        limits.add("parameters without gradients")
     copies = []
     for copy, own in zip(given, weights, strict=True):
         run = _Run(list(copy.state), limits=set(limits))
@@ -256,8 +258,11 @@ def _through(
         if stage.state:
             run.state[s] = map_leaves(_detached, out.pop(0))
         leaves = tensors_of(y)
-        for leaf in [*leaves, *tensors_of(returned[-1])]:
+        kept = tensors_of(returned[-1])
+        for leaf in [*leaves, *kept]:
             _note_limits(leaf, run.limits)
+        if not set(map(id, leaves)).isdisjoint(map(id, kept)):
+            run.limits.add("a carry that is an output")
         if "if_finite" in [step.name for step in case.model.bodies[s].steps] and len(
             set(map(id, leaves))
         ) < len(leaves):

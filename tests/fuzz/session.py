@@ -214,10 +214,11 @@ def _results(
     case: Case, call: Call, pipe: fpipe.Pipeline, given: Given, process: Process
 ) -> tuple[Expected, list[list[Tensor]] | None, Any]:
     batch = given.batch
-    x, target, scale = (
-        fpipe.Microbatches(p) if call.split else torch.cat(p)
-        for p in (batch.xs, batch.targets, batch.scales)
-    )
+    with torch.autocast("cpu", enabled=False):  # a copy in another setting may run beside this one
+        x, target, scale = (
+            fpipe.Microbatches(p) if call.split else torch.cat(p)
+            for p in (batch.xs, batch.targets, batch.scales)
+        )
     keywords: dict[str, Any] = {}
     if any("scale" in stage.sides for stage in stages_of(case.model)):
         keywords["scale"] = scale

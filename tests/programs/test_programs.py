@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.passes import unreferenced, views
+from fpipe.passes import identity, views
 from fpipe.programs import cache
 from fpipe.programs.program import Programs
 
@@ -700,14 +701,16 @@ def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.Mon
         def __call__(self, p: Tensor, x: Tensor) -> Tensor:
             return x @ p * self.scale
 
-    monkeypatch.setattr(unreferenced, "FUNCTIONS", 3)
-    monkeypatch.setattr(unreferenced, "_STRONG", {})
+    of_three = lru_cache(maxsize=3)(identity.traces_of.__wrapped__)
+    monkeypatch.setattr(identity, "traces_of", of_three)
     layers = [Layer(float(n)) for n in range(5)]
     first = trace(layers[0], EYE, X)
+    others = []
     for layer in layers[1:4]:
-        trace(layer, EYE, X)
+        others.append(trace(layer, EYE, X))
         assert trace(layers[0], EYE, X) is first, "it is in use"
-    assert [fn for fn, _ in unreferenced._STRONG.values()] == [layers[2], layers[3], layers[0]]
+    assert of_three.cache_info().currsize == 3
+    assert [trace(layers[n], EYE, X) is others[n - 1] for n in (3, 2, 1)] == [True, True, False]
 
 
 def test_a_loss_and_its_batch_do_not_stay_alive():

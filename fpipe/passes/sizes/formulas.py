@@ -174,7 +174,8 @@ def operations_of(programs: Programs) -> Counter[tuple[str, str]]:
         limits = _SLICES.get(one.target)
         if limits is None or one.args[limits] != _WHOLE:
             numbers = replaced((one.args, one.kwargs), Ref, lambda name: Ref("_"))
-            counts[str(one.target), repr(numbers)] += 1
+            name = str(one.target).replace("_unsafe_view", "view")  # the same on torch 2.11
+            counts[name, repr(numbers)] += 1
     return counts
 
 

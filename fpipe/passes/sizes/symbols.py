@@ -7,9 +7,9 @@ modes, no stages.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -247,7 +247,9 @@ def seen_as_numbers() -> Iterator[None]:
 
     def seen(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def asked(value: Any) -> Any:
-            module = sys._getframe(1).f_globals.get("__name__", "")
+            frame = inspect.currentframe()
+            assert frame is not None and frame.f_back is not None
+            module = str(frame.f_back.f_globals.get("__name__"))
             if module.partition(".")[0] in ("torch", "sympy", "einops", "fpipe"):
                 return method(value)
             return getattr(numbers[type(value)](value), method.__name__)()

@@ -192,8 +192,8 @@ def read_file(path: Path) -> Schedule:
     """The schedule in a file: brackets or CSV."""
     if not path.is_file():
         raise usage_error(f"there is no file {str(path)!r}")
-    with progress(f"reading {path}"):
-        return read_schedule(path)
+    with progress(f"reading {path}") as track:
+        return read_schedule(path, track)
 
 
 def named_schedule(
