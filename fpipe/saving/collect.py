@@ -60,6 +60,19 @@ class Place(NamedTuple):
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What this process holds: facts, as they are in a manifest, and tensors.
+
+    Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
+    have it. ``owners`` are the stages and paths of a parameter's name, and whether it is tied.
+    """
+
+    pipe: Pipe
+    facts: Facts
+    places: list[Place] = field(default_factory=list)
+
+
 def stage_trees(
     names: Names, params: Sequence[tree.Tree] | None
 ) -> tuple[dict[int, StageTree], Facts]:
@@ -97,16 +110,18 @@ def collect(
     trees, facts = stage_trees(names, params)
     holding = Holding(pipe, facts)
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
-    if params is not None:
+    if params is not None:  # which may have stages of other processes too
+        facts["trees"]["params"] = ["stages", "params"]
+        for here in trees.values():
+            _by_parameter(holding, here, "params")
         templates.append(("stages", type(params), trees))
-        more = {"params": params, **more}
     if pipe.config.stateful:
         templates.append(("states", list, names.states()))
 
     def special(value: tree.Tree, path: str) -> object:
         """A tensor that all processes have, or a list by stage."""
         if tree.is_tensor(value):
-            return holding.shared(plain(value, path), path)
+            return _shared(holding, plain(value, path), path)
         for tag, kind, stages in templates:
             if type(value) is kind:
                 by_stage = _by_stage(stages, value, pipe.stages)
@@ -114,7 +129,7 @@ def collect(
                 by_stage = None
             if by_stage is not None:
                 for here in by_stage:
-                    holding.by_parameter(here, path)
+                    _by_parameter(holding, here, path)
                 return [tag, path]
         return NotImplemented
 
@@ -142,83 +157,74 @@ def _by_stage(
     return by_stage
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What this process holds: facts, as they are in a manifest, and tensors.
-
-    Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
-    have it. ``owners`` are the stages and paths of a parameter's name, and whether it is tied.
-    """
-
-    pipe: Pipe
-    facts: Facts
-    places: list[Place] = field(default_factory=list)
-
-    def shared(self, tensor: Tensor, path: str) -> Node:
-        """Describe a tensor that all processes have."""
-        leaves = self.facts["leaves"]
-        if path in leaves:
-            raise _same_name(path)
-        leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
-        if is_first(self.pipe):
-            shape = tuple(tensor.shape)
-            self.places.append(Place(path, tensor, shape, 0, tensor.numel()))
-        return ["leaf", path]
-
-    def by_parameter(self, here: StageTree, slot: str) -> None:
-        """Describe what a list by stage has for each parameter of a stage."""
-        nodes = self.facts["slots"].setdefault(slot, {})
-        for leaf in here.leaves:
-            paths = set[str]()
-
-            def special(part: object, path: str, leaf=leaf, paths=paths) -> object:
-                if not tree.is_tensor(part):
-                    return NotImplemented
-                if path in paths:
-                    raise _same_name(path)
-                paths.add(path)
-                return self._part(here, leaf, plain(part, path), path)
-
-            node = to_node(leaf.value, f"{slot}/{leaf.key}", special)
-            _merge(nodes, {leaf.key: node}, f"{slot}: ")
-
-    def _part(self, here: StageTree, leaf: StageLeaf, tensor: Tensor, path: str) -> Node:
-        """Describe a tensor of one stage."""
-        pipe = self.pipe
+def _shared(holding: Holding, tensor: Tensor, path: str) -> Node:
+    """Describe a tensor that all processes have."""
+    leaves = holding.facts["leaves"]
+    if path in leaves:
+        raise _same_name(path)
+    leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
+    if is_first(holding.pipe):
         shape = tuple(tensor.shape)
-        if leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],):  # a part
-            shape = leaf.shape
-            span = leaf.span
-            ours = span[0] < span[1]
-        else:
-            span = 0, tensor.numel()
-            ours = self._is_ours(here, leaf, path)
-        key = own_key(path, pipe) if leaf.own else path
-        kind = _kind(tensor, shape)
-        other = self.facts["leaves"].setdefault(key, [*kind, None])
-        if other[:2] != kind[:2]:
-            raise CheckpointError(
-                f"the tied leaves {path!r} differ: {other[:2]} and {kind[:2]}; tie equal leaves"
-            )
-        rank = pipe.config.rank_here(here.stage)
-        ranks = pipe.placement.ranks_of(here.stage)
-        write = rank == ranks[0] and leaf.home in (None, here.stage)
-        replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
-        # replicas update states of their own, and the first one counts
-        repeated = not here.state and (leaf.home is not None or replicas)
-        if ours and (write or repeated):
-            where = f"stage {here.stage} on rank {rank}"
-            self.places.append(Place(key, tensor, shape, *span, where, write, repeated))
-        return ["leaf", path]
+        holding.places.append(Place(path, tensor, shape, 0, tensor.numel()))
+    return ["leaf", path]
 
-    def _is_ours(self, here: StageTree, leaf: StageLeaf, path: str) -> bool:
-        """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
-        copies = self.pipe.copies
-        if copies is None or leaf.own:
-            return True
-        if here.state:  # copies have seen other data: that of the first one
-            return copies.part == 0
-        return zlib.crc32(path.encode()) % copies.group.size == copies.part
+
+def _by_parameter(holding: Holding, here: StageTree, slot: str) -> None:
+    """Describe what a list by stage has for each parameter of a stage."""
+    nodes = holding.facts["slots"].setdefault(slot, {})
+    for leaf in here.leaves:
+        paths = set[str]()
+
+        def special(part: object, path: str, leaf=leaf, paths=paths) -> object:
+            if not tree.is_tensor(part):
+                return NotImplemented
+            if path in paths:
+                raise _same_name(path)
+            paths.add(path)
+            return _part(holding, here, leaf, plain(part, path), path)
+
+        node = to_node(leaf.value, f"{slot}/{leaf.key}", special)
+        _merge(nodes, {leaf.key: node}, f"{slot}: ")
+
+
+def _part(holding: Holding, here: StageTree, leaf: StageLeaf, tensor: Tensor, path: str) -> Node:
+    """Describe a tensor of one stage."""
+    pipe = holding.pipe
+    shape = tuple(tensor.shape)
+    if leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],):  # a part
+        shape = leaf.shape
+        span = leaf.span
+        ours = span[0] < span[1]
+    else:
+        span = 0, tensor.numel()
+        ours = _is_ours(pipe, here, leaf, path)
+    key = own_key(path, pipe) if leaf.own else path
+    kind = _kind(tensor, shape)
+    other = holding.facts["leaves"].setdefault(key, [*kind, None])
+    if other[:2] != kind[:2]:
+        raise CheckpointError(
+            f"the tied leaves {path!r} differ: {other[:2]} and {kind[:2]}; tie equal leaves"
+        )
+    rank = pipe.config.rank_here(here.stage)
+    ranks = pipe.placement.ranks_of(here.stage)
+    write = rank == ranks[0] and leaf.home in (None, here.stage)
+    replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
+    # replicas update states of their own, and the first one counts
+    repeated = not here.state and (leaf.home is not None or replicas)
+    if ours and (write or repeated):
+        where = f"stage {here.stage} on rank {rank}"
+        holding.places.append(Place(key, tensor, shape, *span, where, write, repeated))
+    return ["leaf", path]
+
+
+def _is_ours(pipe: Pipe, here: StageTree, leaf: StageLeaf, path: str) -> bool:
+    """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
+    copies = pipe.copies
+    if copies is None or leaf.own:
+        return True
+    if here.state:  # copies have seen other data: that of the first one
+        return copies.part == 0
+    return zlib.crc32(path.encode()) % copies.group.size == copies.part
 
 
 def _same_name(path: str) -> CheckpointError:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,6 @@ class Reader:
     names: Names
     like: Sequence[Tree] | None
     strict: bool
-    checked: set[str] = field(default_factory=set)  # files with the right header
 
     def check(self, wanted: Sequence[str]) -> None:
         """Raise CheckpointError unless the checkpoint has these trees, and the parameters of the
@@ -139,6 +138,11 @@ class Reader:
                     f"{self.folder} has {existing}, not {name!r}; name what to load"
                 )
         assert self.kept is not None  # the checks of parameters
+
+    @cached_property
+    def check_file(self) -> Callable[[str], None]:
+        """Checks the header of a file, once."""
+        return cache(partial(self.manifest.check_file, self.folder))
 
     # ---- templates ----
     @cached_property
@@ -267,9 +271,8 @@ class Reader:
     def _tensor(self, key: str, span: tuple[int, int] | None = None) -> Tensor:
         """A leaf on the host, or elements of it along one axis."""
         leaf = self.existing(key)
-        for file in {piece.file for piece in leaf.pieces} - self.checked:
-            self.manifest.check_file(self.folder, file)
-            self.checked.add(file)
+        for piece in leaf.pieces:
+            self.check_file(piece.file)
         return read_leaf(self.folder, key, leaf, span)
 
 
