@@ -61,13 +61,18 @@ def describe_stage(
     node = to_node(params, "", special, fields=False)
     if rest or not of.parts:
         return found, node
+    _check_composed(found, of, here)
+    return found, None
+
+
+def _check_composed(found: Structures, of: StageNames, here: StageTree) -> None:
+    """Raise CheckpointError unless a stage whose leaves are all in parts can be put together."""
     if tree.flatten(found.expand(of, lambda node, path: 0))[1] != here.spec:
         raise CheckpointError(
             f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are "
             "not nested dicts with these keys, and lists of blocks; use such, so that they can "
             "be put together again"
         )
-    return found, None
 
 
 def nested(rows: Mapping[str, Any], *, lists: bool = False) -> tree.Tree:
