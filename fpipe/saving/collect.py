@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -59,7 +60,8 @@ class Place(NamedTuple):
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
-class Holding(NamedTuple):
+@dataclass(frozen=True)
+class Holding:
     """What this process holds: facts, as they are in a manifest, and tensors.
 
     Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
@@ -68,7 +70,7 @@ class Holding(NamedTuple):
 
     pipe: Pipe
     facts: Facts
-    places: list[Place]
+    places: list[Place] = field(default_factory=list)
 
 
 def stage_trees(
@@ -106,11 +108,13 @@ def collect(
         )
     pipe = names.pipe
     trees, facts = stage_trees(names, params)
-    holding = Holding(pipe, facts, [])
+    holding = Holding(pipe, facts)
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
-    if params is not None:
+    if params is not None:  # which may have stages of other processes too
+        facts["trees"]["params"] = ["stages", "params"]
+        for here in trees.values():
+            _by_parameter(holding, here, "params")
         templates.append(("stages", type(params), trees))
-        more = {"params": params, **more}
     if pipe.config.stateful:
         templates.append(("states", list, names.states()))
 

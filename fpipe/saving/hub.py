@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Other names on disk of the same parameters.
 _OTHER = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
@@ -52,7 +52,7 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
         if "block_sparse_moe" in name:
             plain = ".".join(_OTHER.get(part, part) for part in name.split("."))
         match = _EXPERT.fullmatch(plain)
-        if match is None or match[3] not in sum(_FUSED.values(), ()):
+        if match is None:
             found[plain] = read
         else:
             experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = read

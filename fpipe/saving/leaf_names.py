@@ -40,11 +40,8 @@ def joined(head: str, path: str) -> str:
 
 
 class Part(NamedTuple):
-    """A subtree of a stage's parameters: its path, its name in the model, and numbers of its
-    blocks.
-    """
+    """A subtree of a stage's parameters: its name in the model, and numbers of its blocks."""
 
-    path: str
     name: str
     numbers: tuple[int, ...] | None = None
 
@@ -68,9 +65,9 @@ class StageNames:
         if layers is None:
             return {}
         if not isinstance(layers, Mapping):
-            return {"": Part("", self.stage.name or "layers", tuple(layers))}
+            return {"": Part(self.stage.name or "layers", tuple(layers))}
         return {
-            path: Part(path, value) if isinstance(value, str) else Part(path, path, tuple(value))
+            path: Part(value) if isinstance(value, str) else Part(path, tuple(value))
             for path, value in layers.items()
         }
 
@@ -78,7 +75,7 @@ class StageNames:
     def heads(self) -> dict[str, str]:
         """The names of parts and of numbered blocks, by path; of a stage without them, its own."""
         heads: dict[str, str] = {}
-        for path, name, numbers in self.parts.values():
+        for path, (name, numbers) in self.parts.items():
             if numbers is None:
                 heads[path] = name
             else:

@@ -141,7 +141,7 @@ class Reader:
 
     @cached_property
     def check_file(self) -> Callable[[str], None]:
-        """Raises CheckpointError where the header of a file is wrong; it is read once."""
+        """Checks the header of a file, once."""
         return cache(partial(self.manifest.check_file, self.folder))
 
     # ---- templates ----

@@ -61,13 +61,18 @@ def describe_stage(
     node = to_node(params, "", special, fields=False)
     if rest or not of.parts:
         return found, node
+    _check_composed(found, of, here)
+    return found, None
+
+
+def _check_composed(found: Structures, of: StageNames, here: StageTree) -> None:
+    """Raise CheckpointError unless a stage whose leaves are all in parts can be put together."""
     if tree.flatten(found.expand(of, lambda node, path: 0))[1] != here.spec:
         raise CheckpointError(
             f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are "
             "not nested dicts with these keys, and lists of blocks; use such, so that they can "
             "be put together again"
         )
-    return found, None
 
 
 def nested(rows: Mapping[str, Any], *, lists: bool = False) -> tree.Tree:
@@ -150,7 +155,7 @@ class Structures(NamedTuple):
             whole = node_of(
                 {
                     path: ["part", name] if numbers is None else ["layers", name, "list"]
-                    for path, name, numbers in of.parts.values()
+                    for path, (name, numbers) in of.parts.items()
                 }
             )
         return from_node(whole, "", special)

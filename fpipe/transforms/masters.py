@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..tree import tree_map
 from .boards import wide
-from .leaves import Column, places, scaled
+from .leaves import Column, scaled
 from .transform import Params, Pass, State, Transform, added, one_pass, run, weights_of
 
 #: Dtypes of parameters that get a copy.
@@ -65,12 +65,9 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         def is_half(leaf):
             return isinstance(leaf, Tensor) and leaf.dtype in _HALF
 
-        copies = tree_map(lambda leaf: leaf.detach().float() if is_half(leaf) else None, params)
-        at = places(params)
-        columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
-        return MasterState(
-            copies, inner.init(at.tree(leaf if copy is None else copy for copy, leaf in columns))
-        )
+        masters = tree_map(lambda leaf: leaf.detach().float() if is_half(leaf) else leaf, params)
+        copies = tree_map(lambda leaf, copy: None if copy is leaf else copy, params, masters)
+        return MasterState(copies, inner.init(masters))
 
     def body(at, state, params, how):
         before = weights_of(at, params, "master")

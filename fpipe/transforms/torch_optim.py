@@ -8,11 +8,11 @@ This module must not know what an optimizer does, only that its state is a dict 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
@@ -74,7 +74,7 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
         for leaf, gradient, memory in zip(after, at.leaves, memories, strict=True):
             leaf.grad = gradient.detach().to(leaf.dtype)
             if memory:
-                made.state[leaf] = {name: _copied(value) for name, value in memory.items()}
+                made.state[leaf] = deepcopy(memory)
         made.step()
         memories = [dict(made.state.get(leaf, {})) for leaf in after]
         updates = [new.data - old for new, old in zip(after, before, strict=True)]
@@ -95,9 +95,3 @@ def _instance(
         raise TransformError(
             f"from_torch({name}, {given}): {error}; see the arguments of {name}"
         ) from error
-
-
-def _copied(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return value

@@ -223,6 +223,19 @@ def test_stages_that_are_elsewhere_keep_their_names(module: bool, tmp_path: Path
     )
 
 
+def test_parameters_of_stages_elsewhere_are_left_out(tmp_path: Path):
+    """A list that was not placed has all stages on each rank; each writes its own."""
+
+    def on_rank(group: Any) -> None:
+        stages, params, tied = cut(2)
+        pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=group, tied=tied)
+        fpipe.save(tmp_path / "c", pipe, params=params)
+        assert same(fpipe.load(tmp_path / "c", pipe, "params"), pipe.place(params))
+
+    testing.run(on_rank, ranks=2, order="buffered", seed=0)
+    assert Manifest.read(tmp_path / "c").trees == {"params": ["stages", "params"]}
+
+
 # ---- states that stages carry ----
 def test_running_statistics_follow_the_cut(tmp_path: Path):
     """On ranks that have one stage each, into another cut of the module."""
