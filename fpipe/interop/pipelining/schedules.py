@@ -286,19 +286,6 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
     name = "DualPipeV"
 
 
-def of_schedule(
-    schedule: Schedule,
-    stages: Sequence[PipelineStage],
-    loss_fn: Callable[..., Tensor],
-) -> _PipelineScheduleRuntime:
-    """Return the class that runs any schedule of fpipe; gradients are those of the sum of the
-    losses of all microbatches.
-    """
-    runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn, scale_grads=False)
-    runtime._take(schedule)
-    return runtime
-
-
 _CLASSES: dict[str, type[_PipelineSchedule]] = {
     cls.name or cls.__name__: cls
     for cls in (
