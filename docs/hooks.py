@@ -185,14 +185,6 @@ FACTS = {
         None,
         "p even; each stage is on two ranks",
     ),
-    "BitPipe": Facts(
-        "Wu et al. 2024",
-        "2410.19367",
-        "idle (p - 2)/v passes at F = B",
-        "p - (p/2 - 1)/v to p",
-        None,
-        "p even; each stage is on two ranks",
-    ),
     "Hanayo": Facts("Liu et al. 2023", "2308.15762", "m(F + B) + (p - 1)(F + B)/2w at F = B", "p"),
     "Seq1F1B": Facts(
         "Sun et al. 2024",

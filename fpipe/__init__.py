@@ -65,72 +65,68 @@ _MODULES = {
 _NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 if TYPE_CHECKING:
-    from . import devices as devices
-    from . import errors as errors
-    from . import interop as interop
-    from . import testing as testing
-    from . import transforms as transforms
+    from . import (
+        devices as devices,
+        errors as errors,
+        interop as interop,
+        testing as testing,
+        transforms as transforms,
+    )
     from .actions.costs import Costs as Costs
     from .actions.timeline import Timeline as Timeline
     from .collectives.local import local as local
-    from .collectives.setup import adopt as adopt
-    from .collectives.setup import init as init
+    from .collectives.setup import adopt as adopt, init as init
     from .engine.copies import copies as copies
     from .engine.gradients import value_and_grad as value_and_grad
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.padding import pad as pad
-    from .engine.pipeline import Pipeline as Pipeline
-    from .engine.pipeline import pipeline as pipeline
-    from .engine.vjp import grad as grad
-    from .engine.vjp import vjp as vjp
+    from .engine.pipeline import Pipeline as Pipeline, pipeline as pipeline
+    from .engine.vjp import grad as grad, vjp as vjp
     from .errors import FpipeError as FpipeError
-    from .generators import make_schedule as make_schedule
-    from .generators import register_schedule as register_schedule
-    from .generators import schedule_names as schedule_names
-    from .interop.modules import from_module as from_module
-    from .interop.modules import to_module as to_module
+    from .generators import (
+        make_schedule as make_schedule,
+        register_schedule as register_schedule,
+        schedule_names as schedule_names,
+    )
+    from .interop.modules import from_module as from_module, to_module as to_module
     from .passes import ops as ops
     from .passes.debugging import debug as debug
     from .passes.derived.per_example import per_example as per_example
     from .passes.elsewhere.arguments import elsewhere as elsewhere
-    from .passes.profile.profiling import measure_costs as measure_costs
-    from .passes.profile.profiling import profile as profile
+    from .passes.profile.profiling import measure_costs as measure_costs, profile as profile
     from .passes.weighting import weighted as weighted
     from .products.search.auto import auto as auto
     from .products.search.balancing import balance as balance
     from .products.search.packing import pack as pack
-    from .products.search.solve import Solved as Solved
-    from .products.search.solve import solve as solve
+    from .products.search.solve import Solved as Solved, solve as solve
     from .products.training.elastic import elastic as elastic
     from .products.training.launch import launch as launch
     from .products.training.loop import Loop as Loop
     from .programs.program import Programs as Programs
     from .programs.trace_one import trace as trace
-    from .programs.wrappers import block as block
-    from .programs.wrappers import remat as remat
-    from .saving import load as load
-    from .saving import receive as receive
-    from .saving import save as save
-    from .saving import stream as stream
+    from .programs.wrappers import block as block, remat as remat
+    from .saving import load as load, receive as receive, save as save, stream as stream
     from .schedule import *
     from .stage import Stage as Stage
-    from .transforms import Transform as Transform
-    from .transforms import adamw as adamw
-    from .transforms import apply_updates as apply_updates
-    from .transforms import cast as cast
-    from .transforms import chain as chain
-    from .transforms import clip_by_global_norm as clip_by_global_norm
-    from .transforms import dynamic_loss_scale as dynamic_loss_scale
-    from .transforms import from_torch as from_torch
-    from .transforms import global_norm as global_norm
-    from .transforms import masked as masked
-    from .transforms import master as master
-    from .transforms import mean_over as mean_over
-    from .transforms import partition as partition
-    from .transforms import scale as scale
-    from .transforms import scale_by_schedule as scale_by_schedule
-    from .transforms import sgd as sgd
-    from .transforms import skip_nonfinite as skip_nonfinite
+    from .transforms import (
+        Transform as Transform,
+        adamw as adamw,
+        apply_updates as apply_updates,
+        cast as cast,
+        chain as chain,
+        clip_by_global_norm as clip_by_global_norm,
+        dynamic_loss_scale as dynamic_loss_scale,
+        from_torch as from_torch,
+        global_norm as global_norm,
+        masked as masked,
+        master as master,
+        mean_over as mean_over,
+        partition as partition,
+        scale as scale,
+        scale_by_schedule as scale_by_schedule,
+        sgd as sgd,
+        skip_nonfinite as skip_nonfinite,
+    )
 else:
     __all__ = sorted({*_NAMES, *_MODULES})
 

@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from .actions import broken_rules
-from .actions.action import Action, Fused, Placement, Row, joined, plain
+from .actions.action import Action, Fused, Placement, Row, Rows, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, as_costs
 from .actions.product import product
@@ -277,16 +277,7 @@ class Schedule:
             rank 0 | 0B0 0F0
                      ^^^
         """
-        inspected = self._inspection
-        slices = self.slices
-        check_rows(
-            self.rows,
-            self.placement,
-            self.units,
-            training=training,
-            inspected=inspected,
-            slices=slices,
-        )
+        check_rows(self._inspection, training=training)
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -304,17 +295,7 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        costs = as_costs(costs)
-        walked = self._inspection.walk
-        return simulate_rows(
-            self.rows,
-            self.placement,
-            self.units,
-            costs,
-            name=self.name,
-            walked=walked,
-            slices=self.slices,
-        )
+        return simulate_rows(self._inspection, as_costs(costs), self.name)
 
     def _repr_html_(self) -> str:
         """The picture that a notebook shows. F, I and W take 1 for all stages of a rank together. A
@@ -331,4 +312,4 @@ class Schedule:
     @cached_property
     def _inspection(self) -> Inspection:
         """The walk through the rows, which ``check`` and ``simulate`` share."""
-        return inspect_rows(self.rows, self.placement, self.units, self.slices)
+        return inspect_rows(Rows(self.rows, self.placement, self.units, self.slices))

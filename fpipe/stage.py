@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
@@ -106,20 +106,21 @@ class Stage:
     """
 
     fn: Callable[..., Any]
-    aux_loss: bool = field(default=False, kw_only=True)
-    state: bool = field(default=False, kw_only=True)
-    engine: Engine | None = field(default=None, kw_only=True)
-    compile: str | None = field(default=None, kw_only=True)
-    frozen: tuple[str, ...] = field(default=(), kw_only=True)
-    ties: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    name: str = field(default="", kw_only=True)
-    initial_state: Any = field(default=None, kw_only=True, compare=False)
-    carry: bool = field(default=False, kw_only=True)
-    initial_carry: Any = field(default=MISSING, kw_only=True, compare=False)
-    like: Callable[..., Any] | None = field(default=None, kw_only=True)
-    dynamic: Dynamic = field(default=None, kw_only=True)
-    layers: Layers = field(default=None, kw_only=True, compare=False)
-    weights: Mapping[str, Weight] | None = field(default=None, kw_only=True, compare=False)
+    _: KW_ONLY
+    aux_loss: bool = False
+    state: bool = False
+    engine: Engine | None = None
+    compile: str | None = None
+    frozen: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+    name: str = ""
+    initial_state: Any = field(default=None, compare=False)
+    carry: bool = False
+    initial_carry: Any = field(default=MISSING, compare=False)
+    like: Callable[..., Any] | None = None
+    dynamic: Dynamic = None
+    layers: Layers = field(default=None, compare=False)
+    weights: Mapping[str, Weight] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_function("a stage", "(params, x)", self.fn)

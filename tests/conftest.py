@@ -39,7 +39,6 @@ TOGETHER = {
     "test_memory": "memory",
     "test_layout": "layout",
     "test_families": "families",
-    "test_resizing": "resizing",
     **dict.fromkeys(
         (
             "test_huggingface",

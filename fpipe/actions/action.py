@@ -109,6 +109,18 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
         yield from action.parts
 
 
+class Rows(NamedTuple):
+    """The rows of a schedule, with what its numbers mean.
+
+    ``units`` counts the microbatches, or all their ``slices`` where they have some.
+    """
+
+    rows: Sequence[Row]
+    placement: Placement
+    units: int
+    slices: int = 1
+
+
 #: A ScheduleError about a placement.
 refuse = partial(ScheduleError, rule="placement")
 
@@ -131,8 +143,8 @@ class Placement:
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
-    >>> Placement.of([[0, 1, 4], [2, 3]]).rank_of(4)
-    0
+    >>> Placement([[0, 0, 1, 1, 0]], ranks=2)
+    Placement(0: [0, 1, 4], 1: [2, 3])
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -198,58 +210,23 @@ class Placement:
         return cls((sum(crossings, ()),), ranks)
 
     @classmethod
-    def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
-        """From the stages that each rank holds. Each stage is on exactly one rank.
-
-        Args:
-            stages_by_rank: for each rank, its stages.
-
-        Returns:
-            The placement.
-
-        Raises:
-            ScheduleError: if a stage is missing or on two ranks.
-
-        >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
-        True
-        """
-        rank_of: dict[int, int] = {}
-        for rank, held in enumerate(stages_by_rank):
-            for stage in held:
-                if stage in rank_of:
-                    raise refuse(
-                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it "
-                        "on one rank, or build Placement(paths, ranks, route) for replicas"
-                    )
-                rank_of[stage] = rank
-        missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
-        if missing:
-            raise refuse(f"no rank holds stage {missing[0]}; give every stage a rank")
-        return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
-
-    @classmethod
-    def bidirectional(
-        cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1
-    ) -> Placement:
-        """Stages as in ``v(ranks, per_rank)``. The microbatches in ``up`` enter at the last rank.
-
-        For these, rank r has the stages that rank ``ranks - 1 - r`` has for the others.
+    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
+        """Stage ``s`` on rank ``s``; for the microbatches in ``up``, on rank ``ranks - 1 - s``.
 
         Args:
             ranks: how many ranks there are.
             microbatches: how many microbatches there are.
-            up: the numbers of these microbatches.
-            per_rank: how many stages each rank holds for one direction.
+            up: the numbers of the microbatches that enter at the last rank.
 
         Returns:
-            The placement, as of DualPipe and Chimera, and of BitPipe for 2 or more stages a rank.
+            The placement, as of DualPipe and Chimera.
 
         >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
         1
         """
-        (down,), upwards = cls.v(ranks, per_rank).paths, set(up)
-        other = tuple(ranks - 1 - rank for rank in down)
-        return cls((down, other), ranks, tuple(int(m in upwards) for m in range(microbatches)))
+        down = tuple(range(ranks))
+        upwards = set(up)
+        return cls((down, down[::-1]), ranks, tuple(int(m in upwards) for m in range(microbatches)))
 
     # ---- questions ----
     @property

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import permutations
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Placement, Row
+from .action import Action, AnyAction, Fused, Row, Rows
 from .action_kinds import FACTS, KINDS
 from .rule import Blocked, Fact, Walk, needs, needs_slice, provides
 from .text import counted
@@ -22,17 +22,16 @@ _SHOWN_RANKS = 6  # of a circle
 _SHOWN_ACTIONS = 5  # on each side of a place
 
 
-def wrong_size(
-    rows: Sequence[Row], placement: Placement, microbatches: int, slices: int
-) -> ScheduleError:
+def wrong_size(schedule: Rows) -> ScheduleError:
     """The error for rows whose number is not that of ranks, or that have too few actions."""
+    rows, placement, units, slices = schedule
     if len(rows) != placement.ranks:
         what = f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks"
         return ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
     of_slices = f" of {slices} slices" if slices > 1 else ""
     return ScheduleError(
         f"{sum(map(len, rows))} actions cannot fill {placement.stages} stages times "
-        f"{microbatches // slices} microbatches{of_slices}; number both from 0 without gaps, and "
+        f"{units // slices} microbatches{of_slices}; number both from 0 without gaps, and "
         "give each of them its actions",
         rule="count",
     )
@@ -69,10 +68,9 @@ def no_slicing(present: int, slices: object) -> ScheduleError:
     )
 
 
-def wrong_cell(
-    rows: Sequence[Row], placement: Placement, microbatches: int, slices: int
-) -> ScheduleError:
+def wrong_cell(schedule: Rows) -> ScheduleError:
     """The error for a cell that is no action, out of range, on a wrong rank, or there twice."""
+    rows, placement, units, slices = schedule
     done: dict[tuple[int, int], list[tuple[Action, int, int]]] = defaultdict(list)
     for rank, position, cell in _cells(rows):
         fault = partial(_error, rows, rank, position)
@@ -83,8 +81,8 @@ def wrong_cell(
             if not 0 <= stage < placement.stages:
                 has = f"the schedule has {counted(placement.stages, 'stage')}, counted from 0"
                 return fault(f"there is no stage {stage}; {has}", "range")
-            if not 0 <= mb < microbatches:
-                has = counted(microbatches // slices, "microbatch")
+            if not 0 <= mb < units:
+                has = counted(units // slices, "microbatch")
                 what = f"there is no microbatch {mb // slices}"
                 return fault(f"{what}; the schedule has {has}, counted from 0", "range")
             if (home := placement.rank_of(stage, mb)) != rank:
@@ -125,10 +123,11 @@ def _malformed_part(part: object) -> str:
     return ""
 
 
-def wrong_slices(rows: Sequence[Row], placement: Placement, slices: int) -> ScheduleError | None:
+def wrong_slices(schedule: Rows) -> ScheduleError | None:
     """The error for an action without a slice if others have slices, or for slices of a microbatch
     on several paths; None if there is no such action.
     """
+    rows, placement, _, slices = schedule
     for rank, position, part in _parts(rows):
         if part.slices != slices:
             has = f"{part} has {f'{part.slices} slices' if part.slices > 1 else 'no slice'}"
@@ -146,16 +145,10 @@ def wrong_slices(rows: Sequence[Row], placement: Placement, slices: int) -> Sche
 
 
 def missing(
-    rows: Sequence[Row],
-    placement: Placement,
-    stage: int,
-    number: int,
-    ops: Collection[str],
-    *,
-    training: bool,
-    slices: int,
+    schedule: Rows, stage: int, number: int, ops: Collection[str], *, training: bool
 ) -> ScheduleError:
     """The error for a stage and a microbatch, or slice, that has these ops and needs others."""
+    rows, placement, _, slices = schedule
     mb = unit(number, slices)
     rank = placement.rank_of(stage, mb)
     present = [

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
 from . import broken_rules
-from .action import Action, Fused, Placement, Row
+from .action import Action, Fused, Row, Rows
 from .dependencies import walk
 from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
 from .rule import Walk
@@ -39,32 +39,23 @@ from .unit import Slice
 
 
 class Inspection(NamedTuple):
-    """What a check finds in rows.
+    """What a check finds in the rows of a schedule.
 
-    ``seen`` has the ops that occur, as the sum of their bits, at ``stage * microbatches + mb``.
+    ``seen`` has the ops that occur, as the sum of their bits, at ``stage * units + unit``.
     ``walk`` has an order of the actions.
     """
 
+    schedule: Rows
     seen: bytearray
     walk: Walk
 
 
-def check_rows(
-    rows: Sequence[Row],
-    placement: Placement,
-    microbatches: int,
-    *,
-    training: bool = True,
-    inspected: Inspection | None = None,
-    slices: int = 1,
-) -> None:
+def check_rows(inspected: Inspection, *, training: bool = True) -> None:
     """Raise ScheduleError for the first broken rule. ``training=False`` requires F alone.
 
-    ``inspected`` is the result of :func:`inspect_rows` for these rows, if the caller has it.
-    ``microbatches`` counts slices if microbatches have slices.
-
+    >>> from fpipe import Placement
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
-    >>> check_rows(rows, Placement.loop(2), 1)
+    >>> check_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)))
     Traceback (most recent call last):
         ...
     fpipe.errors.ScheduleError: rank 1, position 0 (1B0): it needs the output of 1F0, which stands
@@ -72,45 +63,44 @@ def check_rows(
         rank 1 | 1B0 1F0
                  ^^^
     """
-    seen, walked = inspected or inspect_rows(rows, placement, microbatches, slices)
+    schedule, seen, walked = inspected
+    rows, placement, units, slices = schedule
     complete = TRAINED if training else FORWARD
-    if sum(map(seen.count, complete)) != placement.stages * microbatches:
+    if sum(map(seen.count, complete)) != placement.stages * units:
         index = next(index for index, bits in enumerate(seen) if bits not in complete)
         ops = frozenset(op for op, bit in BIT.items() if seen[index] & bit)
-        raise broken_rules.missing(
-            rows, placement, *divmod(index, microbatches), ops, training=training, slices=slices
-        )
+        raise broken_rules.missing(schedule, *divmod(index, units), ops, training=training)
     if walked.blocked:
         raise broken_rules.stuck(rows, placement.stages, walked)
     if slices > 1 and (fault := broken_rules.wrong_slice_order(rows)):
         raise fault
 
 
-def inspect_rows(
-    rows: Sequence[Row], placement: Placement, microbatches: int, slices: int = 1
-) -> Inspection:
+def inspect_rows(schedule: Rows) -> Inspection:
     """Check the first four rules and that no action occurs twice, and walk through the rows.
 
     Actions may be missing, or blocked.
 
+    >>> from fpipe import Placement
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))]
-    >>> list(inspect_rows(rows, Placement.loop(1), 2).seen)
+    >>> list(inspect_rows(Rows(rows, Placement.loop(1), 2)).seen)
     [3, 1]
     """
-    if len(rows) != placement.ranks or placement.stages * microbatches > most_units(rows):
-        raise broken_rules.wrong_size(rows, placement, microbatches, slices)
+    rows, placement, units, slices = schedule
+    if len(rows) != placement.ranks or placement.stages * units > most_units(rows):
+        raise broken_rules.wrong_size(schedule)
     try:
         cut = slices > 1 or any(
             Slice in set(map(type, map(itemgetter(2), _parts(row)))) for row in rows
         )
-        if cut and (fault := broken_rules.wrong_slices(rows, placement, slices)):
+        if cut and (fault := broken_rules.wrong_slices(schedule)):
             raise fault
-        seen, ordered = _tally(rows, placement, microbatches)
+        seen, ordered = _tally(schedule)
     except ScheduleError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a wrong cell
-        raise broken_rules.wrong_cell(rows, placement, microbatches, slices) from None
-    return Inspection(seen, walk(rows, placement.stages, microbatches, ordered=ordered))
+        raise broken_rules.wrong_cell(schedule) from None
+    return Inspection(schedule, seen, walk(rows, placement.stages, units, ordered=ordered))
 
 
 def most_units(rows: Sequence[Row]) -> int:
@@ -120,16 +110,17 @@ def most_units(rows: Sequence[Row]) -> int:
     return 100_000 + 100 * sum(map(len, rows))
 
 
-def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
+def _tally(schedule: Rows) -> tuple[bytearray, bool]:
     """Which ops occur, and whether the rows are ``ordered``, so that ``walk`` may run them faster.
 
     Raises ValueError or KeyError if a cell breaks a rule.
     """
-    paths = [placement.path(microbatch) for microbatch in range(microbatches)]
+    rows, placement, units, _ = schedule
+    paths = list(map(placement.path, range(units)))
     owners = {path: dict(enumerate(path)) for path in set(paths)}
     # Both levels are dictionaries, so that a number out of range raises KeyError.
     where = {microbatch: owners[path] for microbatch, path in enumerate(paths)}
-    seen = bytearray(placement.stages * microbatches)
+    seen = bytearray(placement.stages * units)
     fused = False
     for rank, row in enumerate(rows):
         parts = _parts(row)
@@ -137,7 +128,7 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tupl
         for stage, op, microbatch in parts:
             if where[microbatch][stage] != rank:
                 raise ValueError
-            at = stage * microbatches + microbatch
+            at = stage * units + microbatch
             # Where the op breaks a rule, AFTER has 256. A bytearray raises ValueError for that.
             seen[at] = AFTER[op][seen[at]]
     return seen.translate(ALL_OPS), not fused and max(seen, default=0) < EARLY

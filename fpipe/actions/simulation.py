@@ -16,7 +16,7 @@ from typing import TypeAlias
 from .action import Action, AnyAction, Placement, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
-from .check import inspect_rows
+from .check import Inspection
 from .costs import Beside, Costs, Predict, number
 from .dependencies import Facts
 from .rule import Walk
@@ -34,31 +34,22 @@ _Times: TypeAlias = (
 )
 
 
-def simulate_rows(
-    rows: tuple[Row, ...],
-    placement: Placement,
-    microbatches: int,
-    costs: Costs,
-    *,
-    name: str = "",
-    walked: Walk | None = None,
-    slices: int = 1,
-) -> Timeline:
-    """The timeline of these rows. ``walked`` is their walk, if the caller has it.
+def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeline:
+    """The timeline of these rows. Costs are those of whole microbatches.
 
-    ``microbatches`` counts slices if microbatches have slices. Costs are those of whole
-    microbatches.
-
+    >>> from fpipe.actions.action import Rows
+    >>> from fpipe.actions.check import inspect_rows
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
-    >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
+    >>> simulate_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)), Costs(comm=0.5)).total
     7.0
     """
-    walked = walked or inspect_rows(rows, placement, microbatches, slices).walk
+    rows, placement, units, slices = inspected.schedule
+    walked = inspected.walk
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
-    sizes = costs.of_units("size", microbatches, slices)
-    facts = Facts(stages, microbatches)
+    sizes = costs.of_units("size", units, slices)
+    facts = Facts(stages, units)
     steps = _steps_of_all(facts, placement, costs, sizes, slices)
     overlap_cost = costs.overlap
     if not callable(overlap_cost):
@@ -68,11 +59,11 @@ def simulate_rows(
         overlap = partial(_overlapped, overlap_cost, slices)
     starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
-        rows,
+        tuple(rows),
         starts,
         ends,
         placement,
-        microbatches,
+        units,
         causes,
         memory=costs.memory(stages),
         boundary=costs.spread("boundary", stages - 1),
@@ -84,7 +75,7 @@ def simulate_rows(
 
 
 def _run(
-    rows: tuple[Row, ...],
+    rows: Sequence[Row],
     walked: Walk,
     steps: Sequence[Mapping[str, Sequence[_Step]]],
     facts: Facts,

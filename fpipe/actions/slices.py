@@ -17,15 +17,8 @@ def sliced_rows(rows: Sequence[Row], slices: int) -> tuple[Row, ...]:
 def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
     """An action as one for each slice. Parts of a fused action may go in different directions."""
     for step in range(slices):
-
-        def at(part: Action, step: int = step) -> int:
-            if part.op == "F":
-                return step
-            return slices - 1 - step
-
-        yield joined(
-            [
-                part._replace(microbatch=Slice(part.microbatch, at(part), slices))
-                for part in action.parts
-            ]
-        )
+        parts: list[Action] = []
+        for part in action.parts:
+            at = step if part.op == "F" else slices - 1 - step
+            parts.append(part._replace(microbatch=Slice(part.microbatch, at, slices)))
+        yield joined(parts)

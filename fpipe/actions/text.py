@@ -23,7 +23,6 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 from .action import Action, AnyAction, Fused, Row
 from .action_kinds import OPS
-from .progress_line import Track
 from .unit import unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
@@ -83,8 +82,8 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
-    """The rows that :func:`format_rows` wrote. ``track`` yields the lines, and may count them.
+def parse_rows(text: str) -> tuple[Row, ...]:
+    """The rows that :func:`format_rows` wrote.
 
     >>> parse_rows("[0F0, 0B0]")
     ((0F0, 0B0),)
@@ -103,7 +102,7 @@ def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
         )
     slices = _slices(text)
     rows: list[Row] = []
-    for number, line in enumerate(track(_lines(text)), 1):
+    for number, line in enumerate(_lines(text), 1):
         body = line.strip(_BLANK)
         if not body:
             continue
@@ -119,8 +118,8 @@ def parse_rows(text: str, track: Track = iter) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
-    """The rows of a CSV, without the cells that are not compute. ``track`` is as above.
+def parse_csv(text: str) -> tuple[Row, ...]:
+    """The rows of a CSV, without the cells that are not compute.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
@@ -130,7 +129,7 @@ def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
         lines.pop()
     slices = _slices(text)
     rows: list[Row] = []
-    for rank, line in enumerate(track(lines)):
+    for rank, line in enumerate(lines):
         place = _Line(line, rank + 1, rank, slices)
         rows.append(tuple(_cells(line, place, 0, csv=True)))
     return tuple(rows)

@@ -5,6 +5,7 @@ package.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -32,12 +33,9 @@ def connection(store: Store, timeout: timedelta) -> Store:
     """A separate connection to the same store with a separate time-out; the store itself if it has
     no connections.
     """
-    clone = getattr(store, "clone", None)
-    try:
-        store = store if clone is None else clone()
+    with suppress(RuntimeError):  # a store in memory
+        store = getattr(store, "clone", lambda: store)()
         store.set_timeout(timeout)
-    except (RuntimeError, NotImplementedError):  # a store in memory
-        pass
     return store
 
 

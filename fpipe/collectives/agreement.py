@@ -26,13 +26,12 @@ from .faults import FaultMonitor
 from .group import Facts
 
 if TYPE_CHECKING:
-    from .shared_memory.board import Board
+    from .shared_memory.outbox import Board
 
 _MASK = 2**62 - 1
 _HEADER = 2**31 - 1
 _STEP = 0x9E3779B1  #: between the digests of two groups of the same ranks
 _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
-_POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
 #: seconds for the other ranks to read that this one refuses a call: its process may end then
@@ -207,20 +206,11 @@ class Agreement:
         """The error that all ranks raise. The group cannot be used again, unless a rank refused the
         call.
         """
-        by_rank = self._facts_of_all()
-        refused = refusal(by_rank, self._monitor.names)
-        if refused is not None:
-            self.refusal = refused
-            return refused
-        difference = Difference.of(by_rank)
-        if difference is not None:
-            text = difference.text(self._monitor.names)
+        error = disagreement(self._facts_of_all(), self._monitor.names)
+        if isinstance(error, PeerError):
+            self.refusal = error
         else:
-            known = ", ".join(str(self._monitor.names[rank]) for rank in by_rank)
-            text = f"ranks run different calls (known are those of rank {known}); "
-            text += _REMEDIES["call"]
-        error = MismatchError(f"{text}. This group cannot be used again")
-        self._monitor.end(error)
+            self._monitor.end(error)
         return error
 
     def _facts_of_all(self) -> dict[int, Facts]:
@@ -232,7 +222,7 @@ class Agreement:
         try:
             self._store.set(self._key(me), encode(mine))
             for rank in range(self._monitor.size):
-                if self._store.appears(self._key(rank), end, _POLL):
+                if self._store.appears(self._key(rank), end):
                     by_rank[rank] = decode(self._store.get(self._key(rank)))
             # the process of rank 0 may host the store, and may exit right after
             self._wait_for_readers(by_rank if me == 0 else (), end)
@@ -247,7 +237,7 @@ class Agreement:
     def _wait_for_readers(self, ranks: Iterable[int], end: float) -> None:
         """Say that this rank has read all facts, and wait until these ranks have, or the end."""
         self._store.set(f"{self._key(self._monitor.rank)}/read", "")
-        all(self._store.appears(f"{self._key(rank)}/read", end, _POLL) for rank in ranks)
+        all(self._store.appears(f"{self._key(rank)}/read", end) for rank in ranks)
 
 
 def refusing(error: BaseException) -> Facts:
@@ -255,24 +245,39 @@ def refusing(error: BaseException) -> Facts:
     return {_REFUSAL: f"{type(error).__name__}: {error}"}
 
 
-def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | None:
-    """The error of the other ranks if one of them refused the call."""
+def disagreement(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | MismatchError:
+    """The error of ranks that do not run the same call: a PeerError if one of them refused it."""
     for rank, facts in by_rank.items():
         if _REFUSAL in facts:
             return PeerError(
                 f"rank {names[rank]} refused the arguments of this call, so no rank completes it: "
                 f"{facts[_REFUSAL]}. All ranks can go on with their next call"
             )
-    return None
+    difference = Difference.of(by_rank)
+    if difference is not None:
+        text = difference.text(names)
+    else:
+        known = ", ".join(str(names[rank]) for rank in by_rank)
+        text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+    return MismatchError(f"{text}. This group cannot be used again")
 
 
 class Reduced(NamedTuple):
     """The digests of a call, compared by a reduction that runs beside it."""
 
-    digest: int
-    both: torch.Tensor  # the largest digest, and the smallest, negated
+    digests: list[int]  # that of the call, and the same negated
+    both: torch.Tensor  # the largest of each
     work: dist.Work
     poll: float = 0.0  # seconds to look before the first pause, which ends with the reduction
+
+    @classmethod
+    def announced(cls, pg: dist.ProcessGroup, number: int, digest: int) -> Reduced:
+        """The exchange over a backend: one reduction per call, by the process group itself, since
+        ``dist.all_reduce`` costs twice the time.
+        """
+        digests = [digest, -digest]
+        both = torch.tensor(digests, dtype=torch.int64, device="cpu")
+        return cls(digests, both, pg.allreduce([both], dist.ReduceOp.MAX))
 
     def equal(self) -> bool | None:
         """Whether the digests of all ranks are equal; None while one is missing. Never blocks."""
@@ -280,7 +285,7 @@ class Reduced(NamedTuple):
             return None
         # it is complete: this returns at once, or raises the error of the backend
         self.work.wait()
-        return self.both.tolist() == [self.digest, -self.digest]
+        return self.both.tolist() == self.digests
 
     def missing(self) -> None:
         """The rank whose digest is missing: it is not known."""
@@ -293,17 +298,3 @@ class Reduced(NamedTuple):
     def gone(self) -> str:
         """Why the digests that are missing will not come: it is not known."""
         return ""
-
-
-def reduced(pg: dist.ProcessGroup) -> Callable[[int, int], Reduced]:
-    """The exchange over a backend: one reduction per call, by the process group itself, since
-    ``dist.all_reduce`` costs twice the time.
-    """
-    options = dist.AllreduceOptions()  # pyright: ignore[reportPrivateImportUsage]
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-
-    def start(number: int, digest: int) -> Reduced:
-        both = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        return Reduced(digest, both, pg.allreduce([both], options))
-
-    return start

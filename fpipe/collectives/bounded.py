@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose calls end in time.
+"""Calls that end in time: of a function that cannot be interrupted, and of the store of a job.
 
 ``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait
 for ever while the process or the machine of the store is stopped or cut off. Here each call runs on
@@ -10,21 +10,61 @@ its connection. This module must not know keys.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ._store import Store, connection, default_store, prefixed
-from .waiting import CallTimeoutError, within
 
 T = TypeVar("T")
-#: seconds between the first two looks for a key; each further pause is twice as long
-_FIRST = 0.0005
+#: seconds between the first two looks for a key; each further pause is twice as long, at most _LAST
+_FIRST, _LAST = 0.0005, 0.02
 #: seconds that the store has for an answer, also where less is left: it may be busy
 _SHORTEST = 1.0
+_CHECKED = 0.02  #: seconds between two checks of a call
+
+
+class CallTimeoutError(RuntimeError):
+    """A call did not return in time."""
+
+
+def within(
+    seconds: float, function: Callable[[], T], check: Callable[[], object] | None = None
+) -> T:
+    """The result of a function that runs in a thread of its own. Raises what it raises, or
+    CallTimeoutError after so many seconds; then the thread goes on.
+
+    ``check`` is called regularly meanwhile, and may raise an error that ends the wait.
+
+    >>> within(1.0, lambda: 3)
+    3
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fpipe-waits", daemon=True).start()
+    end = time.monotonic() + seconds
+    while True:
+        left = end - time.monotonic()
+        try:
+            return future.result(left if check is None else min(left, _CHECKED))
+        except TimeoutError:
+            if future.done():  # just now, or the function raised it
+                return future.result()
+        if check is not None:
+            check()
+        if time.monotonic() >= end:
+            raise CallTimeoutError("timed out")
 
 
 class StoreLostError(RuntimeError):
@@ -63,7 +103,7 @@ class BoundedStore:
 
     >>> import torch.distributed as dist
     >>> store = BoundedStore(dist.HashStore(), 5.0)
-    >>> store.set("key", b"value"), store.check(["key"]), store.get("key"), store.add("count", 1)
+    >>> store.set("key", b"value"), store.check("key"), store.get("key"), store.add("count", 1)
     (None, True, b'value', 1)
     """
 
@@ -82,25 +122,24 @@ class BoundedStore:
         """The value of a key that is set."""
         return self._run(lambda store: store.get(key))
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
-        return self._run(lambda store: store.check(list(keys)))
+    def check(self, key: str) -> bool:
+        """Whether a key is set."""
+        return self._run(lambda store: store.check([key]))
 
-    def appears(self, key: str, end: float, pause: float, until: float = float("inf")) -> bool:
+    def appears(self, key: str, end: float, until: float = float("inf")) -> bool:
         """Wait until a key is set, at most until ``end`` of ``time.monotonic``; whether it is.
 
         A wait in parts ends at ``until``, and the store has until ``end`` for each answer. It
-        polls, with pauses of up to ``pause`` seconds: a blocking wait of the store prints warnings
-        if it ends without a result.
+        polls: a blocking wait of the store prints warnings if it ends without a result.
         """
-        wait = min(_FIRST, pause)
+        wait = _FIRST
         while not self._run(
             lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())
         ):
             if time.monotonic() >= min(end, until):
                 return False
             time.sleep(wait)
-            wait = min(2 * wait, pause)
+            wait = min(2 * wait, _LAST)
         return True
 
     def add(self, key: str, number: int) -> int:

@@ -7,8 +7,8 @@ a message is the header of its call, so messages of different calls never meet. 
 needs one order for both directions of a pair, each direction has a process group. Sends keep their
 buffers until they are settled: the plan derives from what it receives which of its sends were
 received. No send waits before that, since a limit on the number of sends under way could deadlock
-two ranks. Ranks of one host share memory in place of the backend. This module must not know
-schedules.
+two ranks. Where all ranks are on one host, they share memory in place of the backend. This module
+must not know schedules.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ from torch import Tensor
 from ..devices import kind
 from ..errors import GroupError
 from ._store import backends as backends_of
-from .agreement import Agreement, reduced
-from .bounded import of_group
+from .agreement import Agreement, Reduced
+from .bounded import of_group, within
 from .capabilities import Capabilities, reduction, sending
 from .faults import FaultMonitor
-from .group import Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
+from .group import (
+    Facts,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    in_order,
+    required,
+)
 from .journal import Journal
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
-from .shared_memory import SWITCH, connect
-from .waiting import within
-from .wire import WireFormat, wire_format
+from .shared_memory import connect
+from .wire import WireFormat, as_bytes, wire_format
 
 if TYPE_CHECKING:
     from .shared_memory.mailboxes import SharedMemory
@@ -71,10 +81,7 @@ class C10dGroup(Group):
         method = sending(self.can, self.cpu)
         self.strict = not method.early
         self._staged = method.staged
-        if method.staged and self.cpu is not None:
-            carrier = self.cpu
-        else:
-            carrier = self.can
+        carrier = (method.staged and self.cpu) or self.can
         self._tagged = carrier.habit("tags")
         # A backend that works on streams is waited for by the stream: a time-out would block this
         # thread instead.
@@ -103,26 +110,17 @@ class C10dGroup(Group):
         """Choose the exchange of digests, and connect with the ranks of this host."""
         if self.size == 1 or backends_of(self.pg).get("cpu") != "gloo":
             return
-        self._agreement.exchange = reduced(self.pg)
+        self._agreement.exchange = partial(Reduced.announced, self.pg)
         if self._device.type != "cpu":
             return
-        gather = self._rendezvous.gather
-        self._memory, self.at_once = connect(self._monitor, self._agreement, gather)
-        if self._memory is not None and self.at_once:
-            self._agreement.exchange = self._memory.exchange
+        with self._monitor.connecting():
+            memory = connect(self._monitor, self._agreement, self._rendezvous.gather)
+        if memory is not None:
+            self._memory, self.at_once = memory, True
+            self._agreement.exchange = memory.exchange
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
-
-    @property
-    def carried(self) -> str:
-        """How messages are sent, as text; empty where the backend sends all."""
-        if self._memory is None:
-            return ""
-        text = f"through shared memory ({SWITCH}=0 turns it off)"
-        if self.at_once:
-            return text
-        return f"{text}, by the backend with ranks of other hosts"
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
@@ -130,21 +128,13 @@ class C10dGroup(Group):
             return self._device
         return torch.device(self._device.type)
 
-    def _near(self, rank: int) -> SharedMemory | None:
-        """The memory shared with a rank; None for messages by the backend."""
-        memory = self._memory
-        if memory is not None and rank in memory:
-            return memory
-        return None
-
     # ---- messages ----
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """Through shared memory, or with buffers that are kept until the send is done."""
         self._check_rank(src, "send")
         form = wire_format(specs)
-        memory = self._near(dst)
-        if memory is not None:
-            return memory.sender(form, dst)
+        if self._memory is not None:
+            return self._memory.sender(form, dst)
         pg = self._group_of(src, dst)
         queue = self._sent[dst]
 
@@ -171,9 +161,8 @@ class C10dGroup(Group):
         """Through shared memory, messages need no buffer in advance."""
         self._check_rank(dst, "receive")
         form = wire_format(specs)
-        memory = self._near(src)
-        if memory is not None:
-            return Receiver(partial(memory.recv, form, src), memory.fetcher(form, src))
+        if self._memory is not None:
+            return Receiver(partial(self._memory.recv, form, src), self._memory.fetcher(form, src))
         pg = self._group_of(src, dst)
 
         def post() -> Work:
@@ -232,7 +221,7 @@ class C10dGroup(Group):
     ) -> list[dist.Work]:
         tag = self._agreement.tag if self._tagged else 0
         try:
-            return [call([_bytes(buffer)], peer, tag) for buffer in buffers]
+            return [call([as_bytes(buffer)], peer, tag) for buffer in buffers]
         except RuntimeError as error:
             raise self._monitor.diagnose(error, peer, doing) from error
 
@@ -298,33 +287,24 @@ class C10dGroup(Group):
 
     # ---- all ranks ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
-        """Broadcast, as bytes; through shared memory if every two ranks use it."""
+        """By messages through shared memory, else by broadcasts of bytes."""
         self._check()
-        mine = tensors if src == self.rank else None
-        if src == self.rank and mine is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        mine = required(tensors, src) if src == self.rank else None
         form = wire_format(specs)
-        if self._memory is not None and self.at_once:
+        if self._memory is not None:
             return self._memory.share(form, mine, src)
-        if self._through_cpu("broadcast"):
-            device = _CPU
-        else:
-            device = self._device
+        device = _CPU if self._staged else self._device
         if mine is None:
             buffers = form.empty(device)
-            peer = src
-            doing = "for the shared tensors of"
+            peer, doing = src, "for the shared tensors of"
         else:
             buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
-            peer = None
-            doing = "to share with"
+            peer, doing = None, "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
-                flat = _bytes(buffer)
+                flat = as_bytes(buffer)
                 self._wait(dist.broadcast(flat, group=self.pg, group_src=src, async_op=True))
-        if mine is None:
-            return self._received(form, buffers)
-        return mine
+        return self._received(form, buffers) if mine is None else mine
 
     def _received(self, form: WireFormat, buffers: Sequence[Tensor]) -> Tensors:
         """The tensors of a message, on the device of this rank."""
@@ -338,14 +318,9 @@ class C10dGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """Start all_reduce."""
         self._check()
-        if memory.device.type == "cpu" and self.cpu is not None:
-            can = self.cpu
-        else:
-            can = self.can
+        can = (memory.device.type == "cpu" and self.cpu) or self.can
         method = reduction(can, op, memory.dtype, self.cpu)
-        native = (self.cpu if method.staged and self.cpu is not None else can).can(
-            "parts", method.carry
-        )
+        native = ((method.staged and self.cpu) or can).can("parts", method.carry)
         return self._started(
             lambda: start_reduce(memory, method, self.pg, scatter, native), f"for the {op} with"
         )
@@ -353,7 +328,7 @@ class C10dGroup(Group):
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
         self._check()
-        staged = memory.device.type != "cpu" and self._through_cpu("gather")
+        staged = self._staged and memory.device.type != "cpu"
         return self._started(lambda: start_gather(memory, staged, self.pg), "for the parts of")
 
     def _started(self, start: Callable[[], Started], doing: str) -> Pending:
@@ -383,9 +358,6 @@ class C10dGroup(Group):
         self._monitor.check()
         if self._agreement.refusal is not None:
             self._leave()
-
-    def _through_cpu(self, what: str) -> bool:
-        return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
@@ -423,10 +395,7 @@ def _capabilities(
             f"{device.type}; start it with backend={kind(device.type).backends!r}"
         )
     separate = "cpu" in backends and device.type != "cpu"
-    if separate:
-        cpu = Capabilities.of("cpu", backends["cpu"])
-    else:
-        cpu = None
+    cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
     return Capabilities.of(device.type, backends[device.type]), cpu
 
 
@@ -437,10 +406,6 @@ def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
     return twin
-
-
-def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.view(-1).view(torch.uint8)
 
 
 def _completed(works: Sequence[dist.Work]) -> bool:

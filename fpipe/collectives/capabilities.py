@@ -17,7 +17,6 @@ messages        as bytes; one process group per direction where a pair has one o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,12 +54,11 @@ def dtype_class(dtype: torch.dtype) -> str:
     return _CLASS.get(dtype, "odd")
 
 
-@dataclass(frozen=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """What one backend supports on one type of device.
 
     ``dtypes`` are the classes of dtypes, separated by blanks, of each reduction (sum, max, min) and
-    each move (p2p, broadcast, gather, and "parts": reduce-scatter). ``habits`` are properties of
+    each move (p2p, gather, and "parts": reduce-scatter). ``habits`` are properties of
     sending. "tags": a tag selects the message. "early": a receive may be posted before a send of
     the same rank. "crossed": both directions of a pair in one process group, in any order.
 
@@ -92,7 +90,7 @@ class Capabilities:
         return what in self.habits.split()
 
 
-_MOVES = ("p2p", "broadcast", "gather")
+_MOVES = ("p2p", "gather")
 #: What the documentation of torch.distributed demands of every backend.
 _BASE = {"sum": "float", **dict.fromkeys(_MOVES, "float int")}
 _COMMON = "float half int"
@@ -106,7 +104,7 @@ TABLE: tuple[Capabilities, ...] = (
             "sum": _MOST,
             **dict.fromkeys(("max", "min"), "float half int bool"),
             "p2p": " ".join(DTYPES),
-            **dict.fromkeys(("broadcast", "gather", "parts"), _MOST),
+            **dict.fromkeys(("gather", "parts"), _MOST),
         },
         "tags early crossed",
     ),

@@ -82,7 +82,8 @@ class FaultMonitor:
 
         gloo refuses a receive from a rank whose process has ended, on whichever host.
         """
-        if self.journal.failure(self.names[rank]):
+        entry = self.last(rank)
+        if entry is not None and entry.failure is not None:
             raise RuntimeError("it failed")
         if self._pg is not None and backends(self._pg).get("cpu") == "gloo":
             self._pg.recv([torch.empty(1, device="cpu")], rank, _PROBE)
@@ -230,8 +231,8 @@ class FaultMonitor:
 
     def _mismatch(self, suspect: int | None) -> MismatchError | None:
         """What a rank raised, if that was a MismatchError: it is then true of every rank."""
-        failure = None if suspect is None else self.journal.failure(suspect)
-        kind, _, text = (failure.failure if failure else "").partition(": ")
+        entry = None if suspect is None else self.journal.last(suspect)
+        kind, _, text = ((entry and entry.failure) or "").partition(": ")
         return MismatchError(text) if kind == MismatchError.__name__ else None
 
     def _without_store(self, trail: Trail, one: bool) -> Trail:
@@ -259,11 +260,8 @@ class FaultMonitor:
         """Which process to examine, with its host and number."""
         processes = [trail.host] if trail.host else []
         if trail.suspect is not None:
-            entry = self.journal.failure(trail.suspect) or self.journal.last(trail.suspect)
-            if entry and entry.where:
-                where = f" ({entry.where})"
-            else:
-                where = ""
+            entry = self.journal.last(trail.suspect)
+            where = f" ({entry.where})" if entry and entry.where else ""
             processes.insert(0, f"rank {trail.suspect}{where}")
         return (
             f"Look at {' and at '.join(processes)} first"

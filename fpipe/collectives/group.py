@@ -121,7 +121,7 @@ class Receiver(NamedTuple):
     If ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction. Otherwise a
     receive needs no buffer in advance, and a plan does nothing at RECV. It calls ``fetch`` when it
     needs the message. If that returns None, it calls ``post``, and waits for this work before it
-    uses the channel again. Either all channels between two ranks have a ``fetch`` or none has.
+    uses the channel again. Either all channels of a group have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]
@@ -174,12 +174,14 @@ class Group(Protocol):
         return self.receiver(src, dst, specs).post()
 
     def settle(self, dst: int, count: int) -> None:
-        """Release the buffers of the ``count`` oldest sends to a rank, which has received them."""
-        ...
+        """Release the buffers of the ``count`` oldest sends to a rank, which has received them, if
+        the group keeps them.
+        """
 
     def flush(self) -> None:
-        """Block until every send of this process is complete, and raise their errors."""
-        ...
+        """Block until every send of this process is complete, if not ``at_once``, and raise their
+        errors.
+        """
 
     def reset(self) -> None:
         """After an error, drop messages that were not received, if the group stays usable."""
@@ -250,8 +252,7 @@ class Group(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return once every process has called it."""
-        ...
+        """Return once every process has called it; at once in groups of one process."""
 
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
@@ -270,8 +271,18 @@ class Group(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Report to the other processes that this one raised. The report may get lost."""
-        ...
+        """Report to other processes, if there are any, that this one raised. The report may get
+        lost.
+        """
+
+
+def required(tensors: Tensors | None, src: int) -> Tensors:
+    """The tensors that the process of rank ``src`` passed to ``share``; GroupError for None."""
+    if tensors is None:
+        raise GroupError(
+            f"share needs the tensors of rank {src}, which is in this process; got None"
+        )
+    return tensors
 
 
 def as_group(option: str, value: object) -> Group:

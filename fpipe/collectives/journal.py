@@ -36,14 +36,15 @@ U = TypeVar("U")
 class Entry(NamedTuple):
     """The state of a rank: its action, the ranks it waits for, its failure, and the writes so far.
 
-    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its
-    host. ``busy``: the seconds for which the process and its children used a processor. ``age``:
-    the seconds since the action began, when this was written: clocks of hosts differ.
+    ``failure``: None before it; the last entry of a rank has it. It is empty if one of ``peers``
+    caused it: by a broken connection if ``lost``. ``where``: its process and host. ``busy``: the
+    seconds for which the process and its children used a processor. ``age``: the seconds since the
+    action began, when this was written: clocks of hosts differ.
     """
 
     note: str
     peers: tuple[int, ...] = ()
-    failure: str = ""
+    failure: str | None = None
     lost: bool = False
     beat: int = 0
     where: str = ""
@@ -88,15 +89,13 @@ class Journal:
         self._watched: tuple[float, Callable[[], object]] | None = None
         self._until = float("inf")
         self._lock = threading.RLock()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=_keep_writing,
-            args=(weakref.ref(self), self._end),
-            name="fpipe-journal",
-            daemon=True,
+        end = threading.Event()
+        thread = threading.Thread(
+            target=_keep_writing, args=(weakref.ref(self), end), name="fpipe-journal", daemon=True
         )
-        self._thread.start()
-        weakref.finalize(self, _stop, self._thread, self._end)
+        thread.start()
+        #: Ends the thread.
+        self.close = weakref.finalize(self, _stop, thread, end)
 
     def note(self, text: str) -> None:
         """Record the newest action; the thread writes it."""
@@ -129,6 +128,8 @@ class Journal:
         """Write changes now, and a sign of life if the last one is old."""
         with self._lock:
             last = self._entry
+            if last.failure is not None:
+                return
             text = self.text
             peers = self.peers
             now = time.monotonic()
@@ -139,8 +140,7 @@ class Journal:
             self._written = now
             age = now - self._begun
             busy = seconds_of_processor()
-            self._entry = Entry(text, peers, "", False, last.beat + 1, self._where, busy, age)
-            self._publish("last", self._entry)
+            self._publish(Entry(text, peers, None, False, last.beat + 1, self._where, busy, age))
 
     def hurry(self, seconds: float = float("inf")) -> float:
         """Use the store for some seconds from now on; returns their end."""
@@ -152,36 +152,30 @@ class Journal:
         connection broke.
         """
         age = time.monotonic() - self._begun
-        self._publish("failed", Entry(self.text, peers, text, lost, where=self._where, age=age))
+        self._publish(Entry(self.text, peers, text, lost, where=self._where, age=age))
 
     def conclude(self, suspect: int | None, text: str) -> None:
         """Publish which rank to examine, and why, unless another rank did."""
         if suspect is not None:
             raw = encode(Conclusion(suspect, text))
-            self._use(lambda store: None if store.check([_FIRST]) else store.set(_FIRST, raw))
+            self._use(lambda store: None if store.check(_FIRST) else store.set(_FIRST, raw))
 
     def last(self, rank: int) -> Entry | None:
         """The newest entry of a rank."""
         return self._read(f"last/{rank}", Entry)
-
-    def failure(self, rank: int) -> Entry | None:
-        """The failure of a rank."""
-        return self._read(f"failed/{rank}", Entry)
 
     @property
     def lost(self) -> bool:
         """Whether the store cannot be reached."""
         return self._gone or self._store.lost
 
-    def close(self) -> None:
-        """End the thread."""
-        _stop(self._thread, self._end)
-
-    def _publish(self, kind: str, entry: Entry) -> None:
-        self._use(lambda store: store.set(f"{kind}/{self._rank}", encode(entry)))
+    def _publish(self, entry: Entry) -> None:
+        with self._lock:  # the thread does not write over a failure
+            self._entry = entry
+            self._use(lambda store: store.set(f"last/{self._rank}", encode(entry)))
 
     def _read(self, key: str, kind: type[T]) -> T | None:
-        value = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
+        value = self._use(lambda store: decode(store.get(key)) if store.check(key) else None)
         if isinstance(value, kind):
             return value
         return None
@@ -210,10 +204,7 @@ def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
     """The thread. Between writes it holds no reference to the journal, so that dropping the journal
     ends it.
     """
-    while not end.is_set():
-        current = journal()
-        if current is None:
-            return
+    while (current := journal()) is not None and not end.is_set():
         current.tick()
         del current
         end.wait(EVERY)

@@ -18,7 +18,19 @@ from torch import Tensor
 
 from ..devices import pick
 from ..errors import DeadlockError, GroupError
-from .group import OPS, Done, Group, Pending, Receiver, Sender, Specs, Tensors, Work, in_order
+from .group import (
+    OPS,
+    Done,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    in_order,
+    required,
+)
 from .wire import as_planned, part_of
 
 
@@ -127,6 +139,9 @@ class LocalGroup(Group):
     def confirm(self) -> None:
         """Return: one process makes the call for all ranks."""
 
+    def flush(self) -> None:
+        """Do nothing: sends are complete when they return."""
+
     def sender(self, src: int, dst: int, specs: Specs) -> Sender:
         """A function that puts a message into its channel, on the device of the receiver. The
         receiver checks it.
@@ -162,8 +177,8 @@ class LocalGroup(Group):
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
         """Request the next message; works may be waited for in any order."""
         sent, requested = self._channel(src, dst)
-        next_message = super().recv(specs, src, dst)
-        return in_order(requested, next_message.wait, lambda before: len(sent) > before)
+        post = self.receiver(src, dst, specs).post
+        return in_order(requested, lambda: post().wait(), lambda before: len(sent) > before)
 
     def _channel(self, src: int, dst: int) -> tuple[deque[Tensors], deque[Pending]]:
         check_channel(src, dst, self.size)
@@ -175,19 +190,10 @@ class LocalGroup(Group):
             sent.clear()
             requested.clear()
 
-    def settle(self, dst: int, count: int) -> None:
-        """Do nothing: sends are complete when they return."""
-
-    def flush(self) -> None:
-        """Do nothing: sends are complete when they return."""
-
     # ---- all ranks, which are in this process ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Return the tensors."""
-        if tensors is None:
-            raise GroupError(
-                f"share needs the tensors of rank {src}, which is in this process; got None"
-            )
+        tensors = required(tensors, src)
         as_planned(tensors, specs, src, src)
         return tensors
 
@@ -209,9 +215,6 @@ class LocalGroup(Group):
         """Return a complete work: this process holds the only part."""
         return Done((part_of(memory, 0, 1),))
 
-    def barrier(self) -> None:
-        """Return at once."""
-
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
         """A function that records a note for :meth:`last_note`."""
@@ -220,9 +223,6 @@ class LocalGroup(Group):
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
         return self._notes.get(rank, "")
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing: there are no other processes."""
 
 
 def check_channel(src: int, dst: int, size: int) -> None:

@@ -16,12 +16,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ..errors import GroupError
 from ._store import Store, prefixed
-from .bounded import BoundedStore, host
-from .waiting import CallTimeoutError, within
+from .bounded import BoundedStore, CallTimeoutError, host, within
 
 #: The latest store, by the address at which the processes meet.
 _MET: dict[tuple[str | None, ...], Store] = {}
-_POLL = 0.01  #: seconds between two looks, at most
 _SHOWN = 8  #: how many missing ranks an error names
 #: seconds for the other ranks to read why the meeting failed, where the store ends with this
 #: process
@@ -90,8 +88,8 @@ def _call_roll(
     store.set(f"{prefix}/here/{rank}", "")
     if store.add(f"{prefix}/count", 1) == size:
         store.set(f"{prefix}/end", "")
-    if not store.appears(f"{prefix}/end", end, _POLL):
-        missing = [other for other in range(size) if not store.check([f"{prefix}/here/{other}"])]
+    if not store.appears(f"{prefix}/end", end):
+        missing = [other for other in range(size) if not store.check(f"{prefix}/here/{other}")]
         store.set(f"{prefix}/end", " ".join(map(str, missing)))
     missing = store.get(f"{prefix}/end").decode().split()
     if missing:

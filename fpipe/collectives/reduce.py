@@ -7,6 +7,7 @@ The functions take over the memory of their arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .capabilities import Reduction
-from .wire import part_of
+from .wire import as_bytes, part_of
 
 _ASK = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "mean": torch.add}
 #: By its name since torch 2.13, or the earlier one.
 _SCATTER: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,7 +54,9 @@ def start_reduce(
     pieces = [carried]
     if method.ask == "gather":
         pieces = [torch.empty_like(carried) for _ in range(size)]
-        work = dist.all_gather(list(map(_raw, pieces)), _raw(carried), group=group, async_op=True)
+        work = dist.all_gather(
+            list(map(as_bytes, pieces)), as_bytes(carried), group=group, async_op=True
+        )
     elif scatter and native:
         pieces = [torch.empty_like(part_of(carried, rank, size))]
         work = _SCATTER(pieces[0], carried, _ASK[method.ask], group=group, async_op=True)
@@ -60,17 +64,10 @@ def start_reduce(
         work = dist.all_reduce(carried, _ASK[method.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
-        if method.ask == "gather":
-            result = add_up(pieces, method.op)
-        else:
-            result = pieces[0]
+        result = reduced(pieces, method, size, memory)
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
-        if method.divide:
-            result = result.div_(size)
-        if memory.dtype == torch.bool:
-            result = result != 0
-        return result.to(memory.device, memory.dtype)
+        return result
 
     return work, finish
 
@@ -80,7 +77,7 @@ def start_gather(memory: Tensor, staged: bool, group: dist.ProcessGroup) -> Star
     carries.
     """
     buffer = memory.cpu() if staged else memory
-    parts = [_raw(part_of(buffer, rank, group.size())) for rank in range(group.size())]
+    parts = [as_bytes(part_of(buffer, rank, group.size())) for rank in range(group.size())]
     work = (
         dist.all_gather(parts, parts[group.rank()].clone(), group=group, async_op=True)
         if memory.numel()
@@ -89,15 +86,12 @@ def start_gather(memory: Tensor, staged: bool, group: dist.ProcessGroup) -> Star
     return work, lambda: memory.copy_(buffer) if staged else memory
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
-def add_up(pieces: Sequence[Tensor], op: str) -> Tensor:
-    """The tensors of all ranks, reduced; a mean is their sum."""
-    if op in ("max", "min"):
-        return (torch.amax if op == "max" else torch.amin)(torch.stack(tuple(pieces)), 0)
-    total = pieces[0]
-    for piece in pieces[1:]:  # by rank: the same order, and so the same bits, everywhere
-        total = total + piece
-    return total
+def reduced(pieces: Sequence[Tensor], method: Reduction, size: int, like: Tensor) -> Tensor:
+    """The result for ``size`` ranks, of the tensors of all or of the one that a backend reduced."""
+    # by rank: the same order, and so the same bits, everywhere
+    total = reduce(_COMBINE[method.op], pieces)
+    if method.divide:
+        total = total / size
+    if like.dtype == torch.bool:
+        total = total != 0
+    return total.to(like.device, like.dtype)

@@ -22,7 +22,6 @@ from .journal import Entry
 
 #: seconds that the rank which hosts the store waits at most for all others to leave a round
 _LINGER = 5.0
-_POLL = 0.02  #: seconds between two polls, at most
 _SLICE = 0.5  #: seconds between two looks at the calls and failures of other ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
@@ -91,7 +90,7 @@ class Rendezvous(NamedTuple):
         now = time.monotonic()
         end = start + seconds
         key = f"round/{number}/{rank}"
-        while not self.store.appears(key, end, _POLL, now + _SLICE):
+        while not self.store.appears(key, end, now + _SLICE):
             now = time.monotonic()
             self.check()
             self._ask(number, next(ranks) % monitor.size)
@@ -108,7 +107,7 @@ class Rendezvous(NamedTuple):
         try:
             self.monitor.ask(rank)
         except RuntimeError as error:
-            if not self.store.check([f"round/{number}/{rank}"]):
+            if not self.store.check(f"round/{number}/{rank}"):
                 raise self.monitor.diagnose(error, rank, "to meet") from error
 
     def _leave(self, number: int) -> None:
@@ -122,7 +121,7 @@ class Rendezvous(NamedTuple):
                 return
             end = time.monotonic() + min(_LINGER, monitor.timeout / 8)
             for other in range(1, monitor.size):
-                store.appears(f"left/{number}/{other}", end, _POLL)
+                store.appears(f"left/{number}/{other}", end)
 
 
 def _traces(before: Entry | None, entry: Entry | None) -> bool:

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..devices import current, kind, pick
 from ..devices.allocator import keep_freed
 from ..errors import FpipeError, GroupError
-from ._store import backends as backends_of
-from ._store import prefixed, set_timeout
+from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
 from .c10d import C10dGroup
 from .capabilities import Capabilities
@@ -46,11 +45,6 @@ class MeshGroup(C10dGroup):
             pg = mesh.get_group(axis)
             if pg is not dist.group.WORLD:
                 set_timeout(pg, timeout)  # some calls of backends ignore that of their wait
-
-    def close(self) -> None:
-        """End the threads of all axes."""
-        for group in (self.dp, self.tp, super()):
-            group.close()
 
 
 def init(

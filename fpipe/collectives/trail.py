@@ -66,10 +66,8 @@ def _walk(
         if rank in seen or rank == me:
             continue
         seen.add(rank)
-        failure = _report(journal, rank, gone)
-        last = journal.last(rank)
-        kind, text = _state(rank, failure, last, gone, rank in silent, not journal.lost)
-        entry = failure or last
+        entry = _last(journal, rank, gone)
+        kind, text = _state(rank, entry, gone, rank in silent, not journal.lost)
         # of ranks that wait in a circle, the last one
         if kind < best.kind or kind == best.kind == _WAITS:
             best = Trail(
@@ -87,42 +85,39 @@ def _walk(
 
 
 def _state(
-    rank: int, failure: Entry | None, last: Entry | None, gone: bool, silent: bool, readable: bool
+    rank: int, entry: Entry | None, gone: bool, silent: bool, readable: bool
 ) -> tuple[int, str]:
     """How likely a rank is the cause, and why."""
-    if failure is not None and not failure.peers:
-        return RAISED, f"rank {rank}{at(failure.note)} raised {failure.failure}"
-    entry = failure or last
-    action = ""
-    if entry is not None:
-        action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
-    no_entry = f"rank {rank} has no journal entry"
-    if failure is None and gone:
-        nothing = ", and left no journal entry" if readable else ""
-        return _GONE, f"rank {rank} is gone{action or nothing}"
-    if failure is None and silent:
-        return _SILENT, f"rank {rank} does not answer{action}" if action else no_entry
     if entry is None:
-        return _WAITS, no_entry if readable else ""
+        if gone:
+            nothing = ", and left no journal entry" if readable else ""
+            return _GONE, f"rank {rank} is gone{nothing}"
+        no_entry = f"rank {rank} has no journal entry"
+        return (_SILENT, no_entry) if silent else (_WAITS, no_entry if readable else "")
+    action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
+    if entry.failure is None and gone:
+        return _GONE, f"rank {rank} is gone{action}"
+    if entry.failure is None and silent:
+        return _SILENT, f"rank {rank} does not answer{action}"
+    if entry.failure is not None and not entry.peers:
+        return RAISED, f"rank {rank}{at(entry.note)} raised {entry.failure}"
     if not entry.peers:
         return _IDLE, f"rank {rank} waits for no rank{action}"
     ranks = f"rank{'s' if len(entry.peers) > 1 else ''} {', '.join(map(str, entry.peers))}"
     return _WAITS, f"rank {rank} waits for {ranks}{action}"
 
 
-def _report(journal: Journal, rank: int, gone: bool) -> Entry | None:
-    """How a rank failed. Its connection may break before it has reported; then this waits for the
-    report.
+def _last(journal: Journal, rank: int, gone: bool) -> Entry | None:
+    """The last entry of a rank. If it is ``gone``, this waits for its report, which may come after
+    the connection broke.
     """
     end = time.monotonic() + _SOON
-    while (
-        (failure := journal.failure(rank)) is None
-        and gone
-        and time.monotonic() < end
-        and not journal.lost
-    ):
+    while True:
+        entry = journal.last(rank)
+        reported = entry is not None and entry.failure is not None
+        if reported or not gone or journal.lost or time.monotonic() > end:
+            return entry
         time.sleep(0.05)
-    return failure
 
 
 def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:
@@ -134,7 +129,7 @@ def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:
     silent = frozenset(
         rank
         for rank, last in before.items()
-        if journal.last(rank) == last and journal.failure(rank) is None
+        if journal.last(rank) == last and (last is None or last.failure is None)
     )
     return frozenset() if journal.lost else silent
 

@@ -28,6 +28,15 @@ ALIGN = 64
 ALONE = 256 * 1024
 
 
+def as_bytes(buffer: Tensor) -> Tensor:
+    """The memory of a contiguous tensor.
+
+    >>> as_bytes(torch.ones(1))
+    tensor([  0,   0, 128,  63], dtype=torch.uint8)
+    """
+    return buffer.view(-1).view(torch.uint8)
+
+
 def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
     """One of ``parts`` equal parts of memory, as a view.
 

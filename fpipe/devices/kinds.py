@@ -8,17 +8,16 @@ stages.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from ..errors import GroupError
 
 
-@dataclass(frozen=True)
-class DeviceKind:
+class DeviceKind(NamedTuple):
     """The properties of a type of device.
 
     Args:
@@ -26,7 +25,6 @@ class DeviceKind:
         backend: the default of torch.distributed.
         visible: the environment variable that selects the devices that a process can use.
         package: the package to import where support is not part of torch.
-        compile_many: whether torch.compile is trusted where several devices are used.
         name: for people.
 
     >>> kind("xpu").backend
@@ -37,7 +35,6 @@ class DeviceKind:
     backend: str
     visible: str | None = None
     package: str | None = None
-    compile_many: bool = True
     name: str = ""
 
     @property
@@ -59,7 +56,7 @@ _ROWS = (
     DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", name="NVIDIA or AMD GPU"),
     # The device selector of oneAPI is read and never set: it can hide a device that attention
     # kernels need.
-    DeviceKind("xpu", "xccl", "ZE_AFFINITY_MASK", compile_many=False, name="Intel GPU"),
+    DeviceKind("xpu", "xccl", "ZE_AFFINITY_MASK", name="Intel GPU"),
     DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", name="Ascend NPU"),
     DeviceKind("hpu", "hccl", "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", name="Gaudi"),
     DeviceKind("mps", "gloo", name="Apple GPU"),
@@ -68,7 +65,7 @@ KINDS = MappingProxyType({row.type: row for row in _ROWS})
 
 
 def kind(type: str) -> DeviceKind:
-    """The record of a device type; a conservative one for a type that is not in the table.
+    """The record of a device type; one with gloo for a type that is not in the table.
 
     Args:
         type: of ``torch.device``.
@@ -79,9 +76,7 @@ def kind(type: str) -> DeviceKind:
     >>> kind("cuda").visible, kind("newcomer").backend
     ('CUDA_VISIBLE_DEVICES', 'gloo')
     """
-    return KINDS.get(type) or DeviceKind(
-        type, "gloo", compile_many=False, name=f"unknown device {type!r}"
-    )
+    return KINDS.get(type) or DeviceKind(type, "gloo", name=f"unknown device {type!r}")
 
 
 def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:

@@ -9,7 +9,7 @@ register.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -31,9 +31,6 @@ Each: TypeAlias = Callable[..., Any]
 LossScale: TypeAlias = float | torch.Tensor | None
 #: A tree for each stage: its leaves and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
-#: The microbatches of each argument that is elsewhere on some rank, in abstract form. Those of a
-#: whole batch are alike: one describes all.
-Descriptions: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class Call:
     ``argnums`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` is the
     number of microbatches. Where microbatches are cut into slices, it is the number of slices, and
     "microbatch" means a slice in this class. ``leaves`` and ``state_leaves`` are the parameters and
-    the states of the stages of this process. ``descriptions`` come from other processes, for
-    arguments that are elsewhere.
+    the states of the stages of this process.
     """
 
     config: Config
@@ -62,7 +58,6 @@ class Call:
     has_aux: bool = False
     each: Each | None = None
     loss_scale: LossScale = None
-    descriptions: Descriptions = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -132,13 +127,6 @@ class Call:
         """The number of whole microbatches."""
         return self.number // self.config.slices
 
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether the call returns more than the loss and the gradients of parameters."""
-        if self.config.loss is None or self.state is not None:
-            return True
-        return self.argnums != (0,) or self.has_aux or self.each is not None
-
     # ---- the parts of the batch ----
     @property
     def batch_parts(self) -> tuple[Parts, ...]:
@@ -149,15 +137,6 @@ class Call:
     def absent(self) -> list[str]:
         """The names of the arguments that are elsewhere."""
         return [part.name for part in self.batch_parts if part.absent]
-
-    def abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
-        """A microbatch of an argument in abstract form.
-
-        The description is another process's where the argument is elsewhere.
-        """
-        if part.absent and part.name in self.descriptions:
-            return feature("elsewhere.arguments").described(self.descriptions[part.name], m, grad)
-        return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     @cached_property
     def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
@@ -179,24 +158,19 @@ class Call:
         Returns None without a loss, or where only other ranks need the weights.
         """
         config = self.config
-        if config.loss is None or any(part.absent for part in self._weighted):
+        if config.loss is None:
             return None
         reduction = config.reduction
         if reduction == "mean":
             return Weights(1.0 / self.number, (), self.loss_scale)
         if reduction == "sum":
             return Weights(1.0, (), self.loss_scale)
+        sides = side_inputs.of_stage(reduction.sides, self.sides)
+        if any(part.absent for part in (*self.targets, *sides.values())):
+            return None
         weights_of = feature("weighting").weights_of
-        weights = weights_of(reduction, self.targets, self.sides, self.number, config.copies)
+        weights = weights_of(reduction, self.targets, sides, self.number, config.copies)
         return Weights(None, weights, self.loss_scale)
-
-    @property
-    def _weighted(self) -> list[Parts]:
-        """The arguments from which ``fpipe.weighted`` computes the weights."""
-        names = getattr(self.config.reduction, "sides", None)
-        if names is None:
-            return []
-        return [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
 
     # ---- devices ----
     def misplaced(self) -> str | None:
@@ -222,13 +196,6 @@ class Call:
 
         Every call computes it, so it must be cheap.
         """
-        try:
-            return self._signature()
-        except RuntimeError as error:  # torch has no strides for these
-            params = (leaf for leaves, _ in self.leaves.values() for leaf in leaves)
-            raise mistakes.without_strides([*params, *self.batch_leaves]) from error
-
-    def _signature(self) -> tuple[Any, ...]:
         structures: list[Any] = []
         all_leaves: list[Any] = []
         for leaves, structure in (*self.leaves.values(), *self.state_leaves.values()):
@@ -237,6 +204,10 @@ class Call:
         for part in self.batch_parts:
             structures.append(part.structure)
             all_leaves += part.leaves
+        try:
+            keys = tuple(tree.cache_keys(all_leaves))
+        except RuntimeError as error:  # torch has no strides for these
+            raise mistakes.without_strides(all_leaves) from error
         return (
             self.mode,
             self.argnums,
@@ -247,7 +218,7 @@ class Call:
             surroundings(),
             tuple(self.sides),
             tuple(structures),
-            tuple(tree.cache_keys(all_leaves)),
+            keys,
         )
 
     def request(self, shares: Any) -> Request:
@@ -300,8 +271,7 @@ class Call:
         A chain is the slices of one microbatch, of which each passes a carry to the next. Its kinds
         have consecutive numbers. Without carries a chain is one slice or microbatch.
         """
-        described_one_by_one = any(len(trees) > 1 for trees in self.descriptions.values())
-        if not described_one_by_one and all(part.uniform for part in self.batch_parts):
+        if all(part.uniform and len(part.descriptions) < 2 for part in self.batch_parts):
             kinds = [self._kind(m, wants_dx) for m in range(chain)]
             return kinds, [*range(chain)] * (self.number // chain)
         first_numbers: dict[tuple[Kind, ...], int] = {}
@@ -313,12 +283,11 @@ class Call:
         return [kind for kinds in first_numbers for kind in kinds], kind_of
 
     def _kind(self, m: int, wants_dx: bool) -> Kind:
-        x = self.abstract(self.x, m, wants_dx)
-        targets = tuple(self.abstract(target, m) for target in self.targets)
+        x = self.x.abstract(m, wants_dx)
+        targets = tuple(target.abstract(m) for target in self.targets)
         readers = range(self.config.stages + 1)
         if not self.sides:
             return x, targets, tuple(AbstractTree.of({}) for _ in readers)
         names = self.config.sides
-        abstract = side_inputs.abstract
-        sides = tuple(abstract(names[s], self.sides, m, self.descriptions) for s in readers)
+        sides = tuple(side_inputs.abstract(names[s], self.sides, m) for s in readers)
         return x, targets, sides

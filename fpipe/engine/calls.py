@@ -7,9 +7,9 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,24 +25,21 @@ from .config import Config
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
 from .first_call import refused
-from .outputs import Outputs, input_grads, of, outputs
+from .outputs import Outputs
 from .plan_cache import Cache, CachedPlans
-from .results import Results
 
-AllRegisters: TypeAlias = dict[int, Registers]
+T = TypeVar("T")
 
 
 # ---- the two kinds of calls ----
 def forward(call: Call, cache: Cache) -> Tree:
     """Run the forwards alone, and return the loss or the outputs."""
-    with call.config.claim:
-        plans, _ = announce(call, cache)
-        with ErrorReporter(call.config), without_autocast():
-            results, returned = _run_all(call, plans)
-            if call.config.loss is not None:
-                return _value(call, results, returned)
-            y = outputs(results) if call.each is None else feature("each").in_order(call, returned)
-            return y if call.state is None else (y, of(results).states())
+    with announced(call, cache.announce) as (plans, _):
+        results = run_all(call, plans)
+        if call.config.loss is not None:
+            return _value(results)
+        y = results.outputs() if call.each is None else feature("each").in_order(results)
+        return y if call.state is None else (y, results.states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
@@ -50,15 +47,13 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
 
     Without ``value`` the caller drops the value, so it is not computed.
     """
-    with call.config.claim:
-        plans, _ = announce(call, cache)
-        with ErrorReporter(call.config), without_autocast():
-            results, returned = _run_all(call, plans)
-            loss = _value(call, results, returned) if value else results.discard_loss()
-            grads: dict[int, Tree] = {}
-            for number in call.argnums:
-                grads[number] = results.param_grads() if number == 0 else input_grads(results)
-            return loss, tuple(grads[number] for number in call.argnums)
+    with announced(call, cache.announce) as (plans, _):
+        results = run_all(call, plans)
+        loss = _value(results) if value else results.discard_loss()
+        grads: dict[int, Tree] = {}
+        for number in call.argnums:
+            grads[number] = results.param_grads() if number == 0 else results.input_grads()
+        return loss, tuple(grads[number] for number in call.argnums)
 
 
 def surrounded() -> bool:
@@ -81,28 +76,27 @@ def observed() -> bool:
 
 
 # ---- running ----
-class ErrorReporter:
-    """Reports an error of this rank to the ranks that wait for it.
+@contextmanager
+def announced(call: Call, announce: Callable[[Call], T]) -> Iterator[T]:
+    """Announce a call to the other ranks, which then expect its messages, and run it without
+    autocast. An error of this rank is reported to the ranks that wait for it.
 
-    A call that is announced runs in a ``with`` block of this.
+    Yields what ``announce`` returns.
     """
-
-    __slots__ = ("config",)
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        group = self.config.group
-        group.failed(error)
-        if self.config.copies is not None:
-            self.config.copies.group.failed(error)
-        group.reset()
+    config = call.config
+    group = config.group
+    with config.claim():
+        refuse_surrounded()
+        announcement = announce(call)
+        try:
+            with without_autocast():
+                yield announcement
+        except BaseException as error:
+            group.failed(error)
+            if config.copies is not None:
+                config.copies.group.failed(error)
+            group.reset()
+            raise
 
 
 def refuse(config: Config, error: Exception) -> None:
@@ -111,46 +105,28 @@ def refuse(config: Config, error: Exception) -> None:
     Where another call uses the group, nothing is reported.
     """
     if not config.local and not surrounded():
-        with suppress(GroupError), config.claim:
+        with suppress(GroupError), config.claim():
             refused(config, error)
 
 
-def announce(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
-    """Announce a call to the other ranks, which then expect its messages.
-
-    Returns its plans and its number.
-    """
-    refuse_surrounded()
-    return cache.announce(call)
-
-
-def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
-    """Run the whole schedule.
-
-    Returns its results, and what the function ``each=`` returned for each microbatch.
-    """
+def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> Outputs:
+    """Run the whole schedule, or a phase of it, and return its results."""
     weights = call.weights()
-    regs: AllRegisters = {}
-    results_class = Outputs if call.wants_outputs else Results
-    results = results_class(plans.layout, regs, call, weights)
-    returned: dict[int, Any] = {}
-    each = None
-    if call.each is not None:
-        each = feature("each").caller(call, plans.prepared, of(results), returned)
+    results = Outputs(plans.layout, {}, call, weights)
+    each = None if call.each is None else feature("each").caller(results)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
         r.send_loss = results.pipeline_loss
         r.each = each
 
-    run(call, plans, regs, feed)
-    return results, returned
+    run(results, plans, feed, phase)
+    return results
 
 
 def run(
-    call: Call,
+    results: Outputs,
     plans: CachedPlans,
-    regs: AllRegisters,
     feed: Callable[[Feeder, Registers], None],
     phase: int | None = None,
 ) -> None:
@@ -158,12 +134,13 @@ def run(
 
     With a ``phase``, run one of the two phases of ``fpipe.vjp``.
     """
-    group = call.config.group
+    group = results.group
+    regs = results.regs
     executables = plans.prepared.executables
     runs = {}
     for rank, executable in executables.items():
         if rank not in regs:
-            regs[rank] = Registers([None] * executable.plan.slots, call.seed)
+            regs[rank] = Registers([None] * executable.plan.slots, results.call.seed)
         feed(plans.feeders[rank], regs[rank])
         runs[rank] = execute(executable, regs[rank], phase)
     try:
@@ -183,14 +160,15 @@ def run(
 
 
 # ---- values ----
-def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
+def _value(results: Outputs) -> Tree:
     """The loss or, with more results, a tuple of the loss and these."""
+    call = results.call
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
     if call.each is not None:
-        value.append(feature("each").in_order(call, returned))
+        value.append(feature("each").in_order(results))
     elif call.has_aux:
-        value.append(of(results).aux())
+        value.append(results.aux())
     if call.state is not None:
-        value.append(of(results).states())
+        value.append(results.states())
     return tuple(value) if len(value) > 1 else value[0]

@@ -8,7 +8,8 @@ and groups; no plan and no call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from threading import get_ident
@@ -154,10 +155,11 @@ class Config:
         """Whether all ranks are in this process."""
         return len(self.group.here) == self.group.size
 
-    @cached_property
-    def claim(self) -> Claim:
+    def claim(self) -> AbstractContextManager[None]:
         """Keeps other calls from the groups of this pipeline while a call runs."""
-        return Claim(self.group) if self.copies is None else Claim(self.group, self.copies.group)
+        if self.copies is None:
+            return claimed(self.group)
+        return claimed(self.group, self.copies.group)
 
     @property
     def device(self) -> torch.device:
@@ -203,36 +205,30 @@ def _schedule_for(
 _CALLER = "caller"
 
 
-class Claim:
-    """Reserves groups for the length of a ``with`` block.
+@contextmanager
+def claimed(*groups: Group) -> Iterator[None]:
+    """Reserve groups for the length of a ``with`` block.
 
     Raises GroupError where one of them is in use.
 
     >>> from fpipe import local
     >>> group = local(2)
-    >>> with Claim(group):
-    ...     with Claim(group):
-    ...         pass
+    >>> with claimed(group), claimed(group):
+    ...     pass
     Traceback (most recent call last):
     ...
     fpipe.errors.GroupError: fpipe.local(2) on cpu is in use by another call of this thread...
     """
-
-    __slots__ = ("groups",)
-
-    def __init__(self, *groups: Group):
-        self.groups = groups
-
-    def __enter__(self) -> None:
-        caller = (get_ident(),)
-        for group in self.groups:
+    caller = (get_ident(),)
+    reserved: list[Group] = []
+    try:
+        for group in groups:
             # ``setdefault`` is one step that no other thread interrupts.
             user = group.__dict__.setdefault(_CALLER, caller)
             if user is not caller:
-                for reserved in self.groups[: self.groups.index(group)]:
-                    del reserved.__dict__[_CALLER]
                 raise mistakes.in_use(group, nested=user == caller)
-
-    def __exit__(self, *error: object) -> None:
-        for group in self.groups:
+            reserved.append(group)
+        yield
+    finally:
+        for group in reserved:
             del group.__dict__[_CALLER]

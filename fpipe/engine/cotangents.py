@@ -7,7 +7,7 @@ Knows calls and abstract outputs; no plan and no register.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
 
@@ -16,7 +16,7 @@ import torch
 from .. import tree
 from ..errors import BatchError
 from ..lowering.value_graph import spec_of
-from ..tree import AbstractLeaf, AbstractTree, Aval, Tree, contiguous
+from ..tree import AbstractLeaf, AbstractTree, Aval, Tree
 from .arguments import Call
 from .microbatches import Microbatches
 
@@ -49,9 +49,9 @@ def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]
         )
     if slices > 1:
         pairs = zip(rows, sliced, strict=True)
-        rows = [part for row, ys in pairs for part in _sliced(row, ys)]
+        rows = [part for row, ys in pairs for part in _cut(row, ys, 1)]
     return [
-        [_zeros(aval) if leaf is None else leaf for leaf, aval in zip(row, y.leaves, strict=True)]
+        [_filled(leaf, aval) for leaf, aval in zip(row, y.leaves, strict=True)]
         for row, y in zip(rows, units, strict=True)
     ]
 
@@ -59,9 +59,7 @@ def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]
 def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequence[Any]]:
     """The leaves of ``dy`` by microbatch; a tensor of the whole batch is cut."""
     if uniform and not isinstance(dy, Microbatches):
-        columns = zip(*(y.leaves for y in outputs), strict=True)
-        cut = map(_cut, _leaves(dy, outputs[0]), columns)
-        return list(zip(*cut, strict=True)) or [() for _ in outputs]
+        return _cut(_leaves(dy, outputs[0]), outputs, 0)
     if isinstance(dy, (Microbatches, list, tuple)):
         parts = list(dy)
     else:
@@ -99,48 +97,49 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
 
 
 def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
-    """The output of a microbatch from those of its slices, which are joined along the second axis,
-    or stacked there.
-    """
+    """The output of a microbatch from those of its slices."""
 
     def joined(column: Sequence[AbstractLeaf]) -> AbstractLeaf:
-        first = column[0]
         avals = [leaf for leaf in column if isinstance(leaf, Aval)]
-        if not isinstance(first, Aval):
-            return first
-        axis = min(1, len(first.shape))
-        if len(first.shape) > 1:
-            size = sum(y.shape[1] for y in avals)
-        else:
-            size = len(avals)
-        shape = (*first.shape[:axis], size, *first.shape[2:])
-        grad = any(y.grad for y in avals)
-        return first._replace(shape=shape, stride=contiguous(shape), grad=grad)
+        if not avals:
+            return column[0]
+        return avals[0]._replace(shape=_joined(avals, 1), grad=any(y.grad for y in avals))
 
     columns = zip(*(y.leaves for y in slices), strict=True)
     return replace(slices[0], leaves=tuple(map(joined, columns)))
 
 
-def _sliced(row: Row, slices: Sequence[AbstractTree]) -> Iterable[Row]:
-    """The cotangents of a microbatch by slice: the inverse of how its outputs were joined."""
+def _joined(parts: Sequence[Aval], axis: int) -> tuple[int, ...]:
+    """The shape of tensors that are joined along an axis, or stacked there."""
+    first = parts[0].shape
+    if axis < len(first):
+        size = sum(part.shape[axis] for part in parts)
+    else:
+        size = len(parts)
+    return (*first[:axis], size, *first[axis + 1 :])
 
-    def cut(
-        leaf: torch.Tensor | None, column: Sequence[AbstractLeaf]
-    ) -> Sequence[torch.Tensor | None]:
-        avals = [y for y in column if isinstance(y, Aval)]
-        if leaf is None:
-            return [None] * len(column)
-        axes = len(avals[0].shape)
-        if axes > 1:
-            parts = leaf.split([y.shape[1] for y in avals], 1)
-        else:
-            parts = leaf.unbind(axes)
-        return [part if y.grad else None for part, y in zip(parts, avals, strict=True)]
 
-    columns = zip(*(y.leaves for y in slices), strict=True)
-    if row:
-        return zip(*map(cut, row, columns), strict=True)
-    return [()] * len(slices)
+def _cut(row: Sequence[Any], parts: Sequence[AbstractTree], axis: int) -> list[Sequence[Any]]:
+    """The leaves of outputs by part: the inverse of how the outputs of ``parts`` were joined."""
+    columns = zip(*(y.leaves for y in parts), strict=True)
+    cut = [_cut_leaf(leaf, column, axis) for leaf, column in zip(row, columns, strict=True)]
+    return list(zip(*cut, strict=True)) or [() for _ in parts]
+
+
+def _cut_leaf(leaf: Any, column: Sequence[AbstractLeaf], axis: int) -> Sequence[Any]:
+    avals = [y for y in column if isinstance(y, Aval) and y.differentiable]
+    if not _is_dense(leaf) or len(avals) < len(column):
+        return [leaf] * len(column)
+    whole = _joined(avals, axis)
+    if tuple(leaf.shape) != whole:
+        raise BatchError(
+            f"dy has a leaf of shape {list(leaf.shape)} where the output is {list(whole)}; make "
+            "them alike"
+        )
+    axes = len(avals[0].shape)
+    if axis < axes:
+        return leaf.split([y.shape[axis] for y in avals], axis)
+    return leaf.unbind(axes)
 
 
 def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
@@ -154,23 +153,6 @@ def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
             f"dy does not have the structure of the outputs: {str(error)[:200]}; give a tree of "
             "the same structure, with None for leaves that have no cotangent"
         ) from error
-
-
-def _cut(leaf: Any, avals: Sequence[AbstractLeaf]) -> Sequence[Any]:
-    """A leaf of the whole batch by microbatch: the inverse of how the outputs were joined."""
-    shapes = [y.shape for y in avals if isinstance(y, Aval) and y.differentiable]
-    if not _is_dense(leaf) or len(shapes) < len(avals):
-        return [leaf] * len(avals)
-    rows = [shape[0] if shape else 1 for shape in shapes]
-    whole = (sum(rows), *shapes[0][1:])
-    if tuple(leaf.shape) != whole:
-        raise BatchError(
-            f"dy has a leaf of shape {list(leaf.shape)} where the output is {list(whole)}; make "
-            "them alike"
-        )
-    if shapes[0]:
-        return leaf.split(rows)
-    return leaf.unbind()
 
 
 def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | None:
@@ -204,10 +186,12 @@ def _described(leaf: object) -> str:
     return f"a {kind}"
 
 
-def _zeros(y: AbstractLeaf) -> torch.Tensor | None:
-    """The cotangent of an output that is not used."""
+def _filled(leaf: torch.Tensor | None, y: AbstractLeaf) -> torch.Tensor | None:
+    """The cotangent of an output that carries a gradient: zeros where it is not given."""
     if not isinstance(y, Aval) or not y.grad:
         return None
+    if leaf is not None:
+        return leaf
     return y.build(
         lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device).zero_()
     )

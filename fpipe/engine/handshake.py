@@ -17,6 +17,7 @@ from ..collectives.codec import decode, encode
 from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 from ..programs.cache import timed
+from .interfaces import as_data, from_data
 
 T = TypeVar("T")
 #: In the errors of ranks that could prepare a step where another one could not.
@@ -27,11 +28,6 @@ TOGETHER = (
 )
 
 
-def alone(group: Group) -> bool:
-    """Whether all ranks are in this process, so that no two can disagree."""
-    return len(group.here) == group.size
-
-
 def tag_of(facts: Facts) -> int:
     """A number that identifies what ranks agreed on: later steps compare it."""
     return int.from_bytes(
@@ -39,15 +35,13 @@ def tag_of(facts: Facts) -> int:
     )
 
 
-def agree(
-    group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "", more: Any = None
-) -> list[Any]:
+def agree(group: Group, facts: Facts, schedule: object = "", more: Any = None) -> list[Any]:
     """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
-    ``details`` returns a long form of a fact; it is called only where the fact differs. Returns
-    ``more`` of every rank. The facts themselves are sent only where their digests differ.
+    Returns ``more`` of every rank. The facts themselves are sent only where their digests differ,
+    and the text of the ``schedule`` only where the fact of that name differs.
     """
-    if alone(group):
+    if len(group.here) == group.size:
         return [more]
     with timed("handshakes"):
         answers = group.gather_objects(("facts", tag_of(facts), more))
@@ -58,22 +52,24 @@ def agree(
                 f"{TOGETHER}"
             )
     if len({digest for _, digest, _ in answers}) > 1:
-        _compare(group, facts, details)
+        _compare(group, facts, schedule)
     return [each for *_, each in answers]
 
 
-def _compare(group: Group, facts: Facts, details: Callable[[str], str]) -> None:
+def _compare(group: Group, facts: Facts, schedule: object) -> None:
     """Raise MismatchError where facts that are known to two ranks differ."""
     gathered = group.gather_objects(dict(facts))
     found = Difference.of(dict(enumerate(gathered)))
     if found is not None:
-        where = _difference(group.gather_objects(details(found.fact)), *found.ranks)
+        where = ""
+        if found.fact == "schedule":
+            where = _difference(group.gather_objects(str(schedule)), *found.ranks)
         names = [group.global_rank(rank) for rank in range(group.size)]
         raise MismatchError(f"{found.text(names, where)}. Nothing was sent")
 
 
 def _difference(texts: list[str], one: int, other: int) -> str:
-    """The first line and word in which two long forms differ."""
+    """The first line and word in which the texts of two schedules differ."""
     lines = zip(texts[one].splitlines(), texts[other].splitlines(), strict=False)
     for number, (a, b) in enumerate(lines):
         for place, (x, y) in enumerate(zip(a.split(", "), b.split(", "), strict=False)):
@@ -87,14 +83,10 @@ def _difference(texts: list[str], one: int, other: int) -> str:
     return ""
 
 
-def on_all_ranks(
-    group: Group, work: Callable[[], T], as_data: Callable[[T], Any], from_data: Callable[[Any], T]
-) -> list[T]:
-    """Do something on every rank and gather the results, as data; one rank's failure is raised on
-    all.
+def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
+    """Do something on every process and gather the results, as data, by rank; one rank's failure
+    is raised on all.
     """
-    if alone(group):
-        return [work()]
     report: tuple[str, Any]
     failure: Exception | None = None
     result: T | None = None

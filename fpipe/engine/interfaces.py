@@ -1,77 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of stages as data for other ranks, and back.
 
-Structures and abstract tensors are data already; dataclasses, and leaves that are not tensors, are
-converted here. This module must not know groups.
+Structures and abstract tensors are data already. The dataclasses that hold them, and leaves that
+are not tensors, become lists of a name and parts. This module must not know groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ..errors import StageError
 from ..lowering.value_graph import Interface
-from ..tree import AbstractLeaf, AbstractTree, Aval, Static, Structure
+from ..tree import AbstractTree, Aval, Static
 
-#: Fields of an AbstractTree and of an Interface.
-TreeData = tuple[Structure, tuple[Any, ...], bool, tuple[tuple[int, int], ...]]
-Data = tuple[TreeData, tuple[Any, ...], TreeData | None]
+_CLASSES = {"tree": AbstractTree, "interface": Interface}
 
 
-def as_data(interface: Interface) -> Data:
-    """An interface as data.
+def as_data(value: Any) -> Any:
+    """Interfaces and abstract trees, in any containers, as data.
 
     >>> import torch
     >>> y = AbstractTree.of({"y": torch.ones(2), "n": 3})
     >>> interface = Interface(y, (None, 0), (None,), (False, True), (True,), (True, False))
-    >>> from_data(as_data(interface)) == interface
+    >>> from_data(as_data({4: interface})) == {4: interface}
     True
     """
-    plain = tuple([getattr(interface, name) for name in _PLAIN])
-    state = interface.state
-    return tree_data(interface.y), plain, None if state is None else tree_data(state)
-
-
-def from_data(data: Data) -> Interface:
-    """The interface that :func:`as_data` converted."""
-    y, plain, state = data
-    state = None if state is None else tree_from_data(state)
-    return Interface(tree_from_data(y), **dict(zip(_PLAIN, plain, strict=True)), state=state)
-
-
-def news_as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Data]]:
-    """Interfaces of stages, by kind of microbatch, as data."""
-    return [{stage: as_data(new) for stage, new in of_kind.items()} for of_kind in news]
-
-
-def news_from_data(news: Any) -> list[Mapping[int, Interface]]:
-    """The interfaces that :func:`news_as_data` converted."""
-    return [{stage: from_data(new) for stage, new in of_kind.items()} for of_kind in news]
-
-
-_PLAIN = ("ys", "dxs", "dys", "reads_x", "reads_dy", "aux", "leaves")
-
-
-def tree_data(tree: AbstractTree) -> TreeData:
-    """An abstract tree as data."""
-    return tree.spec, tuple(map(_leaf, tree.leaves)), tree.computed, tree.repeats
-
-
-def tree_from_data(data: TreeData) -> AbstractTree:
-    """The abstract tree that :func:`tree_data` converted."""
-    spec, rows, computed, repeats = data
-    leaves = [row if isinstance(row, Aval) else Static.of(*row) for row in rows]
-    return AbstractTree(spec, tuple(leaves), computed, repeats)
-
-
-def _leaf(leaf: AbstractLeaf) -> Any:
-    """An abstract tensor as it is; another leaf in a list of one."""
-    if isinstance(leaf, Static):
-        return [leaf.value]
-    if leaf.kind is not None:
+    if isinstance(value, Aval):
+        if value.kind is None:
+            return value
         raise StageError(
-            f"a stage returns or keeps a {leaf}, and only ordinary tensors go to other ranks; "
+            f"a stage returns or keeps a {value}, and only ordinary tensors go to other ranks; "
             "return its inner tensors"
         )
-    return leaf
+    if isinstance(value, Static):
+        return ["static", value.value]
+    if isinstance(value, dict):
+        return {key: as_data(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(map(as_data, value))
+    for name, cls in _CLASSES.items():
+        if isinstance(value, cls):
+            return [name, *(as_data(getattr(value, field.name)) for field in fields(cls))]
+    return value
+
+
+def from_data(data: Any) -> Any:
+    """The value that :func:`as_data` converted, with tuples in place of lists."""
+    if type(data) is list:
+        name, *parts = data
+        if name == "static":
+            return Static.of(*parts)
+        return _CLASSES[name](*map(from_data, parts))
+    if type(data) is dict:
+        return {key: from_data(item) for key, item in data.items()}
+    if type(data) is tuple:
+        return tuple(map(from_data, data))
+    return data

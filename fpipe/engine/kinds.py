@@ -53,8 +53,13 @@ class TracedKind:
         """The output of the last stage that was traced or, without one, the batch."""
         return self.interfaces[-1].y if self.interfaces else self.kind[0]
 
+    def news(self, before: TracedKind) -> dict[int, Interface]:
+        """The interfaces that this kind did not have ``before``, by stage."""
+        known = dict(enumerate(before.interfaces))
+        return {s: new for s, new in enumerate(self.interfaces) if new is not known.get(s)}
+
     def updated(self, news: Mapping[int, Interface]) -> TracedKind:
-        """This kind with new interfaces of some stages, or with that of the next one."""
+        """This kind with new interfaces of some stages, or with those of the next ones."""
         interfaces = {**dict(enumerate(self.interfaces)), **news}
         return replace(self, interfaces=tuple(interfaces[stage] for stage in sorted(interfaces)))
 
@@ -92,17 +97,6 @@ class TracedKind:
             for leaf, aval in enumerate(y.tensors)
         )
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
-
-
-def map_slices(
-    traced: Sequence[TracedKind], fn: Callable[[TracedKind, TracedKind | None], TracedKind]
-) -> list[TracedKind]:
-    """Call ``fn`` for each kind, with what it returned for the previous slice of the microbatch."""
-    results: list[TracedKind] = []
-    for kind in traced:
-        previous = results[-1] if kind.slice > 0 else None
-        results.append(fn(kind, previous))
-    return results
 
 
 def trace_next_stages(

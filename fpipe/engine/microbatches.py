@@ -70,30 +70,6 @@ class Microbatches:
         return f"Microbatches({list(self.parts)!r})"
 
 
-def count_of(batches: Sequence[Microbatches]) -> int:
-    """The number of microbatches that all of these hold."""
-    counts = {len(batch) for batch in batches}
-    if len(counts) > 1:
-        raise BatchError(
-            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
-        )
-    if not counts:
-        raise BatchError(
-            "how many microbatches? say pipeline(..., microbatches=8) or pass "
-            "fpipe.Microbatches([...])"
-        )
-    return counts.pop()
-
-
-def each_of(batch: Microbatches, parts: int, name: str) -> list[Tree]:
-    """The parts of an argument; BatchError unless there are so many."""
-    if len(batch) != parts:
-        raise BatchError(
-            f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}"
-        )
-    return list(batch)
-
-
 class Weighted:
     """A reduction that weights each microbatch's loss; see ``fpipe.weighted``."""
 

@@ -95,6 +95,17 @@ def no_loss_for(targets: Sequence[Tree]) -> BatchError:
     )
 
 
+def no_count(counts: Set[int]) -> BatchError:
+    """The error for arguments without a number of microbatches, or with several ``counts``."""
+    if counts:
+        return BatchError(
+            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
+        )
+    return BatchError(
+        "how many microbatches? say pipeline(..., microbatches=8) or pass fpipe.Microbatches([...])"
+    )
+
+
 def check_sliced(leaves: Sequence[object], slices: int) -> None:
     """Raise BatchError where no tensor of x can be cut: each slice would be all of x."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -196,7 +207,8 @@ def warn_of_shapes(spent: Sequence[Sequence[Spent]], limit: float) -> None:
             f"plans for {len(spent)} kinds of arguments were prepared so far; after the first "
             f"this took {total.seconds:.1f} s: {total}. fpipe.pad(..., multiple=) gives fewer "
             "lengths; a stage that is traced for each length can name the axes that vary: "
-            "fpipe.Stage(fn, dynamic=)",
+            "fpipe.Stage(fn, dynamic=). A Python number that is another one in each call costs a "
+            "trace each time; as a tensor, torch.tensor(...), it costs one",
             stacklevel=2,
         )
 

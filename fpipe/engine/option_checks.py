@@ -6,7 +6,7 @@ Knows configurations; no plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import get_args
 
@@ -30,9 +30,8 @@ def check(config: Config) -> None:
     for index, stage in enumerate(config.functions):
         if stage.carry or stage.initial_carry is not MISSING:
             feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
-    for name, valid, allowed in _checks(config):
+    for name, value, valid, allowed in _checks(config):
         if not valid:
-            value = getattr(config, _FIELDS.get(name, name))
             raise StageError(f"{name}={value!r}; give {allowed}")
     if isinstance(config.loss, Stage) and config.loss.carry:
         raise StageError(
@@ -50,43 +49,26 @@ def check(config: Config) -> None:
         )
 
 
-#: Fields of the configuration whose names are not those of their options.
-_FIELDS = {"slices": "requested_slices"}
-
-
-def _checks(config: Config) -> tuple[tuple[str, bool, str], ...]:
-    """For each option its name, whether its value is valid, and which values are allowed."""
+def _checks(config: Config) -> Iterator[tuple[str, object, bool, str]]:
+    """For each option its name, its value, whether that is valid, and which values are allowed."""
+    schedule = config.schedule
+    valid = isinstance(schedule, (str, PathLike, Schedule)) or callable(schedule)
+    allowed = "a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
+    yield "schedule", schedule, valid, allowed
     slices = config.requested_slices
-    dtype = config.accumulate
+    valid = slices is None or (type(slices) is int and slices >= 1)
+    yield "slices", slices, valid, "a number of slices of a sequence, 1 or more"
+    valid = config.loss is None or callable(config.loss)
+    allowed = "a function loss(y, *targets) that returns a scalar, or None"
+    yield "loss", config.loss, valid, allowed
     reduction = config.reduction
-    return (
-        (
-            "schedule",
-            isinstance(config.schedule, (str, PathLike, Schedule)) or callable(config.schedule),
-            "a name, a Schedule, a path to a CSV or a function (ranks, microbatches)",
-        ),
-        (
-            "slices",
-            slices is None or (type(slices) is int and slices >= 1),
-            "a number of slices of a sequence, 1 or more",
-        ),
-        (
-            "loss",
-            config.loss is None or callable(config.loss),
-            "a function loss(y, *targets) that returns a scalar, or None",
-        ),
-        (
-            "reduction",
-            reduction in ("mean", "sum") or isinstance(reduction, Weighted),
-            "'mean', 'sum' or fpipe.weighted(fn)",
-        ),
-        ("outputs", config.outputs in get_args(Outputs), "'zeros', 'everywhere' or 'last'"),
-        (
-            "accumulate",
-            dtype is None or getattr(dtype, "is_floating_point", False),
-            "a floating dtype, such as torch.float32",
-        ),
-    )
+    valid = reduction in ("mean", "sum") or isinstance(reduction, Weighted)
+    yield "reduction", reduction, valid, "'mean', 'sum' or fpipe.weighted(fn)"
+    outputs = config.outputs
+    yield "outputs", outputs, outputs in get_args(Outputs), "'zeros', 'everywhere' or 'last'"
+    dtype = config.accumulate
+    valid = dtype is None or getattr(dtype, "is_floating_point", False)
+    yield "accumulate", dtype, valid, "a floating dtype, such as torch.float32"
 
 
 def check_patterns(config: Config, leaves: Sequence[Sequence[str]]) -> None:

@@ -16,25 +16,13 @@ from .. import tree
 from ..actions.action import plain
 from ..actions.product import feature
 from ..lowering.keys import Value
-from ..lowering.value_graph import spec_of
-from ..tree import Aval, Tree
+from ..tree import Tree
 from .microbatches import joined
 from .results import Results
 
 
 class Outputs(Results):
     """The results of a run of which more is wanted than the loss and gradients of parameters."""
-
-    def _share(
-        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
-    ) -> Sequence[torch.Tensor]:
-        """A rank's values on every rank: None is passed where that rank is on another process."""
-        if not self.config.local:
-            return self.group.share(
-                None if values is None else tuple(values), tuple(map(spec_of, avals)), rank
-            )
-        assert values is not None
-        return values
 
     # ---- memory ----
     @cached_property
@@ -81,13 +69,13 @@ class Outputs(Results):
             rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None)
         )
         return loss.outputs.y.fill(
-            self.apart(self._share(values, loss.outputs.y.avals.values(), rank))
+            self.apart(self.share(values, loss.outputs.y.avals.values(), rank))
         )[1]
 
     # ---- outputs ----
-    def outputs(self) -> list[Tree] | None:
-        """The last stage's outputs by microbatch, as ``outputs=`` says; all of them on each rank
-        with a replica.
+    def outputs(self) -> Tree:
+        """The last stage's outputs in the form of the batch, as ``outputs=`` says; all of them on
+        each rank with a replica.
         """
         here, shared = self._place_of(self.stages - 1)
         everywhere = self.config.outputs == "everywhere"
@@ -98,7 +86,7 @@ class Outputs(Results):
         ]
         if not here and self.config.outputs == "last":
             return None
-        return rows
+        return joined(rows, self.call.x.slices, self.call.x.uniform)
 
     def _place_of(self, stage: int) -> tuple[bool, bool]:
         """Whether a stage is here, and whether its replicas on several processes have a part of its
@@ -114,7 +102,7 @@ class Outputs(Results):
             rank, ((source, mb) for source in self.layout.graph(mb).outputs())
         )
         if shared:
-            values = self._share(values, y.avals.values(), rank)
+            values = self.share(values, y.avals.values(), rank)
         if values is None or not wanted:
             values = [
                 torch.zeros(a.shape, dtype=a.dtype, device=self.config.device)
@@ -123,31 +111,38 @@ class Outputs(Results):
         return y.fill(values if self.joins else self.apart(values))
 
     # ---- the gradient of the input ----
-    def input_grads(self) -> list[Tree] | None:
-        """The gradient of x by microbatch, on the ranks of the first stage; None elsewhere."""
+    def input_grads(self) -> Tree:
+        """The gradient of x in the form of the batch, on the ranks of the first stage; None
+        elsewhere.
+        """
         here, shared = self._place_of(0)
         if not here and not shared:
             return None
+        x = self.call.x
         out = []
         for mb in range(self.number):
             rank = self.path(mb)[0]
-            x = self.request.kinds[self.request.kind_of[mb]][0]
+            described = self.request.kinds[self.request.kind_of[mb]][0]
             graph = self.layout.graph(mb)
-            leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
-            for index in x.wanted:
+            leaves: list[torch.Tensor | None] = [None] * len(described.leaves)
+            for index in described.wanted:
                 source = graph.cotangent(-1, index)
                 grads: Sequence[torch.Tensor] | None = (
                     None if source is None else self._get(rank, [(source, mb)])
                 )
                 if shared and source is not None:
-                    grads = self._share(grads, [x.avals[index]], rank)
+                    grads = self.share(grads, [described.avals[index]], rank)
                 if here:
                     dx = self._of_all_copies(
-                        grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index])
+                        grads[0] if grads else torch.zeros_like(x.rows[mb][index])
                     )
                     leaves[index] = dx if self.joins else self.apart([dx])[0]
-            out.append(tree.unflatten(x.spec, leaves))
-        return out if here else None
+            out.append(tree.unflatten(described.spec, leaves))
+        if not here:
+            return None
+        if x.slices > 1:
+            out = feature("slicing").gradients(out, x)
+        return joined(out, 1, x.uniform)
 
     # ---- state ----
     def states(self) -> list[Tree]:
@@ -185,34 +180,8 @@ class Outputs(Results):
             )
         assert state is not None
         if replicated:
-            values = self._share(values, state.avals.values(), rank)
+            values = self.share(values, state.avals.values(), rank)
         assert values is not None
         if here:
             return state.fill(self.apart(values))
         return None
-
-
-def of(results: Results) -> Outputs:
-    """The results of a call that wants outputs."""
-    assert isinstance(results, Outputs)
-    return results
-
-
-def outputs(results: Results) -> Tree:
-    """The outputs in the form of the batch."""
-    parts = of(results).outputs()
-    x = results.call.x
-    if parts is None:
-        return None
-    return joined(parts, x.slices, x.uniform)
-
-
-def input_grads(results: Results) -> Tree:
-    """The gradient of x in the form of the batch."""
-    parts = of(results).input_grads()
-    x = results.call.x
-    if parts is not None and x.slices > 1:
-        parts = feature("slicing").gradients(parts, x)
-    if parts is None:
-        return None
-    return joined(parts, 1, x.uniform)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from ctypes import c_float
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,9 +20,9 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..tree import Tree
+from ..tree import AbstractTree, Tree
 from . import mistakes
-from .microbatches import Absent, Microbatches, count_of, each_of
+from .microbatches import Absent, Microbatches
 
 
 def count(batches: Sequence[Tree], microbatches: int | None) -> int:
@@ -31,9 +32,11 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
     >>> count([Microbatches([1, 2, 3]), torch.ones(4)], 4)
     3
     """
-    given = [batch for batch in batches if isinstance(batch, Microbatches)]
-    if given or microbatches is None:
-        return count_of(given)
+    counts = {len(batch) for batch in batches if isinstance(batch, Microbatches)}
+    if len(counts) == 1:
+        return counts.pop()
+    if counts or microbatches is None:
+        raise mistakes.no_count(counts)
     return microbatches
 
 
@@ -69,6 +72,8 @@ class Parts:
     * ``uniform``: all rows have the same shapes, so the first row describes all.
     * ``lengths``: the numbers of rows of what is cut here.
     * ``absent``: another process has the argument. Its tensors have no data on this one.
+    * ``descriptions``: then, its microbatches in abstract form as the other process has them, or
+      the first one, which describes all.
     * ``shared_scalars``: a tensor without axes is passed to every microbatch. Otherwise it is an
       error.
     * ``slices``: each row is one slice of a microbatch. Leaves with two axes or more are cut along
@@ -85,6 +90,7 @@ class Parts:
         self.uniform = not isinstance(batch, Microbatches)
         self.slices = slices
         self.lengths = set[int]()
+        self.descriptions: Sequence[AbstractTree] = ()
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
@@ -100,7 +106,7 @@ class Parts:
         self.leaves = []
         self.absent = False
         structures = []
-        for m, part in enumerate(each_of(batch, parts, name)):
+        for m, part in enumerate(batch):
             leaves, structure = tree.flatten(part)
             leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
             if slices > 1:
@@ -132,6 +138,19 @@ class Parts:
         sliced = feature("slicing").sliced
         return [part for row in rows for part in sliced(row, self.slices)]
 
+    def described(self, descriptions: Sequence[AbstractTree]) -> Parts:
+        """The same argument with the descriptions of another process."""
+        parts = copy(self)
+        parts.descriptions = descriptions
+        return parts
+
+    def abstract(self, mb: int, grad: bool = False) -> AbstractTree:
+        """One microbatch in abstract form; ``grad``: whether floating leaves want gradients."""
+        if not self.descriptions:
+            return AbstractTree.flat(self.specs[mb], self.rows[mb], grad)
+        found = self.descriptions[mb if len(self.descriptions) > 1 else 0]
+        return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
+
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
@@ -157,6 +176,17 @@ class Weights:
             return weight.to(device, dtype)
         return _constant(weight, dtype, device)
 
+    def terms(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Multiply each microbatch's loss by its weight."""
+        if self.common is not None:  # torch.func.jvp of a product with a number is float64
+            return [loss * _constant(self.common, loss.dtype, loss.device) for loss in losses]
+        terms = []
+        for weight, loss in zip(self.by_microbatch, losses, strict=True):
+            weight = weight.to(loss.dtype)
+            # The loss of a microbatch of weight 0 may be NaN: the mean of no values.
+            terms.append(torch.where(weight == 0, 0, loss * weight))
+        return terms
+
 
 @lru_cache(maxsize=256)
 def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -174,8 +204,6 @@ _NARROW = {torch.float64: False, torch.float32: True}
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
     """Multiply scalars by the weight, and add them in order.
-
-    ``scalars.total_of`` adds losses that have auxiliary losses, or a weight each.
 
     The result has the bits of one process that runs the microbatches in order and adds each loss.
 

@@ -303,9 +303,6 @@ def pipeline(
         )
         described = feature("elsewhere.stages").described(incomplete)
     functions = [with_defaults(stage, engine, compile) for stage in described]
-    if any(stage.compile for stage in functions):
-        devices = map(group.device, group.here)
-        functions = feature("compilers").without_unsafe_compilers(functions, devices, stacklevel=2)
     if loss is not None and engine != "trace":
         loss = with_defaults(as_stage(loss), engine)
     frozen_leaves = [*patterns("frozen", frozen)]

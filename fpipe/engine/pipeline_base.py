@@ -27,7 +27,6 @@ from .config import Config
 from .copies import Copies
 from .plan_cache import Cache
 from .plan_report import Plans
-from .request import Mode
 from .signatures import A, E, EachLoss, P
 
 Y = TypeVar("Y", covariant=True)
@@ -46,20 +45,9 @@ class PipelineBase(Generic[Y, R]):
     stages: int
     here: tuple[int, ...]
     output_rank: int
+    call: Callable[..., Call]  # checks the arguments of a call that follows
 
     def __init__(self, config: Config, cache: Cache | None = None):
-        raise NotImplementedError
-
-    def call(
-        self,
-        mode: Mode,
-        params: Sequence[Tree],
-        x: Tree,
-        targets: Sequence[Tree],
-        side: dict[str, Tree],
-        **options: Any,
-    ) -> Call:
-        """The checked arguments of a call that follows."""
         raise NotImplementedError
 
     @overload
@@ -182,14 +170,11 @@ class PipelineBase(Generic[Y, R]):
         return repr(self.config)
 
     def _repr_html_(self) -> str:
-        if self.config.choice is not None:
-            count = None
-        else:
-            count = self.config.microbatches
-        if count:
-            picture = self.schedule(count)._repr_html_()
-        else:
+        count = self.config.microbatches
+        if not count or self.config.choice is not None:
             picture = ""
+        else:
+            picture = self.schedule(count)._repr_html_()
         return product("pictures").table([repr(self)], []) + picture
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -323,8 +308,7 @@ class PipelineBase(Generic[Y, R]):
         def plans_of(schedule):
             return self.under(schedule).plan(params, x, *targets, **side)
 
-        link = feature("weaving.estimates").rates_of(self.config.device.type).link
-        latency = link.latency / 1000
+        latency = feature("weaving.estimates").rates_of(self.config.device.type).latency / 1000
         auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
 
     def refuse(self, error: Exception) -> None:
@@ -459,9 +443,9 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(params)
-        shares = self.cache.shares
-        if shares is None or self.parts is None:
+        if self.parts is None:
             return self.place(params)
+        shares = self.cache.shares
         cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
         parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
         return self.place(parts)
@@ -487,15 +471,10 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(parts)
-        if self.parts is not None:
-            shares = self.cache.shares
-        else:
-            shares = None
-        if shares is None:
+        if self.parts is None:
             return list(parts)
-        whole: list[Any] = [
-            None if part is None else shares.join(s, part) for s, part in enumerate(parts)
-        ]
+        join = self.cache.shares.join
+        whole: list[Any] = [None if part is None else join(s, part) for s, part in enumerate(parts)]
         return whole
 
     def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:
@@ -522,7 +501,7 @@ class PipelineBase(Generic[Y, R]):
         call = Call.of(
             self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
         )
-        with self.config.claim:
+        with self.config.claim():
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
     def rehearse(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..collectives.group import Facts
 from ..errors import BatchError
 from ..programs.cache import measured
 from ..programs.spent import Spent
@@ -20,7 +19,7 @@ from . import mistakes
 from .arguments import Call
 from .config import Config
 from .feed import Feeder
-from .first_call import FirstCall, compare_copies, enter, refused
+from .first_call import Agreed, compare, compare_copies, enter, refused
 from .prepare import Prepared, prepare
 from .results import ResultLayout
 
@@ -39,8 +38,7 @@ class CachedPlans:
 
     config: Config
     prepared: Prepared
-    facts: Facts  # that ranks compared
-    number: int  # of the group's call that prepared the plans
+    agreed: Agreed
     misplaced: str | None  # why the arguments cannot be used, if a tensor is on a wrong device
     spent: tuple[Spent, ...] = ()  # seconds, by part of the preparation
 
@@ -51,7 +49,7 @@ class CachedPlans:
         """
         if self.config.local:
             return 0
-        return enter(call, self.facts, self.prepared.tag, self.number, pullback)
+        return enter(call, self.agreed, pullback)
 
     @cached_property
     def feeders(self) -> Mapping[int, Feeder]:
@@ -105,7 +103,7 @@ class Cache:
         if cached is not None:
             return cached, cached.announce(call)
         cached = self._add(call, key)
-        return cached, cached.number
+        return cached, cached.agreed.number
 
     def _lookup(self, key: tuple[Any, ...]) -> CachedPlans | None:
         try:
@@ -131,19 +129,18 @@ class Cache:
     def _prepare(self, call: Call) -> CachedPlans:
         """Prepare the plans of a call. Ranks in several processes compare the call first."""
         config = call.config
-        recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
         if config.copies is not None and not self.agreed:
             self.agreed = True
             compare_copies(config)
         try:
             request = call.request(self.shares)
-            first_call = None if config.local else FirstCall(call, request, self.shares)
         except Exception as error:
             refused(config, error)
             raise
-        if first_call is None:
-            prepared = prepare(config, request, 0, None, recent)
-            return CachedPlans(config, prepared, {}, 0, call.misplaced())
-        agreed = first_call.compare(recent)
-        prepared = prepare(config, agreed.request, agreed.tag, agreed.traced, recent)
-        return CachedPlans(config, prepared, agreed.facts, agreed.number, call.misplaced())
+        if config.local:
+            agreed = Agreed(request)
+        else:
+            recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
+            agreed = compare(call, request, self.shares, recent)
+        prepared = prepare(config, agreed.request, agreed.traced)
+        return CachedPlans(config, prepared, agreed, call.misplaced())

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import TypeAlias
 
 from ..actions.action import Fused
 from ..actions.dependencies import uncollected
@@ -26,20 +27,17 @@ from ..lowering.value_graph import Interface
 from ..programs.cache import timed
 from ..programs.program import Programs
 from ..tree import AbstractTree
-from . import interfaces, unused
+from . import unused
 from .config import Config
 from .execute import Executable, bind
 from .handshake import on_all_ranks
-from .kinds import TracedKind, loss_programs, map_slices, trace_next_stages
+from .kinds import TracedKind, loss_programs, trace_next_stages
 from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
 
-S = TypeVar("S")
-#: A plan, and what it was lowered from.
-Lowered: TypeAlias = tuple[Plan, LoweringInput]
-#: Interfaces of stages that a process traced.
-NewInterfaces: TypeAlias = Mapping[int, Interface]
+#: The kinds of microbatches, as far as they are traced.
+Traced: TypeAlias = list[TracedKind]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Prepared:
     inputs: Mapping[int, LoweringInput]  # by rank
     interfaces: tuple[tuple[Interface, ...], ...]  # by kind of microbatch, then by stage
     loss: tuple[Programs | None, ...]  # by kind of microbatch
-    tag: int = 0  # a digest of the facts that ranks compared
 
     @property
     def plans(self) -> dict[int, Plan]:
@@ -70,15 +67,12 @@ def silent(text: str) -> None:
 def prepare(
     config: Config,
     request: Request,
-    tag: int,
-    traced: list[TracedKind] | None = None,
-    recent: Sequence[Prepared] = (),
+    traced: Traced | None = None,
 ) -> Prepared:
     """Trace, exchange interfaces, lower and bind.
 
-    ``tag`` identifies the facts that ranks compared. With ``traced`` all ranks have traced their
-    stages for predicted interfaces, and there is nothing to exchange. ``recent`` are plans of the
-    latest calls, which may be used again for other sizes.
+    With ``traced`` all ranks have traced their stages for predicted interfaces, and there is
+    nothing to exchange.
     """
     group = config.group
     copies = config.copies
@@ -92,7 +86,7 @@ def prepare(
     check = feature("debugging").check if request.debug else None
     executables = {}
     with timed("lowering"), uncollected():
-        for rank, plan in _lower_ranks(inputs, _reusable(request, recent)).items():
+        for rank, plan in _lower_ranks(inputs).items():
             device = group.device(rank)
             machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
             executables[rank] = bind(plan, machine)
@@ -102,7 +96,6 @@ def prepare(
         inputs,
         tuple(kind.interfaces for kind in traced),
         tuple(kind.loss for kind in traced),
-        tag,
     )
 
 
@@ -190,38 +183,14 @@ def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
     return False
 
 
-def _lower_ranks(
-    inputs: Mapping[int, LoweringInput], earlier: Mapping[int, Lowered]
-) -> dict[int, Plan]:
-    """Lower the plan of each rank of this process.
-
-    A plan of an ``earlier`` call is used again where only sizes differ.
-    """
-    plans: dict[int, Plan] = {}
-    if earlier:
-        resized = feature("sizes.resizing").resized
-        for rank, job in inputs.items():
-            plan = resized(*earlier[rank], job)
-            if plan is not None:
-                plans[rank] = plan
+def _lower_ranks(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+    """Lower the plan of each rank of this process."""
     if _starts_collectives(inputs):
-        return feature("weaving.collective_order").in_one_order(inputs, plans)
-    return {
-        rank: plans[rank] if rank in plans else lower(job, rank) for rank, job in inputs.items()
-    }
+        return feature("weaving.collective_order").in_one_order(inputs)
+    return {rank: lower(job, rank) for rank, job in inputs.items()}
 
 
-def _reusable(request: Request, recent: Sequence[Prepared]) -> dict[int, Lowered]:
-    """The plans of the latest call with the same mode, kinds of microbatches and schedule."""
-    for prepared in reversed(recent):
-        other = prepared.request
-        alike = other.mode == request.mode and other.kind_of == request.kind_of
-        if alike and other.schedule == request.schedule:
-            return {rank: (plan, prepared.inputs[rank]) for rank, plan in prepared.plans.items()}
-    return {}
-
-
-def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> list[TracedKind]:
+def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> Traced:
     """Trace the stages of this process, until every process knows the interfaces of all stages.
 
     A stage is traced for the output of the stage before it. So processes take turns: each traces
@@ -229,38 +198,25 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     """
     stages = request.schedule.stages
     chain = request.chain
+
+    def trace_next(known: Traced) -> Traced:
+        advanced: Traced = []
+        for kind in known:
+            previous = advanced[-1] if kind.slice else None
+            advanced.append(trace_next_stages(config, request, kind, previous, note))
+        return advanced
+
+    def trace_loss(known: Traced) -> Traced:
+        return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
+
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
         for number, kind in enumerate(request.kinds)
     ]
-
-    def trace_next(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
-        advanced = map_slices(
-            known, lambda kind, previous: trace_next_stages(config, request, kind, previous, note)
-        )
-        news: list[NewInterfaces] = []
-        for old, new in zip(known, advanced, strict=True):
-            first = len(old.interfaces)
-            news.append(dict(enumerate(new.interfaces[first:], first)))
-        return advanced, news
-
-    def trace_loss(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
-        return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known], []
-
-    def cut_unused(known: list[TracedKind]) -> tuple[list[TracedKind], list[NewInterfaces]]:
-        return unused.cut(config, request, known)
-
-    while any(len(kind.interfaces) < stages for kind in traced):
-        before = traced
-        traced, reports = exchange(config, trace_next, before)
-        # Several processes may hold a stage. The longest report has what the others have.
-        news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
-        if not any(news):
-            raise no_report(min(len(kind.interfaces) for kind in before))
-        traced = [
-            replace(kind, interfaces=(*old.interfaces, *new.values()))
-            for kind, old, new in zip(traced, before, news, strict=True)
-        ]
+    while (known := min(len(kind.interfaces) for kind in traced)) < stages:
+        traced, changed = exchange(config, trace_next, traced)
+        if not changed:
+            raise no_report(known)
     if config.loss is not None:
         note("the loss")
         traced, _ = exchange(config, trace_loss, traced)
@@ -271,30 +227,28 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     # and one more after each that changed something.
     again = config.carries
     while again or any(kind.value_graph().lacks_cotangents() for kind in traced):
-        traced, reports = exchange(config, cut_unused, traced)
-        for report in reports:
-            traced = [kind.updated(new) for kind, new in zip(traced, report, strict=True)]
-        again = config.carries and any(map(any, reports))
+        traced, changed = exchange(config, partial(unused.cut, config, request), traced)
+        again = config.carries and changed
     return traced
 
 
 def exchange(
-    config: Config, step: Callable[[S], tuple[S, list[NewInterfaces]]], state: S
-) -> tuple[S, list[list[NewInterfaces]]]:
+    config: Config, step: Callable[[Traced], Traced], traced: Traced
+) -> tuple[Traced, bool]:
     """Do a step of the preparation on every process. An error of one is raised on all.
 
     Returns:
-        The state after the step, and the new interfaces that each process reports.
+        The kinds after the step, with the interfaces that other processes traced in it, and whether
+        any process traced one.
     """
-    if config.local:
-        state, report = step(state)
-        return state, [report]
-    states: list[S] = []
+    after: Traced = []
 
-    def work() -> list[NewInterfaces]:
-        after, report = step(state)
-        states.append(after)
-        return report
+    def work() -> list[dict[int, Interface]]:
+        after[:] = step(traced)
+        return [new.news(old) for new, old in zip(after, traced, strict=True)]
 
-    reports = on_all_ranks(config.group, work, interfaces.news_as_data, interfaces.news_from_data)
-    return states[0], reports
+    reports = [work()] if config.local else on_all_ranks(config.group, work)
+    # Several processes may hold a stage. The report of the first of them counts.
+    for report in reversed(reports):
+        after = [kind.updated(news) for kind, news in zip(after, report, strict=True)]
+    return after, any(map(any, reports))

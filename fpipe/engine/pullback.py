@@ -6,39 +6,33 @@ plans; no schedules.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import StageError
 from ..lowering.instruction import Registers
-from ..programs.internals import without_autocast
 from ..programs.tensor_state import retaining, versions
 from ..tree import Tree
 from . import calls
 from .arguments import Call
-from .calls import AllRegisters
 from .cotangents import cotangents, on_replicas
 from .feed import Feeder
-from .outputs import Outputs, input_grads, outputs
+from .outputs import Outputs
 from .plan_cache import Cache
 from .signatures import Pullback
 
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     """The forward phase now; the backward phase in the pullback."""
-    regs: AllRegisters = {}
-    with call.config.claim:
-        plans, number = calls.announce(call, cache)
-        with calls.ErrorReporter(call.config), without_autocast():
-            weights = call.weights()
-            calls.run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
-            results = Outputs(plans.layout, regs, call, weights)
-            y = outputs(results)
-            if call.state is not None:
-                y = (y, results.states())
-    kept: list[AllRegisters] = [regs]
+    with calls.announced(call, cache.announce) as (plans, number):
+        results = calls.run_all(call, plans, phase=0)
+        y = results.outputs()
+        if call.state is not None:
+            y = (y, results.states())
+    kept = [results.regs]
     # slots that are filled before the backwards and that these read
     carried = {rank: plan.carried() for rank, plan in plans.prepared.plans.items()}
-    before = _versions(carried, regs)
+    before = _versions(carried, results.regs)
 
     def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -60,17 +54,16 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         except Exception as error:
             calls.refuse(call.config, error)
             raise
-        with call.config.claim, retaining(retain):
+        again = partial(plans.announce, pullback=number)
+        with calls.announced(call, again), retaining(retain):
             if retain:
                 regs = {rank: r.copy() for rank, r in kept[0].items()}
             else:
                 regs = kept.pop()
-            plans.announce(call, number)
-            with calls.ErrorReporter(call.config), without_autocast():
-                rows = on_replicas(call, units, rows)
-                calls.run(call, plans, regs, lambda feeder, r: _fill(feeder, r, rows), phase=1)
-                results = Outputs(plans.layout, regs, call, weights, rows)
-                return results.param_grads(), input_grads(results)
+            rows = on_replicas(call, units, rows)
+            results = Outputs(plans.layout, regs, call, None, rows)
+            calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)
+            return results.param_grads(), results.input_grads()
 
     return y, pullback
 
@@ -81,6 +74,8 @@ def _fill(feeder: Feeder, r: Registers, cotangents: Sequence[Sequence[Any]]) -> 
         r.slots[slot] = cotangents[mb][index].detach().to(feeder.device)
 
 
-def _versions(carried: Mapping[int, tuple[int, ...]], regs: AllRegisters) -> list[list[int]]:
+def _versions(
+    carried: Mapping[int, tuple[int, ...]], regs: Mapping[int, Registers]
+) -> list[list[int]]:
     """How often each tensor that the backwards need was written to."""
     return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in carried.items()]

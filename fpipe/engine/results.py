@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
-from typing import NamedTuple
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import tree
 from ..lowering.instruction import Registers
-from ..lowering.job import LoweringInput
+from ..lowering.job import LoweringInput, Scalar
 from ..lowering.keys import Key
-from ..lowering.value_graph import ValueGraph, grad, reduced_grad
-from ..tree import Structure, Tree
+from ..lowering.value_graph import ValueGraph, grad, reduced_grad, spec_of
+from ..tree import Aval, Structure, Tree
 from .arguments import Call
 from .config import Config
 from .parts import Weights, added
 from .prepare import Prepared, sends_loss_early
-from .scalars import Scalars, Tensors, gather_total, shared, total_of
 
 
 class GradPlace(NamedTuple):
@@ -50,6 +49,17 @@ class StageGradients(NamedTuple):
     places: list[GradPlace]
 
 
+class RankScalars(NamedTuple):
+    """The losses and auxiliary losses that a rank computes.
+
+    ``slots`` is None if the rank is on another process.
+    """
+
+    rank: int
+    scalars: list[Scalar]
+    slots: list[int] | None
+
+
 @dataclass(frozen=True, eq=False)
 class ResultLayout:
     """Where the results of prepared plans are, computed once for each signature."""
@@ -58,7 +68,7 @@ class ResultLayout:
     prepared: Prepared
 
     @cached_property
-    def scalars(self) -> list[Scalars]:
+    def scalars(self) -> list[RankScalars]:
         """The losses and auxiliary losses of each rank that computes some.
 
         Every process knows them all, but only the slots of its own ranks.
@@ -72,39 +82,21 @@ class ResultLayout:
             if rank in executables:
                 results = executables[rank].plan.results
                 slots = [results[scalar.key] for scalar in scalars]
-            places = [(scalar.stage, scalar.mb) for scalar in scalars]
-            dtypes = [scalar.aval.dtype for scalar in scalars]
-            by_rank.append(Scalars(rank, places, dtypes, slots))
+            by_rank.append(RankScalars(rank, scalars, slots))
         return by_rank
-
-    @cached_property
-    def losses(self) -> tuple[int, list[int]] | None:
-        """The rank that computes all losses, and their slots by microbatch.
-
-        None if several ranks compute them, if the rank is not here, or with auxiliary losses.
-        """
-        rank, places, _, slots = self.scalars[0]
-        if len(self.scalars) > 1 or self.aux_stages or slots is None:
-            return None
-        slot_of = {mb: slot for (_, mb), slot in zip(places, slots, strict=True)}
-        return rank, [slot_of[mb] for mb in range(len(slot_of))]
 
     @cached_property
     def aux_stages(self) -> list[int]:
         """The stages with auxiliary losses."""
-        stages = {stage for scalars in self.scalars for stage, _ in scalars.places}
+        stages = {scalar.stage for of_rank in self.scalars for scalar in of_rank.scalars}
         return sorted(stages - {self.config.stages})
 
     @cached_property
-    def loss_dtype(self) -> torch.dtype:
-        """The dtype of the total loss, where one rank computes all losses."""
-        (scalars,) = self.scalars
-        return reduce(torch.promote_types, scalars.dtypes)
-
-    @cached_property
-    def tag(self) -> torch.Tensor:
-        """The tag of the plans as a tensor."""
-        return torch.tensor(self.prepared.tag, device=self.config.device)
+    def total(self) -> Aval:
+        """The total loss in abstract form, where one rank computes all losses."""
+        avals = [scalar.aval for scalar in self.scalars[0].scalars]
+        dtype = reduce(torch.promote_types, (aval.dtype for aval in avals))
+        return avals[0]._replace(dtype=dtype)
 
     @cached_property
     def gradients(self) -> list[StageGradients]:
@@ -153,7 +145,7 @@ class Results:
     def __init__(
         self,
         layout: ResultLayout,
-        regs: Mapping[int, Registers],
+        regs: dict[int, Registers],
         call: Call,
         weights: Weights | None,
         cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
@@ -163,6 +155,7 @@ class Results:
         self.call = call
         self.weights = weights
         self.cotangents = cotangents
+        self.returned: dict[int, Any] = {}  # by the function each=, by microbatch
         self.config = layout.config
         self.prepared = layout.prepared
         self.request = layout.prepared.request
@@ -203,22 +196,46 @@ class Results:
         early = [r.loss for r in self.regs.values() if r.loss is not None]
         if early:
             return early[0]
-        layout = self.layout
-        weights = self.weights
-        if layout.losses is not None and weights is not None and weights.common is not None:
-            rank, loss_slots = layout.losses
-            slots = self.regs[rank].slots
-            total = added([slots[slot] for slot in loss_slots], weights.common)
-            return self.share([total], [layout.loss_dtype], rank)[0]
-        add = partial(total_of, weights=weights, with_aux=layout.aux_stages, stages=self.stages)
-        return gather_total(layout.scalars, self.regs, self.share, add)
+        losses: dict[tuple[int, int], torch.Tensor] = {}
+        for rank, scalars, slots in self.layout.scalars:
+            values = None
+            if slots is not None:
+                values = [self.regs[rank].slots[slot] for slot in slots]
+            places = [(scalar.stage, scalar.mb) for scalar in scalars]
+            if len(self.layout.scalars) == 1:
+                if values is not None:
+                    values = [self._total(dict(zip(places, values, strict=True)))]
+                return self.share(values, [self.layout.total], rank)[0]
+            avals = [scalar.aval for scalar in scalars]
+            losses |= zip(places, self.share(values, avals, rank), strict=True)
+        return self._total(losses)
 
-    def share(self, values: Tensors | None, dtypes: Sequence[torch.dtype], rank: int) -> Tensors:
-        """Send the scalars of a rank to all others; returns them on every rank."""
-        if self.config.local:
-            assert values is not None
-            return values
-        return shared(self.group, self.layout.tag, self.prepared.tag, values, dtypes, rank)
+    def _total(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """The weighted sum of losses by (stage, microbatch); the stage past the last is the loss.
+
+        Auxiliary losses are added to the loss of their microbatch.
+        """
+        weights = self.weights
+        assert weights is not None
+        totals = []
+        for mb in range(self.number):
+            loss = losses[self.stages, mb]
+            places = [(stage, mb) for stage in self.layout.aux_stages]
+            extras = [losses[place].to(loss.device) for place in places if place in losses]
+            totals.append(loss + reduce(torch.add, extras) if extras else loss)
+        if weights.common is None:
+            return added(weights.terms(totals))
+        return added(totals, weights.common)
+
+    def share(
+        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
+    ) -> Sequence[torch.Tensor]:
+        """A rank's values on every rank: None is passed where that rank is on another process."""
+        if not self.config.local:
+            sent = None if values is None else tuple(values)
+            return self.group.share(sent, tuple(map(spec_of, avals)), rank)
+        assert values is not None
+        return values
 
     # ---- gradients ----
     def param_grads(self) -> Sequence[Tree]:

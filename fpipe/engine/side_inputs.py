@@ -6,13 +6,12 @@ Knows configurations; no plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
+import optree
 
 from .. import tree
-from ..actions.product import feature
 from ..errors import StageError
 from ..tree import AbstractTree, Tree
 from .config import Config
@@ -34,9 +33,11 @@ def cut(config: Config, side: Mapping[str, Tree], microbatches: int) -> dict[str
     }
 
 
-def of_stage(names: Sequence[str], sides: Mapping[str, Parts], mb: int) -> dict[str, Tree]:
-    """The side inputs of one stage, or of the loss, for a microbatch; ``names`` are theirs."""
-    return {name: sides[name].tree(mb) for name in names if name in sides}
+def of_stage(names: Iterable[str], sides: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The side inputs of one stage, or of the loss, in the order of their leaves; ``names`` are
+    theirs.
+    """
+    return {name: sides[name] for name in sorted(names) if name in sides}
 
 
 def leaves(
@@ -46,36 +47,22 @@ def leaves(
 
     ``names`` are the side inputs that each stage reads, and ``number`` counts the microbatches.
     """
-    readers = [stage for stage, read in enumerate(names) if read]
     return {
-        (stage, mb): tree.leaves(of_stage(names[stage], sides, mb))
-        for stage in readers
+        (stage, mb): [leaf for part in of_stage(read, sides).values() for leaf in part.rows[mb]]
+        for stage, read in enumerate(names)
+        if read
         for mb in range(number)
     }
 
 
-def abstract(
-    names: Sequence[str],
-    sides: Mapping[str, Parts],
-    mb: int,
-    descriptions: Mapping[str, Sequence[AbstractTree]],
-) -> AbstractTree:
-    """The side inputs of one stage, or of the loss, for a microbatch in abstract form.
-
-    Those that are elsewhere have ``descriptions`` of other processes.
-    """
-    values = of_stage(names, sides, mb)
-    for name in values:
-        side = sides[name]
-        if side.absent and side.name in descriptions:
-            arguments = feature("elsewhere.arguments")
-            described = arguments.described(descriptions[side.name], mb, False)
-            empty = (
-                torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
-                for aval in described.avals.values()
-            )
-            values[name] = described.fill(empty)
-    return AbstractTree.of(values)
+def abstract(names: Iterable[str], sides: Mapping[str, Parts], mb: int) -> AbstractTree:
+    """The side inputs of one stage, or of the loss, for a microbatch in abstract form."""
+    trees = {name: part.abstract(mb) for name, part in of_stage(names, sides).items()}
+    structures = {name: each.spec for name, each in trees.items()}
+    return AbstractTree(
+        optree.treespec_dict(structures, namespace=tree.NAMESPACE),
+        tuple(leaf for each in trees.values() for leaf in each.leaves),
+    )
 
 
 def states(config: Config, given: Sequence[Tree] | None) -> Sequence[Tree]:

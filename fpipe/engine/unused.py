@@ -6,46 +6,29 @@ Zeros would not do: in a backward, zero times infinity is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ..lowering.value_graph import Interface
 from .config import Config
 from .kinds import TracedKind, ranks_here, trace_stage
 from .request import Request
 
 
-def cut(
-    config: Config, request: Request, known: Sequence[TracedKind]
-) -> tuple[list[TracedKind], list[Mapping[int, Interface]]]:
-    """Trace again, from the last stage down, the stages of this process of which an output has no
-    cotangent; also returns the interfaces that are new.
+def cut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:
+    """Trace again, from the last stage down, the stages of which an output has no cotangent, as far
+    as they are on this process.
     """
-    traced = _recut(config, request, known)
-    news: list[Mapping[int, Interface]] = []
-    for before, after in zip(known, traced, strict=True):
-        pairs = zip(before.interfaces, after.interfaces, strict=True)
-        news.append({stage: new for stage, (old, new) in enumerate(pairs) if new is not old})
-    return traced, news
-
-
-def _recut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:
-    """The same as far as the stages that lack a cotangent are on this process."""
     traced = list(known)
-    while True:
-        before = list(traced)
-        for number in reversed(range(len(traced))):
-            kind = traced[number]
-            first = not kind.slice
-            if kind.slice == kind.slices - 1:
-                after = None
-            else:
-                after = traced[number + 1]
-            while (found := lacking(kind, after)) and ranks_here(config, request, found[0]):
-                kind = traced[number] = trace_stage(
-                    config, request, kind, None if first else traced[number - 1], *found
-                )
-        if all(one is other for one, other in zip(before, traced, strict=True)):
-            return traced
+    changed = True
+    while changed:
+        changed = False
+        for number, kind in reversed(list(enumerate(traced))):
+            previous = traced[number - 1] if kind.slice else None
+            following = traced[number + 1] if kind.slice + 1 < kind.slices else None
+            while (found := lacking(kind, following)) and ranks_here(config, request, found[0]):
+                kind = trace_stage(config, request, kind, previous, *found)
+                changed = True
+            traced[number] = kind
+    return traced
 
 
 def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[int]] | None:

@@ -11,7 +11,7 @@ keeps of one microbatch, from its F to its W or B.
 """
 
 from .catalogue import is_path, make_schedule, schedule_from, schedule_names
-from .registry import about_schedule, orders_slices, register_schedule, unregister_schedule
+from .registry import about_schedule, orders_slices, register_schedule
 from .sources import Source, read_schedule
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "register_schedule",
     "schedule_from",
     "schedule_names",
-    "unregister_schedule",
 ]

@@ -15,21 +15,21 @@ from typing import NamedTuple
 
 from ..actions.dependencies import uncollected
 from ..schedule import Schedule
-from .registered import REGISTERED, called, make_registered, no_source, returned, unknown_name
-from .sources import Source, read_schedule
-from .wrong_counts import too_large, wrong_count, wrong_stages
+from .refusals import no_source, too_large, unknown_name, wrong_count, wrong_stages
+from .sources import Source, called, make_registered, read_schedule, returned
 
 
 class Entry(NamedTuple):
     """A schedule with a name: its generator, and how many stages it places on a rank.
 
-    ``generator`` is the file and the function. A rank gets ``per_rank`` stages by default, or any
+    ``generator`` is the file and the function, or the function that a user registered, of which
+    nothing else is known. A rank gets ``per_rank`` stages by default, or any
     multiple of ``step`` that the caller asks for. A ``fixed`` number is the only one.
     ``orders_slices``: the generator takes ``slices=`` and has an order for slices.
     """
 
     name: str
-    generator: str
+    generator: str | Callable[..., Schedule]
     per_rank: int = 1
     step: int = 1
     fixed: bool = False
@@ -38,6 +38,8 @@ class Entry(NamedTuple):
     @property
     def make(self) -> Callable[..., Schedule]:
         """The function of the generator."""
+        if callable(self.generator):
+            return self.generator
         file, _, function = self.generator.partition(".")
         return getattr(import_module(f"{__package__}.{file}"), function)
 
@@ -60,10 +62,9 @@ TABLE = (
     Entry("VMin", "v_family.make_v_min", 2, fixed=True),
     Entry("DualPipe", "dualpipe.make_dual_pipe", fixed=True),
     Entry("Chimera", "chimera.make_chimera", fixed=True),
-    Entry("BitPipe", "bitpipe.make_bitpipe", 2),
     Entry("Hanayo", "hanayo.make_hanayo", 2, step=2),
-    Entry("Seq1F1B", "slices.make_seq_one_f_one_b", orders_slices=True),
-    Entry("SeqZBH1", "slices.make_seq_zb_h1", orders_slices=True),
+    Entry("Seq1F1B", "one_f_one_b.make_seq_one_f_one_b", orders_slices=True),
+    Entry("SeqZBH1", "zero_bubble.make_seq_zb_h1", orders_slices=True),
 )
 #: Other names for schedules of the table.
 ALIASES = {"ZBV": "ZBVZeroBubble"}
@@ -80,8 +81,9 @@ def key(name: object) -> str:
     return str(name).lower().translate({ord(mark): None for mark in "-_ "})
 
 
-BUILT_IN = {key(entry.name): entry for entry in TABLE}
-BUILT_IN |= {key(other): BUILT_IN[key(name)] for other, name in ALIASES.items()}
+#: The entries by the keys of all names; :func:`register_schedule` adds to them.
+ENTRIES = {key(entry.name): entry for entry in TABLE}
+ENTRIES |= {key(other): ENTRIES[key(name)] for other, name in ALIASES.items()}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -93,7 +95,7 @@ def schedule_names() -> tuple[str, ...]:
     >>> schedule_names()[:3]
     ('GPipe', '1F1B', 'Interleaved1F1B')
     """
-    return tuple(entry.name for entry in (*TABLE, *REGISTERED.values()))
+    return tuple(dict.fromkeys(entry.name for entry in ENTRIES.values()))
 
 
 def make_schedule(
@@ -129,13 +131,12 @@ def make_schedule(
     for what, count in counts.items():
         if not _is_count(count) and (what, count) != ("stages", None):
             raise wrong_count(what, count)
-    entry = BUILT_IN.get(key(name))
+    entry = ENTRIES.get(key(name))
     if entry is None:
-        registered = REGISTERED.get(key(name))
-        if registered is None:
-            names = (*schedule_names(), *ALIASES)
-            raise unknown_name(name, {key(known): known for known in names})
-        return make_registered(registered, ranks, microbatches, stages, slices)
+        names = (*schedule_names(), *ALIASES)
+        raise unknown_name(name, {key(known): known for known in names})
+    if callable(entry.generator):
+        return make_registered(entry.name, entry.generator, ranks, microbatches, stages, slices)
     default = ranks * entry.per_rank
     count = default if stages is None else stages
     if count % (ranks * entry.step) or (entry.fixed and count != default):
@@ -190,4 +191,4 @@ def is_path(source: str) -> bool:
     """
     if source.lower().endswith((".csv", ".txt")) or os.sep in source:
         return True
-    return os.path.isfile(source) and not (key(source) in BUILT_IN or key(source) in REGISTERED)
+    return os.path.isfile(source) and key(source) not in ENTRIES

@@ -25,14 +25,14 @@ passes. It holds from p/2 + 1 activations (the outermost rank) to p.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from ..actions.action import Action, Row
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
-from .patterns import keep_microbatches, row_of, tape
-from .shapes import even_parts, two_directions_in_pairs
+from .patterns import row_of, tape
+from .shapes import even_parts, two_directions
 
 #: A crossing of the ranks by one stage's op: stage, op, and the microbatches of each unit.
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]
@@ -47,43 +47,16 @@ def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F1, 1F0, 1B0, 0B1]
     """
 
-    return two_directions("Chimera", ranks, microbatches, ranks, _row)
+    def row(near: int, far: int, first: range, second: range) -> Row:
+        units = max(1, min(len(first), len(second)) // (ranks // 2))
+        nearer = even_parts(first, units)
+        other = even_parts(second, units)
+        even: list[Leg] = [(near, "F", nearer), (far, "B", other)]
+        odd: list[Leg] = [(far, "F", other), (near, "B", nearer)]
+        count = len(first) + len(second)
+        return two_streams((far + 1 - near) // 2, count, stream(even), stream(odd))
 
-
-def two_directions(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    stages: int,
-    row: Callable[[int, int, Sequence[range], Sequence[range]], Row],
-) -> Schedule:
-    """A schedule whose microbatches go down and up the ranks in units.
-
-    ``row(near, far, first, second)`` makes the row of a rank. ``near`` is its distance from the
-    nearer end, ``far`` that from the other end. ``first`` are the microbatches that enter at the
-    nearer end, ``second`` the others, each as a range for every unit.
-    """
-
-    def rows(going_down: int, going_up: int) -> Sequence[Row]:
-        half = ranks // 2
-        units = max(1, going_up // half)
-        drawn_down = max(going_down, half)
-        drawn = max(going_down, half) + max(going_up, half)
-        down = even_parts(range(drawn_down), units)
-        up = even_parts(range(drawn_down, drawn), units)
-        upper = [row(near, ranks - 1 - near, down, up) for near in range(half)]
-        lower = [row(near, ranks - 1 - near, up, down) for near in range(half)]
-        kept = (*range(going_down), *range(drawn_down, drawn_down + going_up))
-        return keep_microbatches(upper + lower[::-1], drawn, kept)
-
-    return two_directions_in_pairs(name, ranks, microbatches, rows, stages=stages)
-
-
-def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
-    even: list[Leg] = [(near, "F", first), (far, "B", second)]
-    odd: list[Leg] = [(far, "F", second), (near, "B", first)]
-    count = sum(map(len, first)) + sum(map(len, second))
-    return two_streams((far + 1 - near) // 2, count, stream(even), stream(odd))
+    return two_directions("Chimera", ranks, microbatches, row, ranks // 2)
 
 
 def stream(legs: Iterable[Leg]) -> Iterator[Action]:

@@ -29,13 +29,12 @@ then the direction that enters at that end. Six ranks run the patterns of three 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
-from ..actions.action import Action, Placement, Row
+from ..actions.action import Action, AnyAction, Placement, Row, plain
 from ..schedule import Schedule
-from .patterns import Tape, fused, keep_microbatches, row_of, tape
-from .shapes import two_directions_in_pairs
+from .patterns import Tape, fused, keep_microbatches, tape
+from .shapes import two_directions
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -64,22 +63,14 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F1, 1F0, 1B0, 0I1, 0W1]
     """
 
-    def rows(going_down: int, going_up: int) -> Sequence[Row]:
-        drawn = max(ranks, going_down)
-        down = range(drawn)
-        up = range(drawn, 2 * drawn)
-        patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
-        upper = [
-            _row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)
-        ]
-        lower = [
-            _row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)
-        ]
-        return keep_microbatches(
-            upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :])
-        )
+    drawn = max(ranks, -(-microbatches // 2))
 
-    return two_directions_in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
+    def row(near: int, far: int, first: range, second: range) -> Row:
+        return _row(_pattern(ranks // 2, near, drawn), (near, first), (far, second))
+
+    return two_directions(
+        "DualPipe", ranks, microbatches, row, drawn, keep_last=True, remedy="or DualPipeV"
+    )
 
 
 def _pattern(p: int, r: int, m: int) -> str:
@@ -105,44 +96,19 @@ def _pattern(p: int, r: int, m: int) -> str:
 
 def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
     """The row of a rank, from (stage, microbatches) of its two chunks."""
-    queue: deque[Action] = deque()
-    f0, b0, i0 = _chunk(*first, queue)
-    f1, b1, i1 = _chunk(*second, queue)
-    tapes: dict[str, Tape] = {
-        "F": f0,
-        "B": b0,
-        "I": i0,
-        "f": f1,
-        "b": b1,
-        "i": i1,
-        "W": _oldest(queue),
-    }
-    return row_of(pattern, tapes | {"X": fused(f0, b1), "Y": fused(f1, b0)})
+    f0, b0, i0 = _chunk(*first)
+    f1, b1, i1 = _chunk(*second)
+    tapes: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1}
+    tapes |= {"X": fused(f0, b1), "Y": fused(f1, b0)}
+    row: list[AnyAction] = []
+    inputs = (part for part in plain(row) if part.op == "I")  # read while the row grows
+    tapes["W"] = (part._replace(op="W") for part in inputs)
+    for letter in pattern:
+        row.append(next(tapes[letter]))
+    return tuple(row)
 
 
-def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[Action], ...]:
+def _chunk(stage: int, batches: range) -> tuple[Iterator[Action], ...]:
     """The tapes of F, B and I of a stage. I goes on with the microbatch at which B stopped."""
     backwards = iter(batches)
-    return (
-        tape(stage, "F", batches),
-        tape(stage, "B", backwards),
-        _queueing(tape(stage, "I", backwards), queue),
-    )
-
-
-def _queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]:
-    """Yield ``inputs``, which are Is, and put the W of each at the end of ``queue``.
-
-    >>> queue = deque()
-    >>> row_of("IIWW", {"I": _queueing(tape(0, "I", range(2)), queue), "W": _oldest(queue)})
-    (0I0, 0I1, 0W0, 0W1)
-    """
-    for action in inputs:
-        queue.append(Action(action.stage, "W", action.microbatch))
-        yield action
-
-
-def _oldest(queue: deque[Action]) -> Iterator[Action]:
-    """The tape of the actions of a queue, oldest first."""
-    while True:
-        yield queue.popleft()
+    return tape(stage, "F", batches), tape(stage, "B", backwards), tape(stage, "I", backwards)

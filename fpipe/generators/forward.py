@@ -25,10 +25,14 @@ make them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 
-from ..actions.action import Action, plain
-from ..actions.costs import Costs
+from ..actions.action import Action, Row, plain
+from ..errors import ScheduleError
 from ..schedule import Schedule
 from .catalogue import is_path
 
@@ -42,15 +46,27 @@ def forwards_alone(schedule: Schedule) -> Schedule:
     (22.0, 16.0)
     """
     forwards = schedule.only("F")
-    one_stage = all(len({part.stage for part in plain(row)}) <= 1 for row in forwards)
-    if schedule.slices > 1 or one_stage:
+    rows = tuple(_in_waves(row, schedule.ranks) for row in forwards)
+    if schedule.slices > 1 or rows == forwards.rows:
         return forwards
-    rows = tuple(map(tuple, _as_soon_as_possible(forwards)))
-    reordered = Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
-    costs = Costs()
-    if reordered.simulate(costs).total < forwards.simulate(costs).total:
-        return reordered
+    reordered = replace(forwards, rows=rows)
+    with suppress(ScheduleError):  # stages run microbatches in different orders, and would wait
+        if reordered.simulate().total < forwards.simulate().total:
+            return reordered
     return forwards
+
+
+def _in_waves(row: Row, ranks: int) -> Row:
+    """The forwards of a row by their slots in waves."""
+    numbers = defaultdict[int, Iterator[int]](count)
+    numbered = [(next(numbers[part.stage]), part) for part in plain(row)]
+
+    def slot(forward: tuple[int, Action]) -> int:
+        number, part = forward
+        group, place = divmod(number, ranks)
+        return group * ranks * len(numbers) + 2 * place + part.stage
+
+    return tuple(part for _, part in sorted(numbered, key=slot))
 
 
 def forwards_of(schedule: Schedule, source: object) -> Schedule:
@@ -63,30 +79,6 @@ def forwards_of(schedule: Schedule, source: object) -> Schedule:
     if named:
         return forwards_alone(schedule)
     return schedule.only("F")
-
-
-def _as_soon_as_possible(schedule: Schedule) -> list[list[Action]]:
-    """The forwards of each rank in the order in which they can run, those of later stages first."""
-    queues: list[dict[int, deque[int]]] = []
-    for row in schedule:
-        by_stage: dict[int, deque[int]] = {}
-        for part in plain(row):
-            by_stage.setdefault(part.stage, deque()).append(part.microbatch)
-        queues.append(dict(sorted(by_stage.items(), reverse=True)))
-    rows: list[list[Action]] = [[] for _ in queues]
-    ended = set[tuple[int, int]]()
-    while True:
-        ran = set[tuple[int, int]]()
-        for row, by_stage in zip(rows, queues, strict=True):
-            for stage, queue in by_stage.items():
-                if queue and (stage == 0 or (stage - 1, queue[0]) in ended):
-                    microbatch = queue.popleft()
-                    row.append(Action(stage, "F", microbatch))
-                    ran.add((stage, microbatch))
-                    break
-        if not ran:
-            return rows
-        ended |= ran
 
 
 def forwards_first(schedule: Schedule) -> Schedule:

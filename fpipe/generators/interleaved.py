@@ -42,20 +42,19 @@ def by_groups(
     ranks: int,
     microbatches: int,
     stages: int,
-    groups: int = 0,
 ) -> Schedule:
     """A schedule of microbatches in groups, each of which runs through every chunk.
 
-    There are ``groups`` of about equal size; by default each has ``ranks`` microbatches or a little
-    more. Backwards begin with the last chunk. ``pattern(rank, total, ahead)`` is the pattern of a
-    rank with ``total`` forwards, of which ``ahead`` come before the last chunk of the first group.
+    Each group has ``ranks`` microbatches or a little more. Backwards begin with the last chunk.
+    ``pattern(rank, total, ahead)`` is the pattern of a rank with ``total`` forwards, of which
+    ``ahead`` come before the last chunk of the first group.
 
     >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
     chunks = stages // ranks
-    parts = even_parts(range(microbatches), groups or max(1, microbatches // ranks))
+    parts = even_parts(range(microbatches), max(1, microbatches // ranks))
     order = [(chunk, m) for part in parts for chunk in range(chunks) for m in part]
     back = [(chunks - 1 - chunk, m) for chunk, m in order]
     ahead = (chunks - 1) * len(parts[0])

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TypeVar, overload
 
 from ..schedule import Schedule
-from .catalogue import BUILT_IN, key
-from .registered import REGISTERED, Registered, refuse_name
+from .catalogue import ENTRIES, Entry, key
+from .refusals import refuse_name
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 
@@ -21,8 +21,7 @@ def about_schedule(name: str) -> str:
     >>> about_schedule("GPipe")
     'All forwards, then all backwards, both in ascending order.'
     """
-    entry = BUILT_IN.get(key(name)) or REGISTERED[key(name)]
-    summary = (inspect.getdoc(entry.make) or "").partition("\n\n")[0]
+    summary = (inspect.getdoc(ENTRIES[key(name)].make) or "").partition("\n\n")[0]
     return " ".join(summary.split())
 
 
@@ -32,7 +31,7 @@ def orders_slices(name: str) -> bool:
     >>> orders_slices("Seq1F1B"), orders_slices("1F1B")
     (True, False)
     """
-    return key(name) in BUILT_IN and BUILT_IN[key(name)].orders_slices
+    return key(name) in ENTRIES and ENTRIES[key(name)].orders_slices
 
 
 @overload
@@ -59,37 +58,21 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
     >>> from fpipe import make_schedule
     >>> make_schedule("onebyone", 2, 3).microbatches
     3
-    >>> unregister_schedule("OneByOne")
+    >>> _ = ENTRIES.pop("onebyone")
     """
     if fn is None:
         return partial(register_schedule, name)
     if not isinstance(name, str) or not key(name):
         raise refuse_name(f"a schedule cannot be called {name!r}; use letters or digits")
-    if key(name) in BUILT_IN:
+    present = ENTRIES.get(key(name))
+    if present and not callable(present.generator):
         raise refuse_name(
-            f"{name!r} is built in (as {BUILT_IN[key(name)].name}) and is not replaced; register "
-            "another name"
+            f"{name!r} is built in (as {present.name}) and is not replaced; register another name"
         )
     if not callable(fn):
         raise refuse_name(
             f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; a Schedule "
             "needs no name, it can be passed wherever a name can"
         )
-    REGISTERED[key(name)] = Registered(name, fn)
+    ENTRIES[key(name)] = Entry(name, fn)
     return fn
-
-
-def unregister_schedule(name: str) -> None:
-    """Remove a registered name.
-
-    >>> unregister_schedule("GPipe")
-    Traceback (most recent call last):
-    ...
-    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be
-    removed
-    """
-    if key(name) not in REGISTERED:
-        raise refuse_name(
-            f"no schedule is registered as {name!r}; only registered names can be removed"
-        )
-    del REGISTERED[key(name)]

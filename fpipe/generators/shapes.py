@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..actions.action import Action, AnyAction, Placement, Row
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from .patterns import row_of, tapes
+from .patterns import keep_microbatches, row_of, tapes
 
 
 def even_parts(microbatches: range, parts: int) -> list[range]:
@@ -25,26 +25,29 @@ def even_parts(microbatches: range, parts: int) -> list[range]:
     return [microbatches[start:stop] for start, stop in pairwise(cuts)]
 
 
-def two_directions_in_pairs(
+def two_directions(
     name: str,
     ranks: int,
     microbatches: int,
-    make: Callable[[int, int], Sequence[Row]],
-    remedy: str = "",
+    row: Callable[[int, int, range, range], Row],
+    drawn: int,
     *,
-    stages: int | None = None,
+    keep_last: bool = False,
+    remedy: str = "",
 ) -> Schedule:
     """A schedule with two directions, whose ranks pair from both ends.
 
-    Half of the microbatches go up; of an odd number one more goes down. ``make(going_down,
-    going_up)`` returns the rows for two ranks or more. ``stages`` go down the ranks and up again;
-    by default there is one on each rank. ``remedy`` is another remedy for an odd number of ranks.
+    Half of the microbatches go up; of an odd number one more goes down. ``row(near, far, first,
+    second)`` makes the row of a rank. ``near`` is its distance from the nearer end, ``far`` that
+    from the other end. ``first`` are the microbatches that enter at the nearer end, ``second`` the
+    others. Rows are made for ``drawn`` microbatches of each direction at least; then the first of
+    each direction are kept, or the last. ``remedy`` is another remedy for an odd number of ranks.
 
-    >>> two_directions_in_pairs("DualPipe", 1, 1, lambda going_down, going_up: [])
+    >>> two_directions("DualPipe", 1, 1, lambda near, far, first, second: (), 0)
     Schedule(DualPipe, ranks=1, microbatches=1, stages=1)
     """
     if ranks == 1:
-        return one_chunk_a_rank(name, ["FB" * microbatches], microbatches, stages or 1)
+        return one_chunk_a_rank(name, ["FB" * microbatches], microbatches, 1)
     if ranks % 2:
         remedies = ", ".join(filter(None, (f"take {ranks - 1} or {ranks + 1}", remedy)))
         raise ScheduleError(
@@ -52,10 +55,19 @@ def two_directions_in_pairs(
             rule="ranks",
         )
     going_up = microbatches // 2
-    rows = tuple(make(microbatches - going_up, going_up))
-    up = range(microbatches - going_up, microbatches)
-    per_rank = (stages or ranks) // ranks
-    placement = Placement.bidirectional(ranks, microbatches, up, per_rank)
+    going_down = microbatches - going_up
+    last_down = max(going_down, drawn)
+    down = range(last_down)
+    up = range(last_down, last_down + max(going_up, drawn))
+    half = range(ranks // 2)
+    upper = [row(near, ranks - 1 - near, down, up) for near in half]
+    lower = [row(near, ranks - 1 - near, up, down) for near in half]
+    if keep_last:
+        kept = (*down[len(down) - going_down :], *up[len(up) - going_up :])
+    else:
+        kept = (*down[:going_down], *up[:going_up])
+    rows = keep_microbatches(upper + lower[::-1], len(down) + len(up), kept)
+    placement = Placement.bidirectional(ranks, microbatches, range(going_down, microbatches))
     return Schedule(rows, placement, microbatches, name)
 
 

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a schedule can be made, and how one is read from a file."""
+"""From what a schedule can be made: how one is read from a file, or made by a function of a
+user.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
-from ..actions import Track
 from ..actions.text import parse_csv, parse_rows
+from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
+from .refusals import refuse_name
+
+T = TypeVar("T")
 
 #: The names of the catalogue, for completion in editors; a registered name is any text.
 Name: TypeAlias = Literal[
@@ -32,7 +38,6 @@ Name: TypeAlias = Literal[
     "VMin",
     "DualPipe",
     "Chimera",
-    "BitPipe",
     "Hanayo",
     "Seq1F1B",
     "SeqZBH1",
@@ -41,10 +46,8 @@ Name: TypeAlias = Literal[
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
-def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
+def read_schedule(path: str | PathLike[str]) -> Schedule:
     """The schedule in a text file: CSV, or the text of ``str(schedule)``.
-
-    ``track`` yields the lines, and may show how many were read.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plan.txt")
@@ -57,4 +60,59 @@ def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
         parse = parse_rows
     else:
         parse = parse_csv
-    return Schedule(parse(text, track), name=Path(path).stem)
+    return Schedule(parse(text), name=Path(path).stem)
+
+
+def make_registered(
+    name: str,
+    make: Callable[..., Schedule],
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    slices: int,
+) -> Schedule:
+    """The schedule of a registered function; ScheduleError if it is for other counts."""
+    who = f"the function registered as {name!r}"
+    keywords = {"stages": stages} if _takes_stages(make) else {}
+    schedule = returned(called(make, ranks, microbatches, **keywords), who)
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
+        if number not in (None, getattr(schedule, what)):
+            raise ScheduleError(
+                f"{who} was called for {what}={number} and returned a schedule with "
+                f"{getattr(schedule, what)}; request that number, or correct the function",
+                rule=what,
+            )
+    if schedule.slices == slices:
+        return schedule
+    return schedule.sliced(slices)
+
+
+def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:
+    """The result of a function for schedules; ScheduleError where it takes other arguments."""
+    try:
+        inspect.signature(fn).bind(*counts, **keywords)
+    except TypeError as error:
+        raise refuse_name(
+            f"the schedule function {fn!r} cannot be called with (ranks, microbatches): {error}; "
+            "give a function of these two"
+        ) from error
+    except ValueError:  # a callable without a signature
+        pass
+    return fn(*counts, **keywords)
+
+
+def returned(result: object, who: str) -> Schedule:
+    """The Schedule that a function of the user returned; ScheduleError for anything else."""
+    if not isinstance(result, Schedule):
+        raise refuse_name(
+            f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule"
+        )
+    return result
+
+
+def _takes_stages(fn: Callable[..., Schedule]) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return "stages" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -15,6 +15,9 @@ between its first action and its last. It holds 2p - 1 activations.
 
 The interleaved form does the same with several chunks on each rank, in the order of Interleaved
 1F1B. It warms up with (p - r) + (v - 1) g forwards, since I is half as long as B.
+
+The form over slices of sequences warms up as Seq1F1B: idle (p - 1)(F + I - W)/k with k slices, for
+the same activations.
 """
 
 from __future__ import annotations
@@ -46,6 +49,20 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
         zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)
     ]
     return one_chunk_a_rank("ZBH2", patterns, microbatches, stages)
+
+
+def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
+    """ZB-H1 over slices of sequences; backwards run from the last slice.
+
+    >>> print(make_seq_zb_h1(2, 1, 2, slices=2))
+    [0F0.0, 0F0.1, 0I0.1, 0W0.1, 0I0.0, 0W0.0]
+    [1F0.0, 1F0.1, 1I0.1, 1I0.0, 1W0.1, 1W0.0]
+    """
+    patterns = [
+        zero_bubble(microbatches * slices, ranks - rank + slices - 1, lag=rank)
+        for rank in range(ranks)
+    ]
+    return one_chunk_a_rank("SeqZBH1", patterns, microbatches, stages, slices)
 
 
 def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:

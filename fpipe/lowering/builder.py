@@ -216,16 +216,13 @@ class Builder:
         """
         sends = [(part, sending) for part in parts for sending in self._sendings_of(part)]
         last = {index: place for place, (index, *_) in enumerate(pieces, 1)}
-        if sends and not sends[0][1].sources and parts[0].op != "F":
-            sends = self._send(sends)  # the caller has passed these cotangents
+        sends = self._send(sends)  # what the caller has passed
         for place, (index, part, programs, stage, program) in enumerate(pieces, 1):
             self.run(part, programs, program, stage)
-            if sends:
-                sends = self._send(sends, every=place == len(pieces))
+            sends = self._send(sends)
             if place == last[index]:
                 self._end(part)
-        if sends:
-            self._send(sends, every=True)
+        assert not sends
         for index, part in enumerate(parts):
             if index not in last:
                 self._end(part)
@@ -249,17 +246,13 @@ class Builder:
             self._sendings[memo] = sendings
         return self._sendings[memo]
 
-    def _send(
-        self, sends: list[tuple[Action, _Sending]], every: bool = False
-    ) -> list[tuple[Action, _Sending]]:
-        """Send what is computed, or everything; returns the rest. Sends to one rank keep their
-        order.
-        """
+    def _send(self, sends: list[tuple[Action, _Sending]]) -> list[tuple[Action, _Sending]]:
+        """Send what is computed; returns the rest. Sends to one rank keep their order."""
         rest: list[tuple[Action, _Sending]] = []
         blocked: set[int] = set()
         for part, sending in sends:
             mb = part.microbatch
-            ready = every or all((source, mb) in self.present for source in sending.sources)
+            ready = all((source, mb) in self.present for source in sending.sources)
             if ready and blocked.isdisjoint(sending.peers):
                 self._append(self.messages.send(part, sending.stage, sending.fact))
             else:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from ..actions.action import Action
 from ..collectives.group import Group, Work
-from ..programs.program import Program, Programs
-from ..tree import Spec
-from .keys import Key
+from ..programs.program import Program
 from .memory import MemoryAccount
 
 
@@ -99,22 +97,8 @@ class Machine:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
-class Sizes(Protocol):
-    """Programs and specs for other sizes."""
-
-    def program(
-        self, action: Action | None, stage: int, program: Program
-    ) -> tuple[Program, Programs] | None:
-        """The program that runs in place of another, and its owner."""
-        ...
-
-    def specs(self, keys: Sequence[Key], specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """The specs of values."""
-        ...
-
-
 class Op:
-    """What an instruction does. By default it holds no memory and is the same for all sizes."""
+    """What an instruction does. By default it holds no memory."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -137,7 +121,3 @@ class Op:
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         """The instruction as a function of the registers."""
         raise NotImplementedError
-
-    def resized(self, ins: Instruction, sizes: Sizes) -> Op | None:
-        """The operation for other sizes; None: there is none."""
-        return self

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of instructions: one class for each kind, which alone says what the kind means.
 
-A class states how its instruction is printed, which bytes it holds, how it becomes a function of
-the registers, and what it becomes for other sizes. Features add more classes, for example
-``passes/copies/instructions.py``.
+A class states how its instruction is printed, which bytes it holds, and how it becomes a function
+of the registers. Features add more classes, for example ``passes/copies/instructions.py``.
 
 Steps of programs and messages are generated as source for their numbers of slots: a loop over two
 slots costs more than the slots.
@@ -12,7 +11,7 @@ slots costs more than the slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +21,7 @@ from ..actions.product import feature
 from ..collectives.group import Work
 from ..programs.program import Program, Programs
 from ..tree import Aval, Spec, sum_dtype
-from .instruction import Instruction, Machine, Op, Registers, Sizes, StepFn
-from .keys import Key
+from .instruction import Instruction, Machine, Op, Registers, StepFn
 from .memory import MemoryAccount
 
 #: Adds each tensor of the second list into that of the first.
@@ -68,13 +66,6 @@ class Run(Op):
         text = " ".join(filter(None, [str(ins.action), self.program.label]))
         return _step(source, ins, run=run, note=note, text=text)
 
-    def resized(self, ins: Instruction, sizes: Sizes) -> Op | None:
-        other = sizes.program(ins.action, self.stage, self.program)
-        if other is None:
-            return None
-        program, owner = other
-        return replace(self, program=program, owner=owner)
-
 
 # ---- messages ----
 @dataclass(frozen=True, slots=True)
@@ -96,9 +87,6 @@ class Send(Op):
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         return _step(_SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs))
 
-    def resized(self, ins: Instruction, sizes: Sizes) -> Op:
-        return replace(self, specs=sizes.specs(ins.reads, self.specs))
-
 
 @dataclass(frozen=True, slots=True)
 class Recv(Op):
@@ -107,7 +95,6 @@ class Recv(Op):
     peer: int
     number: int
     specs: tuple[Spec, ...]
-    keys: tuple[Key, ...] = field(compare=False, repr=False)
     kind = "RECV"
 
     def __str__(self) -> str:
@@ -133,9 +120,6 @@ class Recv(Op):
             r.receives[key] = post()
 
         return step
-
-    def resized(self, ins: Instruction, sizes: Sizes) -> Op:
-        return replace(self, specs=sizes.specs(self.keys, self.specs))
 
 
 @dataclass(frozen=True, slots=True)

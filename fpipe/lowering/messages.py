@@ -152,7 +152,7 @@ class Messages:
         while channel.received <= number:
             yield from post(channel, channel.received + 1 + ahead)
             keys, specs, action, place = channel.messages[channel.received]
-            yield Instruction(Wait(channel.src, channel.received, specs, keys), action, writes=keys)
+            yield Instruction(Wait(channel.src, channel.received, specs), action, writes=keys)
             channel.received += 1
             yield from self.arrived(channel.src, place)
 
@@ -173,7 +173,7 @@ def post(channel: Channel, count: int) -> Iterator[Instruction]:
     count = min(count, channel.end)
     while channel.posted < count:
         message = channel.messages[channel.posted]
-        yield Instruction(Recv(channel.src, channel.posted, message.specs, message.keys))
+        yield Instruction(Recv(channel.src, channel.posted, message.specs))
         channel.posted += 1
 
 

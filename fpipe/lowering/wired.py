@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..actions.action import plain
+from ..actions.action import Rows, plain
+from ..actions.check import inspect_rows
 from ..actions.costs import Costs
 from ..actions.simulation import simulate_rows
 from .instruction import Instruction, Machine, Op, Registers, StepFn
@@ -65,9 +66,8 @@ class WiredMessages(Messages):
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
-        line = simulate_rows(
-            rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices
-        )
+        simulated = Rows(rows, schedule.placement, schedule.units, schedule.slices)
+        line = simulate_rows(inspect_rows(simulated), Costs())
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
         events: list[tuple[float, int, int, Channel]] = []
         for channel in self.channels:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..actions.action import Action
-from ..engine.arguments import Call
 from ..engine.outputs import Outputs
 from ..engine.prepare import Prepared
 from ..errors import StageError
@@ -87,18 +86,18 @@ class PassOn(Op):
 
 
 # ---- the caller's function ----
-def caller(
-    call: Call, prepared: Prepared, results: Outputs, returned: dict[int, Any]
-) -> Callable[[int, list[Any]], None]:
+def caller(results: Outputs) -> Callable[[int, list[Any]], None]:
     """What EACH calls: it passes a microbatch's output, and what the loss returned, to the
-    function of the caller, whose result is entered into ``returned``. No reference is kept.
+    function of the caller, whose result is entered into ``results``. No reference is kept.
     """
+    call = results.call
     fn = call.each
     assert fn is not None
 
     def each(mb: int, values: list[Any]) -> None:
         before = versions(values)
-        returned[int(mb)] = fn(mb, *_arguments(prepared, mb, results.apart(values, set())))
+        arguments = _arguments(results.prepared, mb, results.apart(values, set()))
+        results.returned[int(mb)] = fn(mb, *arguments)
         if call.mode == "grad" and versions(values) != before:
             raise StageError(
                 "it wrote into the output or the loss, which the backward needs; change a copy"
@@ -122,14 +121,15 @@ def _arguments(prepared: Prepared, mb: int, values: Sequence[Any]) -> tuple[Any,
     return y, loss.outputs.y.fill(rest)
 
 
-def in_order(call: Call, returned: dict[int, Any]) -> list[Any] | None:
+def in_order(results: Outputs) -> list[Any] | None:
     """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere",
     on every rank.
     """
-    config = call.config
+    returned = results.returned
+    config = results.config
     if config.outputs == "everywhere" and not config.local:
         parts = config.group.gather_objects(returned)
         returned = {mb: value for part in parts for mb, value in part.items()}
     if returned:
-        return [returned.get(mb) for mb in range(call.number)]
+        return [returned.get(mb) for mb in range(results.number)]
     return None

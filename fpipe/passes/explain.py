@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for a stage function that cannot be traced or is not pure, and a warning of many traces.
+"""Errors for a stage function that cannot be traced or is not pure.
 
 Loaded when there is something to explain.
 """
@@ -7,7 +7,6 @@ Loaded when there is something to explain.
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os.path import dirname, sep
@@ -26,8 +25,7 @@ from ..engine.kinds import _NOTHING
 from ..errors import ActionError, FpipeError, GroupError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
-from ..programs.signature import Signature
-from ..tree import AbstractTree, Aval, Static, describe
+from ..tree import AbstractTree, Aval, describe
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
@@ -213,56 +211,6 @@ def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
         "again later, with others. Remove the checkpoint, and put fpipe.remat around the function "
         "that calls functional_call"
     )
-
-
-# ---- many traces ----
-def warn_of_numbers(label: str, keys: Sequence[Sequence[object]], count: int) -> bool:
-    """Warn where ``count`` traces of a function differ in Python numbers alone.
-
-    Args:
-        label: of the stage.
-        keys: of the traces, each with a ``Signature``, the newest last.
-        count: how many such traces are too many.
-
-    Returns:
-        Whether it warned.
-    """
-    wanted = _without_numbers(keys[-1])
-    alike = [
-        item
-        for key in keys
-        if _without_numbers(key) == wanted
-        for item in key
-        if isinstance(item, Signature)
-    ]
-    if len(alike) < count:
-        return False
-    places = [
-        (g, i)
-        for g, argument in enumerate(alike[0])
-        for i, leaf in enumerate(argument.leaves)
-        if isinstance(leaf, Static)
-    ]
-    group, index = max(places, key=lambda at: len({s[at[0]].leaves[at[1]] for s in alike}))
-    last = ", ".join(str(signature[group].leaves[index]) for signature in alike[-3:])
-    what = ("the parameters", "the input", "the side inputs", "the state")[group]
-    warnings.warn(
-        f"stage {label} was traced {count} times for the same shapes, since a Python value in "
-        f"{what} was another each time (last {last}); every new one costs a trace. Give it as a "
-        "tensor, torch.tensor(...), and one trace serves all",
-        stacklevel=2,
-    )
-    return True
-
-
-def _without_numbers(key: Sequence[object]) -> list[object]:
-    """A key with the types of the leaves that are not tensors instead of their values."""
-
-    def shapes(argument: AbstractTree) -> tuple[object, ...]:
-        leaves = [leaf if isinstance(leaf, Aval) else leaf.type for leaf in argument.leaves]
-        return argument.spec, leaves
-
-    return [list(map(shapes, item)) if isinstance(item, Signature) else item for item in key]
 
 
 # ---- instructions ----

@@ -77,11 +77,11 @@ class _OnRank(Feature):
         for peer in peers:
             for (leaf, home), part in zip(places, parts, strict=True):
                 if home == peer:
-                    wait = Wait(peer, -1 - len(out) - len(waits), (specs[leaf],), (part,))
+                    wait = Wait(peer, -1 - len(out) - len(waits), (specs[leaf],))
                     waits.append(Instruction(wait, writes=(part,)))
         for ins in waits:
             wait = ins.op
-            out.append(Instruction(Recv(wait.peer, wait.number, wait.specs, wait.keys)))
+            out.append(Instruction(Recv(wait.peer, wait.number, wait.specs)))
         for peer in peers:
             for leaf in local:
                 out.append(Instruction(Send(peer, (specs[leaf],)), reads=(grad(*leaf),)))

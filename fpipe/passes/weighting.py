@@ -60,10 +60,9 @@ def weights_of(
 
     They are counted over all copies of the pipeline, unless these are averaged.
     """
-    named = {name: sides[name] for name in reduction.sides if name in sides}
     exact = []
     for m in range(number):
-        side = {name: part.tree(m) for name, part in named.items()}
+        side = {name: part.tree(m) for name, part in sides.items()}
         count = _count(reduction, m, [target.tree(m) for target in targets], side)
         exact.append(count.detach().reshape(()).to(torch.float64))
     total = torch.stack(exact).sum()

@@ -28,8 +28,6 @@ from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
 MOST_TRACES = 512
-#: How many traces that differ in Python numbers alone cause a warning.
-MANY_TRACES = 256
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -52,7 +50,6 @@ class Traces(dict[Key, Programs]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.warned = False
         self.firsts: dict[Key, tuple[Signature, Occasion | None]] = {}
         self.families: dict[Key, Any] = {}
 
@@ -96,7 +93,8 @@ def programs_of(
         with exclusive():  # torch's tracing changes state of the process
             if isinstance(store, Traces):
                 programs = store[key] = _trace(store, stage, signature, unused, options, occasion)
-                _limit(store, stage, programs)
+                if len(store) > MOST_TRACES:
+                    del store[next(iter(store))]
             else:
                 programs = feature(f"{engine}.programs").programs_of(stage, signature, unused)
                 store[key] = programs
@@ -134,14 +132,6 @@ def _of_one_pipeline(first: Occasion | None, occasion: Occasion | None) -> bool:
     use it with other sizes.
     """
     return first is None or occasion is None or first.pipeline is occasion.pipeline
-
-
-def _limit(store: Traces, stage: Stage, newest: Programs) -> None:
-    """Drop the oldest trace if there are too many, and warn if they differ in numbers alone."""
-    if len(store) > MOST_TRACES:
-        del store[next(iter(store))]
-    if len(store) >= MANY_TRACES and not store.warned and newest.origin is None:
-        store.warned = feature("explain").warn_of_numbers(stage.label, list(store), MANY_TRACES)
 
 
 def _traces_of(fn: Callable[..., object]) -> Traces:

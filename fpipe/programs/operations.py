@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from torch.fx.node import map_aggregate
+
 from ..tree import Aval
 
 #: What an operation computes: a tensor, several, or something else.
@@ -56,13 +58,7 @@ def fill(value: Any, values: Mapping[str, Any]) -> Any:
     >>> fill([Ref("x0"), 3], {"x0": 5})
     [5, 3]
     """
-    if isinstance(value, Ref):
-        return values[value]
-    if isinstance(value, (list, tuple)) and not isinstance(value, Aval):
-        return type(value)([fill(item, values) for item in value])
-    if isinstance(value, dict):
-        return {key: fill(item, values) for key, item in value.items()}
-    return value
+    return map_aggregate(value, lambda part: values[part] if isinstance(part, Ref) else part)
 
 
 Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]

@@ -316,10 +316,6 @@ class Programs(HeldBytes):
         """
         return self._b_adding if letter == "B" else self._w_adding
 
-    def known_adding(self, letter: str) -> Program | None:
-        """The result of ``adding``, if it was called."""
-        return vars(self).get("_b_adding" if letter == "B" else "_w_adding")
-
     @cached_property
     def _b_adding(self) -> Program:
         return self._adding("B", self.b)

@@ -214,10 +214,7 @@ def call(
     try:
         with torch.enable_grad():
             if copies:
-                clones = {
-                    id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)
-                }
-                x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
+                x = copied(x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     except BaseException as error:
         feature("explain").leave_checkpoints(error)
@@ -225,6 +222,12 @@ def call(
     finally:
         RUNNING.reset(token)
     return result_of(stage, out)
+
+
+def copied(x: Tree) -> Tree:
+    """An input that a function may write into; a tensor that occurs twice is one tensor again."""
+    clones = {id(leaf): leaf.clone() for leaf in tree.leaves(x) if isinstance(leaf, torch.Tensor)}
+    return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
 
 
 def result_of(stage: Stage, out: object) -> Result:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 from torch.fx.traceback import preserve_node_meta
 
 from .. import tree
@@ -53,7 +54,7 @@ Hook: TypeAlias = Callable[[Tensors, Sequence[Any], Tensors], Tensors]
 
 
 class InexactError(Exception):
-    """Blocks that are traced once would change the graph: the stage is traced without them."""
+    """A trace that serves several blocks or sizes would change the graph."""
 
 
 def traced(
@@ -303,31 +304,23 @@ def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operati
     """The operations of a graph as records."""
     values: dict[fx.Node, Value] = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
     operations: dict[fx.Node, Operation] = {}
+
+    def argument(value: Any) -> Any:
+        return Ref(value.name) if isinstance(value, fx.Node) else sizes.number(value)
+
     for node, value in values.items():
         if node.op == "call_function":
             assert callable(node.target)
             operations[node] = Operation(
                 node.name,
                 node.target,
-                _argument(tuple(node.args), sizes),
-                _argument(dict(node.kwargs), sizes),
+                map_aggregate(node.args, argument),
+                map_aggregate(node.kwargs, argument),
                 tuple(used.name for used in node.all_input_nodes),
                 tuple(values.get(used) for used in node.all_input_nodes),
                 value,
             )
     return operations
-
-
-def _argument(value: Any, sizes: Sizes) -> Any:
-    """An argument of a node with names in place of nodes, and the numbers of the trace."""
-    if isinstance(value, fx.Node):
-        return Ref(value.name)
-    if isinstance(value, (list, tuple)):
-        items = [_argument(item, sizes) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _argument(item, sizes) for key, item in value.items()}
-    return sizes.number(value)
 
 
 def _abstract(value: object, sizes: Sizes) -> Value:

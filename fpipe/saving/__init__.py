@@ -6,19 +6,21 @@ names of the model, not of a layout (``leaf_names``). Nothing is pickled. This p
 how a pipeline runs.
 """
 
-from ._processes import folder_of as folder_of
-from ._processes import folders_of as folders_of
-from ._processes import groups_of as groups_of
-from ._processes import is_first as is_first
-from ._processes import wait_for_writers as wait_for_writers
-from .hub import export_model as export_model
-from .hub import model_files as model_files
-from .manifest import Leaf as Leaf
-from .manifest import Manifest as Manifest
-from .manifest import discard as discard
-from .manifest import is_complete as is_complete
+from ._processes import (
+    folder_of as folder_of,
+    folders_of as folders_of,
+    groups_of as groups_of,
+    is_first as is_first,
+    wait_for_writers as wait_for_writers,
+)
+from .hub import export_model as export_model, model_files as model_files
+from .manifest import (
+    Leaf as Leaf,
+    Manifest as Manifest,
+    discard as discard,
+    is_complete as is_complete,
+)
 from .reading import load as load
 from .receiving import receive as receive
 from .streaming import stream as stream
-from .writing import Saving as Saving
-from .writing import save as save
+from .writing import Saving as Saving, save as save

@@ -66,9 +66,11 @@ def _sharing(pipe: Pipe) -> Group | None:
 
 
 # ---- agreement ----
-def everyone(pipe: Pipe, text: str) -> list[str]:
-    """What all processes of all copies passed, without repeats; every process calls this."""
-    return _gathered(_with_copies(pipe), text)
+def everyone(pipe: Pipe, value: object) -> list[Any]:
+    """What all processes of all copies passed, as JSON, without repeats; every process calls
+    this.
+    """
+    return list(map(json.loads, _gathered(_with_copies(pipe), json.dumps(value))))
 
 
 def _gathered(groups: Sequence[Group], text: str) -> list[str]:
@@ -110,8 +112,7 @@ def check_unused(
     """Names of tensors that no process uses are an error; if not ``strict``, a warning on the first
     process. ``text`` is the message, with ``{}`` for such names.
     """
-    rows = everyone(pipe, json.dumps(sorted(used)))
-    unused = sorted(set(names).difference(*map(json.loads, rows)))
+    unused = sorted(set(names).difference(*everyone(pipe, sorted(used))))
     if not unused:
         return
     message = text.format(and_more(list(map(repr, unused))))

@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ._processes import Pipe, is_first
 from .files import Entry, plain
 from .leaf_names import Names, StageLeaf, StageTree
-from .structures import Structures, describe_stage
+from .structures import describe_stage
 
 #: Names of trees that would be taken for arguments of ``load``.
 RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})
@@ -60,18 +60,6 @@ class Place(NamedTuple):
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What this process holds: facts, as they are in a manifest, and tensors.
-
-    Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
-    have it. ``owners`` are the stages and paths of a parameter's name, and whether it is tied.
-    """
-
-    facts: Facts
-    places: list[Place] = field(default_factory=list)
-
-
 def stage_trees(
     names: Names, params: Sequence[tree.Tree] | None
 ) -> tuple[dict[int, StageTree], Facts]:
@@ -84,24 +72,15 @@ def stage_trees(
     names.pipe.config.check_params(params)
     for stage in names.pipe.here:
         of = names.stages[stage]
-        trees[stage] = names.tree(stage, params[stage])
-        for leaf in trees[stage].leaves:
+        here = trees[stage] = names.tree(stage, params[stage])
+        for leaf in here.leaves:
             owners = facts["owners"].setdefault(leaf.key, {})
-            owners[f"{leaf.path!r} of stage {stage}"] = (stage, leaf.path) in names.ties
-        if of.stage.weights is not None:
-            continue
-        node, stages, layers, rest = describe_stage(names, stage, params[stage])
-        _merge(facts, {"stages": stages, "layers": layers})
-        if rest or not of.parts:
-            _merge(facts["stages"], {of.prefix: node})
-            continue
-        again = Structures(stages, layers).expand(of, lambda node, path: 0)
-        if tree.flatten(again)[1] != trees[stage].spec:
-            raise CheckpointError(
-                f"layers= of stage {stage} has the paths {list(of.parts)}, and its parameters are "
-                "not nested dicts with these keys, and lists of blocks; use such, so that they can "
-                "be put together again"
-            )
+            owners[f"{leaf.path!r} of stage {stage}"] = leaf.home is not None
+        if of.stage.weights is None:
+            structures, node = describe_stage(of, here, params[stage])
+            _merge(facts, structures._asdict())
+            if node is not None:
+                _merge(facts["stages"], {of.prefix: node})
     return trees, facts
 
 
@@ -116,43 +95,130 @@ def collect(
         )
     pipe = names.pipe
     trees, facts = stage_trees(names, params)
-    holding = Holding(facts)
+    holding = Holding(pipe, facts)
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
     if params is not None:
-        facts["trees"]["params"] = ["stages", "params"]
-        _by_parameter(names, trees, "params", holding)
         templates.append(("stages", type(params), trees))
+        more = {"params": params, **more}
     if pipe.config.stateful:
         templates.append(("states", list, names.states()))
 
     def special(value: tree.Tree, path: str) -> object:
         """A tensor that all processes have, or a list by stage."""
         if tree.is_tensor(value):
-            return _shared(pipe, holding, plain(value, path), path)
+            return holding.shared(plain(value, path), path)
         for tag, kind, stages in templates:
             if type(value) is kind:
                 by_stage = _by_stage(stages, value, pipe.stages)
             else:
                 by_stage = None
             if by_stage is not None:
-                _by_parameter(names, by_stage, path, holding)
+                for here in by_stage:
+                    holding.by_parameter(here, path)
                 return [tag, path]
         return NotImplemented
 
     for name, value in more.items():
-        holding.facts["trees"][name] = to_node(value, name, special)
+        facts["trees"][name] = to_node(value, name, special)
     return holding
 
 
-def _shared(pipe: Pipe, holding: Holding, tensor: Tensor, path: str) -> Node:
-    leaves = holding.facts["leaves"]
-    if path in leaves:
-        raise _same_name(path)
-    leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
-    if is_first(pipe):
+def _by_stage(
+    templates: Mapping[int, StageTree], value: Sequence[tree.Tree], count: int
+) -> list[StageTree] | None:
+    """What a list by stage has at the leaves of the templates; None if it has another form."""
+    others = [part for stage, part in enumerate(value) if stage not in templates]
+    if len(value) != count or any(part is not None for part in others):
+        return None
+    by_stage: list[StageTree] = []
+    for stage, here in templates.items():
+        values: list[tree.Tree] = [None] * len(here.leaves)
+        if value[stage] is not None or here.state:
+            try:
+                values = here.spec.flatten_up_to(value[stage])
+            except ValueError:
+                return None
+        by_stage.append(here.filled(values))
+    return by_stage
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this process holds: facts, as they are in a manifest, and tensors.
+
+    Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
+    have it. ``owners`` are the stages and paths of a parameter's name, and whether it is tied.
+    """
+
+    pipe: Pipe
+    facts: Facts
+    places: list[Place] = field(default_factory=list)
+
+    def shared(self, tensor: Tensor, path: str) -> Node:
+        """Describe a tensor that all processes have."""
+        leaves = self.facts["leaves"]
+        if path in leaves:
+            raise _same_name(path)
+        leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
+        if is_first(self.pipe):
+            shape = tuple(tensor.shape)
+            self.places.append(Place(path, tensor, shape, 0, tensor.numel()))
+        return ["leaf", path]
+
+    def by_parameter(self, here: StageTree, slot: str) -> None:
+        """Describe what a list by stage has for each parameter of a stage."""
+        nodes = self.facts["slots"].setdefault(slot, {})
+        for leaf in here.leaves:
+            paths = set[str]()
+
+            def special(part: object, path: str, leaf=leaf, paths=paths) -> object:
+                if not tree.is_tensor(part):
+                    return NotImplemented
+                if path in paths:
+                    raise _same_name(path)
+                paths.add(path)
+                return self._part(here, leaf, plain(part, path), path)
+
+            node = to_node(leaf.value, f"{slot}/{leaf.key}", special)
+            _merge(nodes, {leaf.key: node}, f"{slot}: ")
+
+    def _part(self, here: StageTree, leaf: StageLeaf, tensor: Tensor, path: str) -> Node:
+        """Describe a tensor of one stage."""
+        pipe = self.pipe
         shape = tuple(tensor.shape)
-        holding.places.append(Place(path, tensor, shape, 0, tensor.numel()))
-    return ["leaf", path]
+        if leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],):  # a part
+            shape = leaf.shape
+            span = leaf.span
+            ours = span[0] < span[1]
+        else:
+            span = 0, tensor.numel()
+            ours = self._is_ours(here, leaf, path)
+        key = own_key(path, pipe) if leaf.own else path
+        kind = _kind(tensor, shape)
+        other = self.facts["leaves"].setdefault(key, [*kind, None])
+        if other[:2] != kind[:2]:
+            raise CheckpointError(
+                f"the tied leaves {path!r} differ: {other[:2]} and {kind[:2]}; tie equal leaves"
+            )
+        rank = pipe.config.rank_here(here.stage)
+        ranks = pipe.placement.ranks_of(here.stage)
+        write = rank == ranks[0] and leaf.home in (None, here.stage)
+        replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
+        # replicas update states of their own, and the first one counts
+        repeated = not here.state and (leaf.home is not None or replicas)
+        if ours and (write or repeated):
+            where = f"stage {here.stage} on rank {rank}"
+            self.places.append(Place(key, tensor, shape, *span, where, write, repeated))
+        return ["leaf", path]
+
+    def _is_ours(self, here: StageTree, leaf: StageLeaf, path: str) -> bool:
+        """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
+        copies = self.pipe.copies
+        if copies is None or leaf.own:
+            return True
+        if here.state:  # copies have seen other data: that of the first one
+            return copies.part == 0
+        return zlib.crc32(path.encode()) % copies.group.size == copies.part
 
 
 def _same_name(path: str) -> CheckpointError:
@@ -163,101 +229,17 @@ def _kind(tensor: Tensor, shape: Sequence[int]) -> list[object]:
     return [dtype_name(tensor.dtype), list(shape), tensor.device.type == "cpu"]
 
 
-# ---- lists by stage ----
-def _by_stage(
-    templates: Mapping[int, StageTree], value: Sequence[tree.Tree], count: int
-) -> dict[int, StageTree] | None:
-    """What a list by stage has at the leaves of the templates; None if it has another form."""
-    others = [part for stage, part in enumerate(value) if stage not in templates]
-    if len(value) != count or any(part is not None for part in others):
-        return None
-    by_stage: dict[int, StageTree] = {}
-    for stage, here in templates.items():
-        values: list[tree.Tree] = [None] * len(here.leaves)
-        if value[stage] is not None or here.state:
-            try:
-                values = here.spec.flatten_up_to(value[stage])
-            except ValueError:
-                return None
-        by_stage[stage] = here.filled(values)
-    return by_stage
-
-
-def _by_parameter(
-    names: Names, by_stage: Mapping[int, StageTree], slot: str, holding: Holding
-) -> None:
-    """Describe what a list by stage has for each parameter."""
-    nodes = holding.facts["slots"].setdefault(slot, {})
-    for here in by_stage.values():
-        for leaf in here.leaves:
-            paths = set[str]()
-
-            def special(part: object, path: str, here=here, leaf=leaf, paths=paths) -> object:
-                if not tree.is_tensor(part):
-                    return NotImplemented
-                if path in paths:
-                    raise _same_name(path)
-                paths.add(path)
-                return _part(names, here, leaf, holding, plain(part, path), path)
-
-            node = to_node(leaf.value, f"{slot}/{leaf.key}", special)
-            _merge(nodes, {leaf.key: node}, f"{slot}: ")
-
-
-def _part(
-    names: Names, here: StageTree, leaf: StageLeaf, holding: Holding, tensor: Tensor, path: str
-) -> Node:
-    """A tensor of one stage."""
-    pipe = names.pipe
-    shape = tuple(tensor.shape)
-    first = 0
-    last = tensor.numel()
-    is_cut = leaf.span is not None and shape == (leaf.span[1] - leaf.span[0],)
-    if is_cut and leaf.span is not None:
-        shape = leaf.shape
-        first, last = leaf.span
-    key = own_key(path, pipe) if leaf.own else path
-    kind = _kind(tensor, shape)
-    other = holding.facts["leaves"].setdefault(key, [*kind, None])
-    if other[:2] != kind[:2]:
-        raise CheckpointError(
-            f"the tied leaves {path!r} differ: {other[:2]} and {kind[:2]}; tie equal leaves"
-        )
-    rank = pipe.config.rank_here(here.stage)
-    ranks = pipe.placement.ranks_of(here.stage)
-    write = rank == ranks[0]
-    repeated = False
-    if not here.state:  # replicas update states of their own, and the first one counts
-        replicas = len(ranks) > 1 and len(pipe.group.here) < pipe.group.size
-        repeated = (here.stage, leaf.path) in names.ties or replicas
-        write = write and names.first(here.stage, leaf.path) == here.stage
-    if (write or repeated) and (first < last if is_cut else _is_ours(pipe, here, leaf, path)):
-        where = f"stage {here.stage} on rank {rank}"
-        holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))
-    return ["leaf", path]
-
-
 def own_key(key: str, pipe: Pipe) -> str:
     """The name of a leaf that each copy of a pipeline has for itself."""
     assert pipe.copies is not None
     return f"{key}@{pipe.copies.part}of{pipe.copies.group.size}"
 
 
-def _is_ours(pipe: Pipe, here: StageTree, leaf: StageLeaf, path: str) -> bool:
-    """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
-    if pipe.copies is None or leaf.own:
-        return True
-    if here.state:  # copies have seen other data: that of the first one
-        return pipe.copies.part == 0
-    return zlib.crc32(path.encode()) % pipe.copies.group.size == pipe.copies.part
-
-
 # ---- of all processes ----
-def merged(rows: Sequence[str]) -> Facts:
+def merged(rows: Sequence[Facts]) -> Facts:
     """The facts of all processes as those of one; CheckpointError where they differ."""
     total: Facts = {}
-    for row in rows:
-        facts = json.loads(row)
+    for facts in rows:
         _merge(total, facts)
         if facts["trees"].keys() != total["trees"].keys():
             raise CheckpointError(

@@ -8,7 +8,7 @@ either is called by its number. Tied leaves have one name. This module must not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -116,6 +116,7 @@ class StageLeaf(NamedTuple):
     shape: tuple[int, ...] = ()  # of the whole leaf
     span: tuple[int, int] | None = None  # which of its elements are here; None: all
     own: bool = False  # whether each copy of the pipeline has its own
+    home: int | None = None  # of a tied leaf: the stage that writes it
 
 
 class StageTree(NamedTuple):
@@ -165,66 +166,61 @@ class Names:
                 ties.setdefault(member, (self.stages[stage].key(path), stage))
         return ties
 
-    def of(self, stage: int, path: str) -> str:
-        """The name of a leaf; that of the first leaf of its group where it is tied."""
-        tied = self.ties.get((stage, path))
-        if tied is None:
-            return self.stages[stage].key(path)
-        return tied[0]
-
-    def first(self, stage: int, path: str) -> int:
-        """The stage that writes a leaf."""
-        return self.ties.get((stage, path), ("", stage))[1]
-
     def tied_leaves(self, stage: int) -> dict[str, str]:
         """The names of the tied leaves of a stage, by path."""
         return {path: key for (s, path), (key, _) in self.ties.items() if s == stage}
 
     # ---- trees of a stage here ----
-    def tree(self, stage: int, params: tree.Tree, *, whole: bool = False) -> StageTree:
-        """The parameters of a stage as they are on this process, ``whole`` or in parts."""
+    def tree(
+        self, stage: int, params: tree.Tree, *, whole: bool = False, state: bool = False
+    ) -> StageTree:
+        """The parameters of a stage as they are on this process, ``whole`` or in parts; or its
+        ``state``, by names of a module's buffers, or as those of leaves.
+        """
         pipe = self.pipe
-        values, spec = tree.flatten(params)
+        of = self.stages[stage]
+        prefix = of.prefix if of.stage.weights is None else ""
         own = () if pipe.copies is None else pipe.copies.own
+        values, spec = tree.flatten(params)
         layout: Layout | None = None
-        if pipe.parts is not None and values and not whole:
+        if pipe.parts is not None and values and not whole and not state:
             layout = pipe.cache.shares.check(stage, values)
+        shapes = {} if layout is None else layout.shapes
         here = spans(layout)
-        leaves: list[StageLeaf] = []
+        leaves: dict[str, StageLeaf] = {}
         for index, (path, value) in enumerate(zip(tree.names(params), values, strict=True)):
-            if layout is None:
-                shape = None
+            shape = tuple(value.shape) if tree.is_tensor(value) else ()
+            if state:
+                leaf = StageLeaf(path, joined(prefix, path), value, shape)
             else:
-                shape = layout.shapes.get(index)
-            if shape is None:
-                if tree.is_tensor(value):
-                    shape = tuple(value.shape)
-                else:
-                    shape = ()
-            is_own = tree.matches(f"{stage}.{path}", own)
-            key = self.of(stage, path)
-            leaves.append(StageLeaf(path, key, value, shape, here.get(index), is_own))
-        return StageTree(stage, spec, distinct(leaves), layout)
+                key, home = self.ties.get((stage, path), (of.key(path), None))
+                is_own = tree.matches(f"{stage}.{path}", own)
+                shape = shapes.get(index, shape)
+                leaf = StageLeaf(path, key, value, shape, here.get(index), is_own, home)
+            if path in leaves:
+                raise CheckpointError(
+                    f"two leaves are called {leaf.key!r}; rename a key that contains '.', or that "
+                    "is a number beside the same text"
+                )
+            leaves[path] = leaf
+        return StageTree(stage, spec, list(leaves.values()), layout, state)
 
     def states(self) -> dict[int, StageTree]:
-        """What the stages here carry, as it is in the beginning, by names of a module's buffers,
-        or as those of leaves.
-        """
-        carrying = [stage for stage in self.pipe.here if self.stages[stage].stage.state]
-        return {stage: self._state(stage) for stage in carrying}
+        """What the stages here carry, as it is in the beginning."""
+        carrying = {stage: self.stages[stage].stage for stage in self.pipe.here}
+        return {
+            stage: self.tree(stage, of.initial_state, state=True)
+            for stage, of in carrying.items()
+            if of.state
+        }
 
-    def _state(self, stage: int) -> StageTree:
-        of = self.stages[stage]
-        initial = of.stage.initial_state
-        values, spec = tree.flatten(initial)
-        prefix = of.prefix if of.stage.weights is None else ""
-        pairs = zip(tree.names(initial), values, strict=True)
-        leaves = [StageLeaf(path, joined(prefix, path), x, tuple(x.shape)) for path, x in pairs]
-        return StageTree(stage, spec, distinct(leaves), state=True)
-
-    def expected(self, like: Sequence[tree.Tree] | None) -> list[tree.Tree]:
-        """Parameters of the stages here as they should be, of ``like`` or of modules; None where
-        nothing is known.
+    def expected(
+        self,
+        like: Sequence[tree.Tree] | None,
+        recorded: Callable[[int], tree.Tree] = lambda stage: None,
+    ) -> list[tree.Tree]:
+        """Parameters of the stages here as they should be: of ``like``, of modules, or as they were
+        ``recorded``.
         """
         if like is not None:
             self.pipe.config.check_params(like)
@@ -235,20 +231,9 @@ class Names:
                 trees[stage] = like[stage]
             elif weights is not None:
                 trees[stage] = {name: weight.like for name, weight in weights.items()}
+            else:
+                trees[stage] = recorded(stage)
         return trees
-
-
-def distinct(leaves: list[StageLeaf]) -> list[StageLeaf]:
-    """Leaves of a stage with different paths; CheckpointError where two have one."""
-    paths = set[str]()
-    for leaf in leaves:
-        if leaf.path in paths:
-            raise CheckpointError(
-                f"two leaves are called {leaf.key!r}; rename a key that contains '.', or that is a "
-                "number beside the same text"
-            )
-        paths.add(leaf.path)
-    return leaves
 
 
 def misfit(stage: int, key: str, found: str | None, wanted: str) -> str:

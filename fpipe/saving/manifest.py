@@ -102,11 +102,6 @@ class Manifest:
     fpipe: str = __version__
     format: int = FORMAT
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(leaf.bytes for leaf in self.leaves.values())
-
     @cached_property
     def digest(self) -> str:
         """The hash of its text."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -125,23 +125,20 @@ class Reader:
     names: Names
     like: Sequence[Tree] | None
     strict: bool
+    checked: set[str] = field(default_factory=set)  # files with the right header
 
     def check(self, wanted: Sequence[str]) -> None:
         """Raise CheckpointError unless the checkpoint has these trees, and the parameters of the
         stages here.
         """
-        unknown = [name for name in wanted if name not in self.manifest.trees] or ["nothing"]
-        if not wanted or unknown != ["nothing"]:
-            existing = ", ".join(map(repr, self.manifest.trees))
-            raise CheckpointError(
-                f"{self.folder} has {existing}, not {unknown[0]!r}; name what to load"
-            )
+        trees = self.manifest.trees
+        for name in wanted or ["nothing"]:
+            if name not in trees or not wanted:
+                existing = ", ".join(map(repr, trees))
+                raise CheckpointError(
+                    f"{self.folder} has {existing}, not {name!r}; name what to load"
+                )
         assert self.kept is not None  # the checks of parameters
-
-    @cached_property
-    def check_file(self) -> Callable[[str], None]:
-        """Checks the header of a file, once."""
-        return lru_cache(maxsize=None)(partial(self.manifest.check_file, self.folder))
 
     # ---- templates ----
     @cached_property
@@ -150,12 +147,9 @@ class Reader:
         if not self.manifest.slots:
             return {}
         names = self.names
-        pipe = self.names.pipe
+        pipe = names.pipe
         with _readable(f"{self.folder}: the structure of its parameters"):
-            trees = names.expected(self.like)
-            for stage in pipe.here:
-                if self.like is None and names.stages[stage].stage.weights is None:
-                    trees[stage] = self._recorded(stage)
+            trees = names.expected(self.like, self._recorded)
             if pipe.parts is not None and (self.like is None or not pipe.cache.shares.layouts):
                 trees = pipe.shard(trees)  # records the layout of whole leaves
             return {stage: names.tree(stage, trees[stage]) for stage in pipe.here}
@@ -273,8 +267,9 @@ class Reader:
     def _tensor(self, key: str, span: tuple[int, int] | None = None) -> Tensor:
         """A leaf on the host, or elements of it along one axis."""
         leaf = self.existing(key)
-        for piece in leaf.pieces:
-            self.check_file(piece.file)
+        for file in {piece.file for piece in leaf.pieces} - self.checked:
+            self.manifest.check_file(self.folder, file)
+            self.checked.add(file)
         return read_leaf(self.folder, key, leaf, span)
 
 

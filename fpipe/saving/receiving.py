@@ -21,7 +21,7 @@ from ..tree import Tree
 from ._processes import Pipe, agree, check_unused
 from .files import stored
 from .leaf_names import Names, StageTree, after, joined, misfit
-from .structures import by_head
+from .structures import nested
 
 #: Names with tensors, or with functions that read them.
 Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
@@ -158,15 +158,4 @@ def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Tree:
             f"stage {stage}; pass the tensors of the whole model, by names as fpipe.stream has "
             "them, or like=params"
         )
-    return _below({path: taken[key] for path, key in keys.items()})
-
-
-def _below(rows: Mapping[str, Tensor]) -> Tree:
-    """Nested dicts with tensors at dotted paths; dicts whose keys count from 0 are lists."""
-    if "" in rows:
-        return rows[""]
-    below = {head: _below(part) for head, part in by_head(rows).items()}
-    numbers = [str(number) for number in range(len(below))]
-    if set(below) == set(numbers):
-        return [below[number] for number in numbers]
-    return below
+    return nested({path: taken[key] for path, key in keys.items()}, lists=True)

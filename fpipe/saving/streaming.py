@@ -8,7 +8,6 @@ after the copies of the pipeline have put their parts together. This module must
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -99,18 +98,16 @@ def stream(
         )
     names = Names(pipe)
     trees, facts = agree(pipe, lambda: stage_trees(names, params))
-    texts = everyone(pipe, json.dumps(facts))
-    agree(pipe, lambda: merged(texts))
-    mine = agree(pipe, lambda: _rows(names, trees, dtype))
-    texts = everyone(pipe, json.dumps(mine))
-    of_all = [Row(*row) for text in texts for row in json.loads(text)]
-    rows = [row for row, _ in groupby(sorted(of_all))]  # copies of the pipeline have the same
+    mine = agree(pipe, lambda: _rows(pipe, trees, dtype))
+    of_all = everyone(pipe, [facts, mine])
+    agree(pipe, lambda: merged([facts for facts, _ in of_all]))
+    sent = sorted(Row(*row) for _, rows in of_all for row in rows)
+    rows = [row for row, _ in groupby(sent)]  # copies of the pipeline have the same
     return _streamed(pipe, trees, rows, bucket_bytes, to)
 
 
-def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
+def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
     """The parameters that this process sends."""
-    pipe = names.pipe
     rows = list[Row]()
     for stage, here in trees.items():
         rank = pipe.placement.ranks_of(stage)[0]
@@ -120,7 +117,7 @@ def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | Non
                     f"{leaf.key!r} is in own=: each copy has another one, and none is whole"
                 )
             value = leaf.value
-            writes = rank in pipe.group.here and names.first(stage, leaf.path) == stage
+            writes = rank in pipe.group.here and leaf.home in (None, stage)
             if is_tensor(value) and writes:
                 if dtype is not None and value.is_floating_point():
                     kind = dtype

@@ -6,52 +6,40 @@ and of numbered blocks, so that stages of another cut find theirs. This module m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
-
-import optree
+from typing import Any, NamedTuple
 
 from .. import tree
 from ..collectives.codec import Node, Special, from_node, to_node, under
 from ..errors import CheckpointError
-from .leaf_names import Names, StageNames, after
-
-T = TypeVar("T")
+from .leaf_names import Names, StageNames, StageTree, after
 
 
-class Described(NamedTuple):
-    """The structure of a stage's parameters, of its parts by name, and of numbered blocks by name
-    and number.
+def describe_stage(
+    of: StageNames, here: StageTree, params: tree.Tree
+) -> tuple[Structures, Node | None]:
+    """The structures of a stage's parts, with names for leaves; and of the stage, None where all of
+    its leaves are in parts.
     """
-
-    node: Node
-    stages: dict[str, Node]
-    layers: dict[str, dict[str, Node]]
-    rest: list[str]  # paths of the leaves outside of all parts
-
-
-def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
-    """The structure of the parameters of one stage, with names for leaves."""
-    of = names.stages[stage]
-    parts: dict[str, Node] = {}
+    keys = {leaf.path: leaf.key for leaf in here.leaves}
+    stages: dict[str, Node] = {}
     layers: dict[str, dict[str, Node]] = {}
-    rest: list[str] = []
+    rest: list[str] = []  # paths of the leaves outside of all parts
 
     def leaf(value: tree.Tree, path: str) -> Node:
         if tree.is_tensor(value):
-            return ["leaf", names.of(stage, path)]
-        if value is None or not optree.tree_is_leaf(value, namespace=tree.NAMESPACE):
-            return NotImplemented
-        return ["at", names.of(stage, path), to_node(value, path)]
+            return ["leaf", keys[path]]
+        if path in keys:
+            return ["at", keys[path], to_node(value, path)]
+        return NotImplemented
 
     def special(value: tree.Tree, path: str) -> object:
         part = of.parts.get(path)
         if part is None:
-            node = leaf(value, path)
-            if node is not NotImplemented:
+            if path in keys:
                 rest.append(path)
-            return node
+            return leaf(value, path)
         if part.numbers is None:
-            parts[part.name] = to_node(value, path, leaf, fields=False)
+            stages[part.name] = to_node(value, path, leaf, fields=False)
             return ["part", part.name]
         if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
             if isinstance(value, (list, tuple)):
@@ -59,7 +47,7 @@ def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
             else:
                 size = f"a {type(value).__name__}"
             raise CheckpointError(
-                f"layers= of stage {stage} numbers {len(part.numbers)} blocks, "
+                f"layers= of stage {of.index} numbers {len(part.numbers)} blocks, "
                 f"{list(part.numbers)}, and its parameters have {size} at {path or 'the top'!r}; "
                 "number each block of the list"
             )
@@ -69,54 +57,56 @@ def describe_stage(names: Names, stage: int, params: tree.Tree) -> Described:
         )
         return ["layers", part.name, type(value).__name__]
 
-    return Described(to_node(params, "", special, fields=False), parts, layers, rest)
+    found = Structures(stages, layers)
+    node = to_node(params, "", special, fields=False)
+    if rest or not of.parts:
+        return found, node
+    if tree.flatten(found.expand(of, lambda node, path: 0))[1] != here.spec:
+        raise CheckpointError(
+            f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are "
+            "not nested dicts with these keys, and lists of blocks; use such, so that they can "
+            "be put together again"
+        )
+    return found, None
 
 
-def composed(of: StageNames) -> Node:
-    """The structure of a stage all of whose leaves are in parts: nested dicts, or the only part."""
-    return nested(
-        {
-            path: ["part", name] if numbers is None else ["layers", name, "list"]
-            for path, name, numbers in of.parts.values()
-        }
-    )
+def nested(rows: Mapping[str, Any], *, lists: bool = False) -> tree.Tree:
+    """Nested dicts with values at dotted paths; with ``lists``, those whose keys count from 0 are
+    lists.
 
-
-def nested(rows: Mapping[str, Node]) -> Node:
-    """Nested dicts with nodes at dotted paths.
-
-    >>> nested({"a.b": ["none"], "c": ["none"]})
-    ['dict', [['a', ['dict', [['b', ['none']]]]], ['c', ['none']]]]
+    >>> nested({"a.b": 1, "c.0": 2}), nested({"a.b": 1, "c.0": 2}, lists=True)
+    ({'a': {'b': 1}, 'c': {'0': 2}}, {'a': {'b': 1}, 'c': [2]})
     """
     if "" in rows:
         return rows[""]
-    return ["dict", [[head, nested(below)] for head, below in by_head(rows).items()]]
-
-
-def by_head(rows: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """Values by the first part of a dotted path, and by the rest of it.
-
-    >>> by_head({"a.b": 1, "a.c.d": 2, "e": 3})
-    {'a': {'b': 1, 'c.d': 2}, 'e': {'': 3}}
-    """
-    heads: dict[str, dict[str, T]] = {}
+    heads: dict[str, dict[str, Any]] = {}
     for path, value in rows.items():
         head, _, rest = path.partition(".")
         heads.setdefault(head, {})[rest] = value
-    return heads
+    below = {head: nested(part, lists=lists) for head, part in heads.items()}
+    numbers = [str(number) for number in range(len(below))]
+    if lists and below.keys() == set(numbers):
+        return [below[number] for number in numbers]
+    return below
+
+
+def node_of(rows: Mapping[str, Node]) -> Node:
+    """The structure of nested dicts with nodes at dotted paths.
+
+    >>> node_of({"a.b": ["none"], "c": ["none"]})
+    ['dict', [['a', ['dict', [['b', ['none']]]]], ['c', ['none']]]]
+    """
+    return to_node(nested(rows), "", lambda part, path: part)
 
 
 def tied_parts(names: Names, stage: int) -> dict[str, Node]:
     """Structures of the parts of a stage that have tied leaves, if they have no others."""
     parts: dict[str, Node] = {}
     for head, name in names.stages[stage].heads.items():
-        rows: dict[str, Node] = {}
-        for path, key in names.tied_leaves(stage).items():
-            rest = after(path, head)
-            if rest is not None:
-                rows[rest] = ["leaf", key]
+        ends = {after(path, head): key for path, key in names.tied_leaves(stage).items()}
+        rows = {rest: ["leaf", key] for rest, key in ends.items() if rest is not None}
         if rows:
-            parts[name] = nested(rows)
+            parts[name] = node_of(rows)
     return parts
 
 
@@ -156,8 +146,13 @@ class Structures(NamedTuple):
 
         if of.prefix in self.stages or not of.parts:
             whole = self.stage(of.prefix)
-        else:
-            whole = composed(of)
+        else:  # all leaves are in parts: nested dicts, or the only part
+            whole = node_of(
+                {
+                    path: ["part", name] if numbers is None else ["layers", name, "list"]
+                    for path, name, numbers in of.parts.values()
+                }
+            )
         return from_node(whole, "", special)
 
     def stage(self, name: str) -> Node:

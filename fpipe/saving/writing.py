@@ -15,13 +15,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
+from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from ..actions import progress
 from ..collectives.codec import to_bytes
@@ -122,12 +121,11 @@ def _start(
 ) -> Saving:
     """Collect, agree on what is written, and start the threads."""
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
-    rows = everyone(pipe, json.dumps(holding.facts))
+    rows = everyone(pipe, holding.facts)
     facts = agree(pipe, lambda: merged(rows))
     copy = 0 if pipe.copies is None else pipe.copies.part
     number = copy * pipe.group.size + pipe.group.here[0]  # among the processes of all copies
-    rows = everyone(pipe, json.dumps([number, str(folder.absolute()), secrets.token_hex(8)]))
-    processes = sorted(map(json.loads, rows))
+    processes = sorted(everyone(pipe, [number, str(folder.absolute()), secrets.token_hex(8)]))
     _, first_folder, token = processes[0]  # the token is in the names of files of this checkpoint
     mark = folder / f".{token}.part"
     agree(pipe, lambda: _prepare(folder, mark) if is_first(pipe) else None)
@@ -213,16 +211,16 @@ class _Job:
         mine = [place for place in places if place.write]
         groups = list(grouped(mine, lambda place: place.entry.bytes, MOST_FILE))
         files = dict[str, File]()
-        pieces = dict[str, list[Piece]]()
+        pieces = list[object]()
         try:
             with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
                 for number, group in enumerate(track(groups)):
                     name = f"{self.number:05}-{number:05}.safetensors"
                     files[name], found = write(self.folder / name, [p.entry for p in group])
                     for place, where in zip(group, found, strict=True):
-                        piece = Piece(place.first, place.last, name, *where)
-                        pieces.setdefault(place.key, []).append(piece)
-            self._list([files, pieces, [_print(place) for place in places if place.repeated]])
+                        pieces.append([place.key, place.first, place.last, name, *where])
+            hashes = [_hash(place) for place in places if place.repeated]
+            self._list([files, pieces, hashes])
         except Exception as error:
             self._list(f"{type(error).__name__}: {error}")
             raise
@@ -241,7 +239,7 @@ class _Job:
         self._wait_for(lists, written)
         files = dict[str, File]()
         pieces = dict[str, list[Piece]]()
-        prints = list[_Print]()
+        seen = dict[object, tuple[str, str]]()
         for path in lists:
             content = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(content, str):
@@ -249,10 +247,16 @@ class _Job:
                     f"a process could not write its part of {self.folder}: {content}"
                 )
             files |= {name: File(*file) for name, file in content[0].items()}
-            for key, rows in content[1].items():
-                pieces.setdefault(key, []).extend(Piece(*row) for row in rows)
-            prints += content[2]
-        _check_ties(prints)
+            for key, *piece in content[1]:
+                pieces.setdefault(key, []).append(Piece(*piece))
+            for key, first, last, where, digest in content[2]:
+                other, before = seen.setdefault((key, first, last), (where, digest))
+                if before != digest:
+                    raise CheckpointError(
+                        f"{key!r} has different values on {other} and {where}, and is one "
+                        "parameter; no checkpoint was written: apply the same updates to tied "
+                        "leaves and to all ranks of a stage"
+                    )
         leaves = dict[str, Leaf]()
         for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items()):
             leaves[key] = Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
@@ -278,26 +282,9 @@ class _Job:
             time.sleep(_POLL)
 
 
-# ---- leaves in several places ----
-#: A leaf, its elements, where they are, and their hash.
-_Print: TypeAlias = tuple[str, int, int, str, str]
-
-
-def _print(place: Place) -> _Print:
+def _hash(place: Place) -> tuple[str, int, int, str, str]:
+    """A leaf, its elements, where they are, and their hash. All places of a leaf hold the same;
+    parts that begin and end elsewhere are not compared.
+    """
     digest = sha256(to_bytes(place.tensor)).hexdigest()
     return place.key, place.first, place.last, place.where, digest
-
-
-def _check_ties(prints: Sequence[_Print]) -> None:
-    """All places of a leaf hold the same elements. Parts that begin and end elsewhere are not
-    compared.
-    """
-    seen: dict[tuple[str, int, int], tuple[str, str]] = {}
-    for key, first, last, where, digest in prints:
-        other, before = seen.setdefault((key, first, last), (where, digest))
-        if before != digest:
-            raise CheckpointError(
-                f"{key!r} has different values on {other} and {where}, and is one parameter; no "
-                "checkpoint was written: apply the same updates to tied leaves and to all ranks of "
-                "a stage"
-            )

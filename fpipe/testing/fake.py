@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -20,14 +20,25 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives.agreement import Difference, refusal, refusing
+from ..collectives.agreement import disagreement, refusing
 from ..collectives.capabilities import Capabilities, reduction
 from ..collectives.codec import decode, encode
-from ..collectives.group import Done, Facts, Group, Pending, Receiver, Sender, Specs, Tensors, Work
+from ..collectives.group import (
+    Done,
+    Facts,
+    Group,
+    Pending,
+    Receiver,
+    Sender,
+    Specs,
+    Tensors,
+    Work,
+    required,
+)
 from ..collectives.local import check_channel
-from ..collectives.reduce import add_up
+from ..collectives.reduce import reduced
 from ..collectives.trail import at
-from ..collectives.wire import as_planned, part_of, wire_format
+from ..collectives.wire import as_bytes, as_planned, part_of, wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
 from .faults import Delay, Drop, Fault, Kill, Refuse
@@ -40,21 +51,24 @@ _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 
 class _Message(NamedTuple):
-    """A message: copies of the buffers of the sender, and when they arrive."""
+    """A message: the buffers that its sender may not change yet, copies of them, and when they
+    arrive.
+    """
 
     specs: Specs
+    buffers: list[Tensor]
     copies: list[Tensor]
     arrival: float
 
 
 @dataclass
 class _Channel:
-    """From one rank to another: what arrives, in order, None once received or lost; by message the
-    buffers that the sender may not change yet, with their copies; and counts of both sides.
+    """From one rank to another: messages by number that were not received, and counts of both
+    sides.
     """
 
-    arrivals: list[_Message | None] = field(default_factory=list)
-    unreleased: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    messages: dict[int, _Message] = field(default_factory=dict)
+    sent: int = 0
     requested: int = 0
     settled: int = 0
     last_arrival: float = 0.0
@@ -90,7 +104,7 @@ class Network:
         never = [str(fault) for fault in self.faults if fault not in self.occurred]
         if not never:
             return ""
-        numbers = sorted((key, len(channel.arrivals)) for key, channel in self.channels.items())
+        numbers = sorted((key, channel.sent) for key, channel in self.channels.items())
         sent = [f"{src} to {dst}: {number}" for (_, src, dst), number in numbers]
         calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
         return (
@@ -113,6 +127,7 @@ class FakeGroup(Group):
         self.at_once = False
         self.strict = network.lockstep
         self._numbers = count()
+        self._sent: list[Pending] = []
         self._announced: _Announced = {}
         self._call = -1  # the last one
         self._refused = False  # whether a rank refused it
@@ -141,7 +156,7 @@ class FakeGroup(Group):
         faults = [
             fault
             for fault in self._network.faults
-            if isinstance(fault, kind) and astuple(fault)[: len(where)] == where
+            if isinstance(fault, kind) and fault[: len(where)] == where
         ]
         self._network.occurred.update(faults)
         return faults
@@ -194,6 +209,7 @@ class FakeGroup(Group):
             self._announced = {}
             self._refused = False
             self._numbers = count()
+            self._sent.clear()
             self._epoch = self._call
 
     def confirm(self) -> None:
@@ -206,15 +222,9 @@ class FakeGroup(Group):
 
     def _disagreement(self) -> GroupError:
         by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
-        refused = refusal(by_rank, range(self.size))
-        if refused is not None:
-            self._refused = True
-            return refused
-        difference = Difference.of(by_rank)
-        assert difference is not None, "digests differ where facts differ"
-        return MismatchError(
-            f"{difference.text(range(self.size))}. This group cannot be used again"
-        )
+        error = disagreement(by_rank, range(self.size))
+        self._refused = isinstance(error, PeerError)
+        return error
 
     # ---- messages ----
     def _channel(self, src: int, dst: int) -> _Channel:
@@ -236,10 +246,10 @@ class FakeGroup(Group):
         world = self._world
         self._enter("send")
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
-        number = len(channel.arrivals)
+        number = channel.sent
+        channel.sent += 1
         where = src, dst, number
         if self._occurring(Drop, *where):
-            channel.arrivals.append(None)
             world.lost += 1
             return Done()
         late = sum(fault.seconds for fault in self._occurring(Delay, *where))
@@ -248,26 +258,27 @@ class FakeGroup(Group):
         else:
             spread = world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        copies = [buffer.clone() for buffer in buffers]
-        channel.arrivals.append(_Message(specs, copies, arrival))
-        channel.unreleased[number] = list(zip(buffers, copies, strict=True))
+        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
+        channel.messages[number] = message
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(
                 lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}"
             )
-            _release(channel, number, src, dst)
+            _release(message, src, dst)
 
         def ready() -> bool:
             if world.clock >= arrival:
-                _release(channel, number, src, dst)
+                _release(message, src, dst)
             return world.clock >= arrival
 
         def finish() -> Tensors:
             self._until(ready, dst, f"to send to rank {dst}")
             return ()
 
-        return Pending(finish, ready)
+        work = Pending(finish, ready)
+        self._sent.append(work)
+        return work
 
     def _request(self, src: int, dst: int, specs: Specs) -> Work:
         if dst != self.rank:
@@ -281,10 +292,7 @@ class FakeGroup(Group):
         channel.requested += 1
 
         def arrived() -> bool:
-            if number >= len(channel.arrivals):
-                return False
-            message = channel.arrivals[number]
-            return message is not None and world.clock >= message.arrival
+            return number in channel.messages and world.clock >= channel.messages[number].arrival
 
         def ready() -> bool:
             # a loop that polls must let the others run
@@ -293,10 +301,8 @@ class FakeGroup(Group):
 
         def finish() -> Tensors:
             self._until(arrived, src, f"for message {number} of rank {src}")
-            message = channel.arrivals[number]
-            assert message is not None
-            _release(channel, number, src, dst)
-            channel.arrivals[number] = None
+            message = channel.messages.pop(number)
+            _release(message, src, dst)
             tensors = wire_format(message.specs).unpack(message.copies, _CPU)
             return as_planned(tensors, specs, src, dst)
 
@@ -308,7 +314,7 @@ class FakeGroup(Group):
         """
         self._enter("settle")
         channel = self._channel(self.rank, dst)
-        for number in range(channel.settled, min(channel.settled + count, len(channel.arrivals))):
+        for number in range(channel.settled, min(channel.settled + count, channel.sent)):
             what = f"to let go of message {number} to rank {dst}, which has not asked for it"
             self._until(lambda number=number: channel.requested > number, dst, what)
             channel.settled += 1
@@ -316,16 +322,9 @@ class FakeGroup(Group):
     def flush(self) -> None:
         """Wait until all messages of this rank have arrived."""
         self._enter("flush")
-        for (epoch, src, dst), channel in list(self._network.channels.items()):
-            if (epoch, src) != (self._epoch, self.rank):
-                continue
-            self._until(
-                lambda end=channel.last_arrival: self._world.clock >= end,
-                dst,
-                f"to send to rank {dst}",
-            )
-            for number in list(channel.unreleased):
-                _release(channel, number, src, dst)
+        for work in self._sent:
+            work.wait()
+        self._sent.clear()
 
     # ---- all ranks ----
     def _start(self, name: str, value: Any) -> Callable[[], list[Any]]:
@@ -355,8 +354,7 @@ class FakeGroup(Group):
         name = f"share from rank {src}"
         if src != self.rank:
             return form.unpack(self._start(name, None)()[src], _CPU)
-        if tensors is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        tensors = required(tensors, src)
         self._start(name, [buffer.clone() for buffer in form.pack(tensors, src, src)])()
         return tensors
 
@@ -366,22 +364,20 @@ class FakeGroup(Group):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """In the order of ranks."""
-        values = self._start(f"all_reduce {op} {Spec.of(tensor)}", _carried(tensor, op))
-        return _reduced(values(), op, tensor.dtype)
+        return self._reduce(f"all_reduce {op} {Spec.of(tensor)}", tensor, op)()
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
         name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
         part_of(memory, 0, self.size if scatter else 1)  # raises where it has no such parts
-        values = self._start(name, _carried(memory, op))
+        total = self._reduce(name, memory, op)
+        part, parts = (self.rank, self.size) if scatter else (0, 1)
+        return Pending(lambda: (part_of(total(), part, parts).clone(),))
 
-        def finish() -> Tensors:
-            total = _reduced(values(), op, memory.dtype)
-            if scatter:
-                total = part_of(total, self.rank, self.size).clone()
-            return (total,)
-
-        return Pending(finish)
+    def _reduce(self, name: str, tensor: Tensor, op: str) -> Callable[[], Tensor]:
+        method = reduction(_GLOO, op, tensor.dtype)
+        pieces = self._start(name, tensor.detach().to(method.carry, copy=True))
+        return lambda: reduced(pieces(), method, self.size, tensor)
 
     def start_gather(self, memory: Tensor) -> Work:
         """Contributes a copy of this rank's part; the wait is for those of the other ranks."""
@@ -402,33 +398,13 @@ class FakeGroup(Group):
         """The last journal entry of a rank."""
         return self._world.ranks[rank].note
 
-    def failed(self, error: BaseException) -> None:
-        """The world records errors itself."""
 
-
-def _release(channel: _Channel, number: int, src: int, dst: int) -> None:
+def _release(message: _Message, src: int, dst: int) -> None:
     """Check that the sender did not change a message until now; from now on it may."""
-    for now, then in channel.unreleased.get(number, ()):
-        if not torch.equal(_bytes(now), _bytes(then)):
+    for now, then in zip(message.buffers, message.copies, strict=False):
+        if not torch.equal(as_bytes(now), as_bytes(then)):
             raise GroupError(
                 f"rank {src} changed a tensor that was still on its way to rank {dst}; it must "
                 "wait for the send"
             )
-    channel.unreleased.pop(number, None)
-
-
-def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.view(-1).view(torch.uint8)
-
-
-def _carried(tensor: Tensor, op: str) -> Tensor:
-    return tensor.detach().to(reduction(_GLOO, op, tensor.dtype).carry, copy=True)
-
-
-def _reduced(pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
-    result = add_up(pieces, op)
-    if op == "mean":
-        result = result / len(pieces)
-    if dtype == torch.bool:
-        return result != 0
-    return result.to(dtype)
+    message.buffers.clear()

@@ -5,12 +5,10 @@ tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
-@dataclass(frozen=True)
-class Delay:
+class Delay(NamedTuple):
     """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the
     world.
 
@@ -30,8 +28,7 @@ class Delay:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """The ``nth`` message of a channel never arrives.
 
     Args:
@@ -48,8 +45,7 @@ class Drop:
     nth: int
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """A rank ends before its ``before``-th call of the group (from 0), without an error report.
 
     Args:
@@ -64,8 +60,7 @@ class Kill:
     before: int
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(NamedTuple):
     """An operation raises UnsupportedError, on one rank or on all.
 
     Args:

@@ -38,8 +38,7 @@ class Waiting(NamedTuple):
     deadline: float
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by
     a fault.
 

@@ -17,13 +17,11 @@ pipeline runs: it reduces over ranks through ``over=`` or a group.
 """
 
 from .combining import masked, partition
-from .finite import LossScaleState as LossScaleState
-from .finite import dynamic_loss_scale, skip_nonfinite
+from .finite import LossScaleState as LossScaleState, dynamic_loss_scale, skip_nonfinite
 from .gathering import mean_over
 from .learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from .masters import master
-from .norms import ClipState as ClipState
-from .norms import clip_by_global_norm, global_norm
+from .norms import ClipState as ClipState, clip_by_global_norm, global_norm
 from .optimizers import adamw, sgd
 from .scaling import add_noise, cast, scale, scale_by_schedule
 from .torch_optim import from_torch

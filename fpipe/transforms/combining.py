@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping
 from ..errors import TransformError
 from ..tree import Tree, tree_map
 from .leaves import Column, Labels, Mask, labels_of, mask_of, places
-from .optimizer import weights_of
 from .transform import (
     T,
     Transform,
     both_ways,
     identity,
-    refuse_shared,
     run,
 )
 
@@ -98,10 +96,6 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
 
     def call(grads, state, params, how):
         at = places(grads)
-        if how is not None:
-            weights = weights_of(at, params, "a step")
-            if how.donate:
-                refuse_shared(at, weights)
         by_leaf = column(at, grads if params is None else params)
         after: Column = [None] * len(by_leaf)
         states = []

@@ -48,24 +48,20 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
     (True, False)
     """
     check_whole(tree, over)
-    bad = _bad(tree, board_device(tree, over))
+    device = board_device(tree, over)
+    nonempty = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
+    fine = map_kinds(
+        lambda leaves: list(torch.stack(F.norms(leaves, math.inf)).isfinite().unbind()), nonempty
+    )
+    bad = torch.zeros((), device=device)
+    if fine:
+        bad += (~torch.stack([flag.to(device) for flag in fine])).sum()
     if over is not None:
         bad = over.all_sum(bad)
         group, differing = copies_of(over)
         if group is not None and differing != EVERY_LEAF:  # all_sum adds up shards
             bad = group.all_reduce(bad)  # copies whose gradients differ have to decide alike
     return bad.item() == 0
-
-
-def _bad(tree: Updates, device: torch.device) -> Tensor:
-    """The number of leaves on this process that are not finite."""
-    nonempty = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
-    fine = map_kinds(
-        lambda leaves: list(torch.stack(F.norms(leaves, math.inf)).isfinite().unbind()), nonempty
-    )
-    if not fine:
-        return torch.zeros((), device=device)
-    return (~torch.stack([flag.to(device) for flag in fine])).sum().to(torch.float32)
 
 
 def skip_nonfinite(*, over: Over | None = None) -> Transform:

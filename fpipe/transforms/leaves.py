@@ -88,10 +88,8 @@ class Places(NamedTuple):
         """
         if self.spec.type not in (list, tuple):
             return [0] * len(self.leaves)
-        stages: list[int] = []
-        for stage, part in enumerate(self.spec.children()):
-            stages += [stage] * part.num_leaves
-        return [stages[index] for index in self.where]
+        paths = self.spec.paths()
+        return [paths[index][0] for index in self.where]
 
     def all_names(self) -> list[str]:
         """The dotted names of all places, with and without a leaf."""
@@ -283,18 +281,14 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
                 "rest"
             )
         column.append(fitting[0])
-    fault = unmatched(labels, every)
-    if fault:
+    if unmatched(labels, every):
         missing = places(tree).missing()
-        if every or missing:
-            fault = unmatched(labels, every, missing)
-        else:
-            fault = ""
-    if fault:
-        raise TransformError(
-            f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
-            "'*.bias'"
-        )
+        fault = unmatched(labels, every, missing)
+        if fault and (every or missing):
+            raise TransformError(
+                f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
+                "'*.bias'"
+            )
     return optree.tree_unflatten(spec, column)
 
 

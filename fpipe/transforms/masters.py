@@ -15,8 +15,7 @@ from torch import Tensor
 from ..tree import tree_map
 from .boards import wide
 from .leaves import Column, places, scaled
-from .optimizer import weights_of
-from .transform import Params, Pass, State, Transform, added, one_pass, refuse_shared, run
+from .transform import Params, Pass, State, Transform, added, one_pass, run, weights_of
 
 #: Dtypes of parameters that get a copy.
 _HALF = (torch.float16, torch.bfloat16)
@@ -63,13 +62,10 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
     """
 
     def init(params):
-        def copy_of(leaf):
-            is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
-            if is_half:
-                return leaf.detach().float()
-            return None
+        def is_half(leaf):
+            return isinstance(leaf, Tensor) and leaf.dtype in _HALF
 
-        copies = tree_map(copy_of, params)
+        copies = tree_map(lambda leaf: leaf.detach().float() if is_half(leaf) else None, params)
         at = places(params)
         columns = zip(at.column(copies, "the state"), at.leaves, strict=True)
         return MasterState(
@@ -78,8 +74,6 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
 
     def body(at, state, params, how):
         before = weights_of(at, params, "master")
-        if how is not None and how.donate:
-            refuse_shared(at, before)
         copies = at.column(state.master, "the state")
         halves = [copy is not None for copy in copies]
         like = [p if copy is None else copy for p, copy in zip(before, copies, strict=True)]

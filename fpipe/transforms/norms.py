@@ -49,50 +49,20 @@ class ClipState(NamedTuple):
     norm: Tensor
 
 
-class _StageNorm(NamedTuple):
-    """How the norm of a stage is computed."""
+class _Norm(NamedTuple):
+    """How norms of tensors, and of vectors made of them, are computed."""
 
     p: float
     exact: bool
-    repeated: set[str]  # names of leaves that a tied leaf already counts for
     device: torch.device  # of the results
 
-    def of(self, tree: Tree, group: Group | None, differing: tuple[str, ...]) -> Tensor:
-        """The norm of a tree that has one stage alone; over the copies ``group`` for leaves that
-        match ``differing``.
-        """
-        leaves = places(tree).leaves
-        if self.repeated or differing:
-            every = names(tree)
-        else:
-            every = [""] * len(leaves)
-        pairs = zip(leaves, every, strict=True)
-        chosen = [(x, name) for x, name in pairs if x.numel() and name not in self.repeated]
-        alike = list[Tensor]()
-        others = list[Tensor]()
-        norms = map_kinds(self._of_leaves, [leaf for leaf, _ in chosen])
-        for (_, name), norm in zip(chosen, norms, strict=True):
-            differs = differing != () and matches(name, differing)
-            (others if differs else alike).append(norm)
-        if group is None:
-            return self._joined(alike)
-        # in one dtype everywhere: a process without elements of a stage does not know the dtype of
-        # its leaves
-        norm = self._joined(others).to(wide(self.device))
-        if math.isinf(self.p):
-            norm = group.all_reduce(norm, "max")
-        else:
-            norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
-        if alike:
-            return self._joined([self._joined(alike), norm])
-        return norm
-
-    def _of_leaves(self, leaves: list[Tensor]) -> list[Tensor]:
+    def of(self, leaves: list[Tensor]) -> list[Tensor]:
+        """The norm of each leaf."""
         if self.exact:
             return F.whole([_by_rows(leaf.reshape(-1), self.p) for leaf in leaves])
         return F.norms(leaves, self.p)
 
-    def _joined(self, norms: list[Tensor]) -> Tensor:
+    def joined(self, norms: list[Tensor]) -> Tensor:
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
             return torch.zeros((), device=self.device)
@@ -100,11 +70,20 @@ class _StageNorm(NamedTuple):
         parts = [norm.to(self.device, dtype) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(parts), self.p)
 
-
-def _is_cut(shards: Tree, whole: Tree) -> bool:
-    """Whether a leaf was not gathered, because it differs by copy or is beside a frozen one."""
-    pairs = zip(places(shards).leaves, places(whole).leaves, strict=True)
-    return any(shard is leaf for shard, leaf in pairs)
+    def over(self, group: Group, norms: list[Tensor], differ: list[bool]) -> Tensor:
+        """As :func:`joined`, with the norms that other processes have of leaves that differ."""
+        alike, others = (
+            [norm for norm, flag in zip(norms, differ, strict=True) if flag is wanted]
+            for wanted in (False, True)
+        )
+        # in one dtype everywhere: a process without elements of a stage does not know the dtype of
+        # its leaves
+        norm = self.joined(others).to(wide(self.device))
+        if math.isinf(self.p):
+            norm = group.all_reduce(norm, "max")
+        else:
+            norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
+        return self.joined([self.joined(alike), norm]) if alike else norm
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
@@ -172,17 +151,29 @@ def global_norm(
         group = shards
         differing = EVERY_LEAF
         gathers = False
-    norm = _StageNorm(p, exact, repeated, board_device(tree, over))
+    norm = _Norm(p, exact, board_device(tree, over))
     norms: dict[int, Tensor] = {}
     for stage, part in stages_here(tree, over).items():
         alone = tree
         if listed(tree):
             alone = [part if stage == s else None for s in range(len(tree))]
-        whole = over.unshard(alone) if gathers else alone  # type: ignore[union-attr]
-        if gathers and not _is_cut(alone, whole):
-            norms[stage] = norm.of(whole, None, ())
+        shared = group
+        leaves = places(alone).leaves
+        if gathers:
+            whole = places(over.unshard(alone)).leaves  # type: ignore[union-attr]
+            # a leaf is not gathered where it differs by copy or is beside a frozen one
+            if all(shard is not leaf for shard, leaf in zip(leaves, whole, strict=True)):
+                leaves = whole
+                shared = None
+        every = names(alone) if repeated or differing else [""] * len(leaves)
+        pairs = zip(leaves, every, strict=True)
+        chosen = [(leaf, name) for leaf, name in pairs if leaf.numel() and name not in repeated]
+        found = map_kinds(norm.of, [leaf for leaf, _ in chosen])
+        if shared is None:
+            norms[stage] = norm.joined(found)
         else:
-            norms[stage] = norm.of(alone, group, differing)
+            differ = [matches(name, differing) for _, name in chosen]
+            norms[stage] = norm.over(shared, found, differ)
     return torch.linalg.vector_norm(by_stage(tree, over, norms), p)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from .leaves import Column, Mask, Places, by_kind, count, flags, kind, mask_of, scaled, zeros
-from .transform import Params, State, Transform, added, one_pass, refuse_shared
+from .leaves import Column, Mask, by_kind, count, flags, kind, mask_of, scaled, zeros
+from .transform import State, Transform, added, one_pass, weights_of
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -104,13 +104,7 @@ def optimizer(
         donate_params = how is not None and how.donate
         weights: Column = [None] * len(at.leaves)
         if how is not None or decay:
-            if how is None:
-                who = f"{name} with weight decay"
-            else:
-                who = f"a step of {name}"
-            weights = weights_of(at, params, who)
-        if donate_params:
-            refuse_shared(at, weights)
+            weights = weights_of(at, params, f"{name} with weight decay")
         if decay:
             decays = flags(at, mask, params)
         else:
@@ -156,10 +150,3 @@ def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:
         elements[block] += leaf.numel()
         keys.append(block)
     return keys
-
-
-def weights_of(at: Places, params: Params, who: str) -> Column:
-    """The parameters at the places of the gradients, for a transform that requires them."""
-    if params is None:
-        raise TransformError(f"{who} needs the parameters; call tx.update(grads, state, params)")
-    return at.of(params, "params")

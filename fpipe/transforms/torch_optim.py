@@ -17,8 +17,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
 from .leaves import Column
-from .optimizer import weights_of
-from .transform import Transform, leafwise
+from .transform import Transform, leafwise, weights_of
 
 
 class TorchState(NamedTuple):

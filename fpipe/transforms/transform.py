@@ -115,6 +115,9 @@ class Transform:
         >>> params, state.step.item()
         ([tensor([0.9000, 0.9000])], 1)
         """
+        if donate or params is None:
+            at = places(grads)
+            refuse_shared(at, weights_of(at, params, "a step"))
         return run(self, grads, state, params, Pass(donate))
 
 
@@ -173,11 +176,10 @@ def times(grads: Updates, factor: Tensor | None) -> Updates:
 
 def leafwise(
     init: Callable[[Params], State],
-    step: Callable[[Places, State, Params], tuple[Column | None, State]],
+    step: Callable[[Places, State, Params], tuple[Column, State]],
     *inputs: object,
 ) -> Transform:
-    """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None
-    make no step.
+    """A transform from ``step(places, state, params) -> (leaves, state)``.
 
     Autograd records the step where a gradient, or one of the ``inputs`` that the step reads,
     requires a gradient.
@@ -187,7 +189,7 @@ def leafwise(
         at = places(grads)
         with recording(at.leaves, inputs):
             leaves, state = step(at, state, params)
-            return None if leaves is None else at.tree(leaves), state
+            return at.tree(leaves), state
 
     return Transform(init, update)
 
@@ -324,11 +326,18 @@ def added(params: Column, updates: Column, donate: bool) -> Column:
     return map_kinds(kernel, params, updates)
 
 
+def weights_of(at: Places, params: Params, who: str) -> Column:
+    """The parameters at the places of the gradients, for a transform that requires them."""
+    if params is None:
+        raise TransformError(f"{who} needs the parameters; call tx.update(grads, state, params)")
+    return at.of(params, "params")
+
+
 def refuse_shared(at: Places, params: list[Tensor]) -> None:
     """Memory of two parameters, or of two elements of one, would receive the updates of both."""
     memory = defaultdict[int, list[int]](list)
     for index, leaf in enumerate(params):
-        if leaf.data_ptr():
+        if leaf.numel() and leaf.data_ptr():
             memory[leaf.untyped_storage().data_ptr()].append(index)
     for indices in memory.values():
         if not _overlap([params[index] for index in indices]):
@@ -345,25 +354,19 @@ def refuse_shared(at: Places, params: list[Tensor]) -> None:
 
 def _overlap(views: list[Tensor]) -> bool:
     """Whether views of one memory have a byte in common, or one has a byte twice."""
-    if len(views) == 1 and views[0].is_contiguous():
-        return False
-    simple = True
-    spans: Column = []
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    ordered = sorted(views, key=lambda view: (_begin(view), view.nbytes))
+    if all(map(is_dense, views)):
+        return any(_begin(a) + a.nbytes > _begin(b) for a, b in pairwise(ordered))
+    taken = torch.zeros(views[0].untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
     for view in views:
-        size = 1
-        for step, n in sorted(zip(view.stride(), view.shape, strict=True)):
-            if n > 1 and not step:
-                return True
-            simple = simple and (n == 1 or step >= size)
-            size += (n - 1) * step
-        begin = view.storage_offset() * view.itemsize
-        spans.append((begin, begin + size * view.itemsize))
-    ordered = sorted(spans)
-    if simple and all(a[1] <= b[0] for a, b in pairwise(ordered)):
-        return False
-    first = ordered[0][0]
-    taken = torch.zeros(max(end for _, end in spans) - first, dtype=torch.bool, device="cpu")
-    for view, (begin, _) in zip(views, spans, strict=True):
+        if any(n > 1 and not step for step, n in zip(view.stride(), view.shape, strict=True)):
+            return True
         steps = [step * view.itemsize for step in view.stride()]
-        taken.as_strided((*view.shape, view.itemsize), (*steps, 1), begin - first).fill_(True)
+        at = taken.as_strided((*view.shape, view.itemsize), (*steps, 1), _begin(view))
+        at.fill_(True)
     return int(taken.sum()) < sum(view.nbytes for view in views)
+
+
+def _begin(view: Tensor) -> int:
+    return int(view.storage_offset()) * view.itemsize

@@ -8,10 +8,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fpipe import Action, Fused, Placement, Schedule, make_schedule
+from fpipe.actions.action import Rows
 from fpipe.actions.check import check_rows, inspect_rows
 from fpipe.actions.dependencies import Facts, walk
 from fpipe.actions.rule import Fact
@@ -117,7 +117,7 @@ def test_a_circle_of_many_ranks_is_reported_in_part() -> None:
     with pytest.raises(
         ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other"
     ) as caught:
-        check_rows(rows, Placement.loop(64, 2), 1)  # type: ignore[arg-type]
+        check_rows(inspect_rows(Rows(rows, Placement.loop(64, 2), 1)))  # type: ignore[arg-type]
     assert "through 58 more ranks" in str(caught.value)
     assert str(caught.value).count("\n") == 19
 
@@ -186,7 +186,7 @@ STRANGE = [
 @pytest.mark.parametrize(("cell", "says"), STRANGE, ids=[str(i) for i in range(len(STRANGE))])
 def test_cells_that_are_no_actions(cell, says: str) -> None:
     with pytest.raises(ScheduleError, match=says):
-        check_rows([(cell,), (Action(1, "F", 0), Action(1, "B", 0))], LOOP, 1)
+        check_rows(inspect_rows(Rows([(cell,), (Action(1, "F", 0), Action(1, "B", 0))], LOOP, 1)))
     with pytest.raises(ScheduleError):  # a Schedule may find it before
         Schedule(((cell,),)).check()
     with pytest.raises(ScheduleError):
@@ -246,7 +246,7 @@ def runs(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> b
 def passes(rows: Sequence[Sequence], placement: Placement, microbatches: int) -> bool:
     error = None
     try:
-        check_rows(rows, placement, microbatches)
+        check_rows(inspect_rows(Rows(rows, placement, microbatches)))
     except ScheduleError as raised:
         error = raised
     if error is None:
@@ -437,7 +437,7 @@ def test_the_walk_of_ordered_rows_ends_where_any_walk_ends(drawn) -> None:
 
 def test_rows_in_which_a_stage_waits_for_itself_are_not_ordered() -> None:
     rows = [(Action(0, "B", 0), Action(0, "F", 0))]
-    assert inspect_rows(rows, Placement.loop(1), 1).walk.blocked == ((0, 0, Fact("F", 0, 0)),)
+    assert inspect_rows(Rows(rows, Placement.loop(1), 1)).walk.blocked == ((0, 0, Fact("F", 0, 0)),)
 
 
 def test_every_fact_has_its_own_number() -> None:

@@ -78,15 +78,14 @@ def test_loop_and_v(ranks: int, per_rank: int) -> None:
             assert placement.stages_of(rank) == tuple(
                 s for s in range(placement.stages) if placement.rank_of(s) == rank
             )
-        assert Placement.of([placement.stages_of(rank) for rank in range(ranks)]) == placement
 
 
 def test_uneven() -> None:
-    placement = Placement.of([[0, 1, 4], [2, 3], []])
+    placement = Placement(((0, 0, 1, 1, 0),), 3)
     assert (placement.ranks, placement.stages, placement.stages_of(2)) == (3, 5, ())
     assert [placement.rank_of(stage) for stage in range(5)] == [0, 0, 1, 1, 0]
     schedule = Schedule.parse("[0F0, 1F0, 4F0, 4B0, 1B0, 0B0]\n[2F0, 3F0, 3B0, 2B0]")
-    assert schedule.check().placement == Placement.of([[0, 1, 4], [2, 3]])
+    assert schedule.check().placement == Placement(((0, 0, 1, 1, 0),), 2)
     assert schedule.simulate().messages == 4
 
 
@@ -101,8 +100,7 @@ def test_replicas_and_routes() -> None:
 
 
 def test_replicas_of_several_stages_a_rank() -> None:
-    both = Placement.bidirectional(2, 2, up=[1], per_rank=3)
-    assert both.paths == ((0, 1, 1, 0, 0, 1), (1, 0, 0, 1, 1, 0))
+    both = Placement(((0, 1, 1, 0, 0, 1), (1, 0, 0, 1, 1, 0)), 2, (0, 1))
     assert both.stages_of(0) == both.stages_of(1) == (0, 1, 2, 3, 4, 5)
 
 
@@ -152,9 +150,6 @@ def test_a_stray_action_among_replicas_goes_by_its_own_microbatch() -> None:
         (lambda: Placement(((0, 1), (1,)), 2, (0, 1)), "a rank for each stage"),
         (lambda: Placement(((0, 1), (1, 0)), 2), "need a route"),
         (lambda: Placement(((0, 1), (1, 0)), 2, (0, 2)), "does not have"),
-        (lambda: Placement.of([[0, 1], [1]]), "stage 1 is on rank 0 and on rank 1"),
-        (lambda: Placement.of([[0], [2]]), "no rank holds stage 1"),
-        (lambda: Placement.of([]), "at least one stage"),
         (lambda: Placement.loop(0), "at least one stage"),
         (lambda: Placement.loop(-2), "at least one stage"),
         (lambda: Schedule.parse("[0F0]\n[2F0]"), "no rank holds stage 1, but stage 2 occurs"),

@@ -11,8 +11,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from effort import lines
 from fpipe import Action, Costs, Placement, Schedule, Timeline, make_schedule

@@ -6,8 +6,7 @@ import contextlib
 from unittest import mock
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from effort import lines
 from fpipe import Action, Fused, Schedule, make_schedule

@@ -16,7 +16,7 @@ import faulty_backends
 from carriers import OVER
 from conformance import CASES, conform
 from fpipe import launch
-from fpipe.collectives.agreement import reduced
+from fpipe.collectives.agreement import Reduced
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
@@ -89,8 +89,8 @@ def test_a_reduction_that_completes_at_the_end_of_a_pause_is_not_late():
             if timeout is not None:
                 raise RuntimeError("Operation timed out!")
 
-    exchange = reduced(SimpleNamespace(allreduce=lambda *_: Work()))  # type: ignore[arg-type]
-    compared = exchange(0, 7)
+    pg = SimpleNamespace(allreduce=lambda *_: Work())
+    compared = Reduced.announced(pg, 0, 7)  # type: ignore[arg-type]
     assert compared.equal() is None
     compared.pause()
     assert compared.equal()

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fpipe
 from fpipe.collectives.c10d import C10dGroup
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 def ends() -> tuple[LaneWriter, LaneReader]:
     memory = mmap.mmap(-1, lane.LANE)
-    return LaneWriter(memory), LaneReader(memory)
+    return LaneWriter(memory, [0]), LaneReader(memory, [0])
 
 
 SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_size=1, max_size=40)
@@ -61,8 +60,11 @@ def test_every_message_arrives_in_order_whatever_the_free_space(sizes, draw):
             else:
                 writer.retry()
             assert writer.count - reader.count <= lane.NOTES
-            starts = sorted(writer._live)
-            assert all(end <= after for (_, end), (after, _) in pairwise(starts)), "they overlap"
+            notes = [2 * (number % lane.NOTES) for number in range(reader.count, writer.count)]
+            starts = sorted((reader.notes[note], reader.notes[note + 1]) for note in notes)
+            assert all(start + size <= after for (start, size), (after, _) in pairwise(starts)), (
+                "they overlap"
+            )
         pieces.cache_clear()
     for each, other in zip(sent, found, strict=True):
         for buffer, copy in zip(each, other, strict=True):
@@ -110,7 +112,7 @@ def test_only_a_memory_file_of_this_user_is_opened(tmp_path: Path):
 def test_counters_wrap_around():
     """After 2**32 messages they start at 0 again."""
     writer, reader = ends()
-    writer.count = writer._freed = reader.count = 2**32 - 2
+    writer.count = reader.count = 2**32 - 2
     writer.sent[0] = writer.taken[0] = 2**32 - 2
     found = torch.zeros(4)
     for number in range(4):
@@ -125,7 +127,7 @@ def test_a_lane_returns_the_pages_of_large_messages():
     """It kept up to 256 MiB for the rest of the job."""
     file = _native.memory_file(lane.LANE)
     memory = mmap.mmap(file, lane.LANE)
-    writer, reader = LaneWriter(memory), LaneReader(memory)
+    writer, reader = LaneWriter(memory, [0]), LaneReader(memory, [0])
 
     def travel(size: int) -> None:
         sent, (piece,) = torch.full((size,), 3, dtype=torch.uint8), pieces((size,))
@@ -250,7 +252,7 @@ def test_a_rank_that_has_exited_is_not_waited_for():
     assert "its process has ended" in text
 
 
-def _hosts() -> str:
+def _hosts() -> bool:
     group = fpipe.init(timeout=20)
     assert isinstance(group, C10dGroup)
     rank, other = group.rank, 1 - group.rank
@@ -258,43 +260,43 @@ def _hosts() -> str:
     group.send((torch.tensor([float(rank)]),), rank, other)
     assert work.wait()[0].item() == other
     group.flush()
-    return group.carried
+    return group.at_once
 
 
 def test_ranks_that_cannot_open_each_others_memory_use_the_backend():
-    assert fpipe.launch(_hidden, ranks=2, timeout=60) == ["", ""]
+    assert fpipe.launch(_hidden, ranks=2, timeout=60) == [False, False]
 
 
-def _hidden() -> str:
+def _hidden() -> bool:
     if os.environ["RANK"] == "1":  # one way is enough
-        real = mailboxes._Peer
+        real = mailboxes.Peer
 
         def refused(*_):
             raise PermissionError("another user's")
 
-        mailboxes._Peer = refused  # type: ignore[assignment, misc]
+        mailboxes.Peer = refused  # type: ignore[assignment, misc]
         try:
             return _hosts()
         finally:
-            mailboxes._Peer = real  # type: ignore[misc]
+            mailboxes.Peer = real  # type: ignore[misc]
     return _hosts()
 
 
 def test_the_switch_turns_it_off_and_one_is_enough():
-    assert fpipe.launch(_off, ranks=2, timeout=60) == ["", ""]
+    assert fpipe.launch(_off, ranks=2, timeout=60) == [False, False]
 
 
-def _off() -> str:
+def _off() -> bool:
     if os.environ["RANK"] == "0":
         os.environ[SWITCH] = "0"
     return _hosts()
 
 
 def test_without_memory_files_the_backend_sends():
-    assert fpipe.launch(_without, ranks=2, timeout=60) == ["", ""]
+    assert fpipe.launch(_without, ranks=2, timeout=60) == [False, False]
 
 
-def _without() -> str:
+def _without() -> bool:
     if os.environ["RANK"] == "0":
 
         def refused(*_):
@@ -306,10 +308,10 @@ def _without() -> str:
 
 def test_a_limit_of_address_space_leaves_messages_to_the_backend():
     """The first message raised an OSError."""
-    assert fpipe.launch(_narrow, ranks=2, timeout=60) == ["", ""]
+    assert fpipe.launch(_narrow, ranks=2, timeout=60) == [False, False]
 
 
-def _narrow() -> str:
+def _narrow() -> bool:
     if os.environ["RANK"] == "0":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), resource.RLIM_INFINITY))

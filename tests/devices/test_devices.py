@@ -11,7 +11,6 @@ import torch
 
 import fpipe
 from fpipe import devices
-from fpipe.collectives.local import LocalGroup
 from fpipe.errors import GroupError
 from fpipe.passes import streams
 
@@ -70,7 +69,6 @@ def test_every_kind_says_how_it_talks():
         assert row.type == type
         assert row.backends == row.backend or row.backends == f"cpu:gloo,{type}:{row.backend}"
     assert devices.kind("xpu").backends == "cpu:gloo,xpu:xccl"
-    assert not devices.kind("xpu").compile_many
     assert devices.kind("never heard of").backend == "gloo"
 
 
@@ -81,41 +79,6 @@ def test_a_real_accelerator():
     draw = lambda _: torch.rand(4, device=device)
     assert torch.equal(streams.drawn(draw, [], device, 3)[0], streams.drawn(draw, [], device, 3)[0])
     assert torch.equal(state[0][1], streams.save_streams([device])[0][1])
-
-
-# ---- what devices are trusted with ----
-def compilers(where: list[str]) -> list[str | None]:
-    """How stages are compiled on these devices: one by its stage option, one by the option of its
-    pipeline.
-    """
-    made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
-    group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
-    return [
-        stage.compile
-        for stage in fpipe.pipeline(made, group=group, compile="aot_eager").config.functions
-    ]
-
-
-def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
-    for where in (
-        ["xpu:0"] * 2,
-        ["xpu:0", "cpu"],
-        ["cuda:0", "cuda:1"],
-    ):  # no warning, which would be an error
-        assert compilers(where) == ["inductor", "aot_eager"]
-    with pytest.warns(
-        UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'"
-    ) as warned:
-        assert compilers(["xpu:0", "xpu:1"]) == [None, None]
-    assert warned[0].filename == __file__
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.warns(UserWarning, match="'xpu' are at work"):  # the other one is another process's
-        assert compilers(["xpu:0"] * 2) == [None, None]
-    assert compilers(["cpu"] * 2) == ["inductor", "aot_eager"]
-    fpipe.pipeline(
-        [torch.matmul] * 2, group=LocalGroup((torch.device("xpu:0"), torch.device("xpu:1")))
-    )  # nothing to leave out
 
 
 def test_the_cpu_has_one_device():

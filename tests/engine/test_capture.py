@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe.passes.capture import graphs
-from fpipe.passes.capture import steps as capture
+from fpipe.passes.capture import graphs, steps as capture
 
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.lift_fresh.default"}
 

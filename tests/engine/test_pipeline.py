@@ -827,3 +827,28 @@ def test_sends_and_receives_have_one_order(x: Tensor):
                     i.op.specs for i in plan[b].instructions if i.kind == "WAIT" and i.op.peer == a
                 ]
                 assert sends == receives, (name, a, b)
+
+
+def test_a_narrow_sum_is_rounded_after_each_microbatch():
+    """``accumulate=`` in bfloat16: what is rounded when, as docs/howto/precision.md says."""
+    draw = torch.Generator().manual_seed(3)
+    params = [torch.randn(3, 3, generator=draw) for _ in "ab"]
+    x = torch.randn(8, 3, generator=draw)
+    pipe = fpipe.pipeline(
+        [lambda p, x: torch.tanh(x @ p)] * 2,
+        loss=lambda y: y.square().mean(),
+        microbatches=4,
+        group=fpipe.local(2),
+        accumulate=torch.bfloat16,
+    )
+    _, grads = fpipe.value_and_grad(pipe)(params, x)
+    sums: list[torch.Tensor] = []
+    for rows in x.split(2):
+        leaves = [p.clone().requires_grad_() for p in params]
+        y = torch.tanh(torch.tanh(rows @ leaves[0]) @ leaves[1])
+        parts = torch.autograd.grad(y.square().mean() * 0.25, leaves)
+        before = [part.to(torch.bfloat16) for part in parts]
+        if sums:
+            before = [(s.float() + g).to(torch.bfloat16) for s, g in zip(sums, parts, strict=True)]
+        sums = before
+    assert all(map(torch.equal, grads, sums))

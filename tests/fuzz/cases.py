@@ -28,7 +28,7 @@ ONE = (
     *("Seq1F1B", "SeqZBH1"),
 )
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "Overlapped1F1B")
-FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo", "BitPipe")
+FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo")
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,8 @@ def _fitting(model: Model, features: dict[str, Any]) -> dict[str, Any]:
 def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
     """A schedule that takes the stages of a model: its name, ranks and microbatches."""
     stages = len(model.bodies)
-    # The replicas of a stage, as in DualPipe and BitPipe, each carry a state.
-    names = [
-        name
-        for name in ONE + SEVERAL + FOLDED
-        if name not in ("DualPipe", "BitPipe") or not model.stateful
-    ]
+    # The replicas of a stage, as in DualPipe, each carry a state.
+    names = [name for name in ONE + SEVERAL + FOLDED if name != "DualPipe" or not model.stateful]
     while True:
         name = draw.choice(names)
         per_rank = (

@@ -1,5 +1,5 @@
 """Four seconds of ``make fuzz``, or a minute in ``make test-long``: some cases always the same,
-then new ones.
+then new ones. Functions of sizes, of which some are always the same, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 
 from .cases import PER_MODEL
 from .engine import run_case
+from .sizes import run
 
 
 def test_random_cases_have_the_results_of_plain_autograd(long: bool):
@@ -22,3 +23,20 @@ def test_random_cases_have_the_results_of_plain_autograd(long: bool):
         )
         if number >= 2 * PER_MODEL and time.monotonic() > end:
             return
+
+
+def test_functions_of_sizes_have_the_results_of_autograd(long: bool):
+    """Sizes as texts, keys and types, from the second length on: ``python -m tests.fuzz.sizes``."""
+    uses = [
+        "BY_TEXT.get(f'{n}', 1.0)",
+        "BY_TEXT.get(str(list(x.shape)), 1.0)",
+        "2.0 if isinstance(n, int) else 3.0",
+        "first_number([n, 5])",
+        "by_number(n)",
+    ]
+    for number, use in enumerate(uses):
+        found = run(number, lengths=3, uses=(use,))
+        assert found.kind.startswith("equal"), found.text
+    for seed in range(300 if long else 2):
+        found = run(seed)
+        assert found.kind.startswith("equal"), found.text

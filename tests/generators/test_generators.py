@@ -222,62 +222,6 @@ def test_chimera_idles_for_p_minus_2_passes() -> None:
                 assert timeline.peak[: ranks // 2] == tuple(range(ranks // 2 + 1, ranks + 1))
 
 
-#: "microbatch, chunk: F from, B from" of every rank, from the published figure: 4 ranks, 4
-#: microbatches, B = 2F; microbatches 0 and 1 go down
-BITPIPE = (
-    "00:0,22 10:2,26 20:3,16 21:4,14 30:5,20 31:6,18 01:7,8 11:10,12",
-    "00:1,20 20:2,18 10:3,24 30:4,22 21:5,12 01:6,10 31:7,16 11:8,14",
-    "20:1,20 00:2,18 30:3,24 10:4,22 01:5,12 21:6,10 11:7,16 31:8,14",
-    "20:0,22 30:2,26 00:3,16 01:4,14 10:5,20 11:6,18 21:7,8 31:10,12",
-)
-
-
-def test_bitpipe_is_the_published_schedule() -> None:
-    """The same order, and no pass starts later; some forwards are drawn later than they can
-    start.
-    """
-    timeline = make_schedule("BitPipe", 4, 4).simulate(Costs(F=1, B=2))
-    for rank, row in enumerate(BITPIPE):
-        drawn = {}
-        for where, times in (one.split(":") for one in row.split()):
-            microbatch, second = map(int, where)
-            position = rank if microbatch < 2 else 3 - rank
-            stage = 7 - position if second else position
-            drawn |= {
-                f"{stage}{op}{microbatch}": int(time)
-                for op, time in zip("FB", times.split(","), strict=True)
-            }
-        spans = timeline.of_rank(rank)
-        assert [str(span.action) for span in spans] == sorted(drawn, key=drawn.__getitem__)
-        assert all(span.start <= drawn[str(span.action)] for span in spans)
-    assert timeline.total == 28
-
-
-def test_bitpipe_has_the_published_bubble() -> None:
-    for p in (2, 4, 6, 8, 12):
-        published = (p - 2) / (3 * p + p - 2)
-        assert make_schedule("BitPipe", p, p).simulate(Costs(F=1, B=2)).bubble == pytest.approx(
-            published
-        )
-        for v in (1, 2, 3, 4):
-            for m in (p, p + 2, 2 * p, 5 * p):
-                timeline = make_schedule("BitPipe", p, m, stages=p * v).simulate(Costs(F=1, B=1))
-                assert timeline.bubble == pytest.approx((p - 2) / (2 * v * m + p - 2))
-                if m % p == 0:
-                    assert (min(timeline.peak), max(timeline.peak)) == (p * v - (p // 2 - 1), p * v)
-
-
-def test_further_units_of_bitpipe_cost_as_in_its_drawing() -> None:
-    """With backwards of twice a forward the drawing of two units for 4 ranks ends at 53, one later
-    than the formula.
-    """
-    for p in (4, 6, 8):
-        spans = [
-            make_schedule("BitPipe", p, m).simulate(Costs(F=1, B=2)).span for m in (p, 2 * p, 3 * p)
-        ]
-        assert spans == [6 * p + 2 * (p - 2) + k * (6 * p + p - 3) for k in range(3)]
-
-
 def test_hanayo_idles_for_one_crossing_a_wave() -> None:
     for ranks in (1, 2, 3, 4, 8):
         for waves in (1, 2, 3):
@@ -343,7 +287,7 @@ def test_a_w_runs_where_its_rank_would_wait_or_where_memory_would_not_do() -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe", "Chimera", "BitPipe", "Hanayo"]
+    "name", ["1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe", "Chimera", "Hanayo"]
 )
 def test_fewer_microbatches_never_take_longer(name: str) -> None:
     """Schedules that are drawn for more microbatches than there are must not pay for those that are

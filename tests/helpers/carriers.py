@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from fpipe.collectives.shared_memory import SWITCH as MEMORY
-from fpipe.collectives.shared_memory import _native
+from fpipe.collectives.shared_memory import SWITCH as MEMORY, _native
 
 #: Shared memory, the default on one host, is tested where the system has it.
 OVER: dict[str, dict[str, str]] = {
     **({"memory": {MEMORY: "1"}} if _native.AVAILABLE else {}),
     "gloo": {MEMORY: "0"},
 }
-#: How ``carried`` of a group names each.
-NAMES = {"memory": "shared memory", "gloo": ""}

@@ -180,8 +180,8 @@ def by_name(pipe: Any, params: Any) -> dict[str, Tensor]:
 
     names, found = Names(pipe), {}
     for stage in pipe.here:
-        rows = zip(fpipe.tree.names(params[stage]), fpipe.tree.leaves(params[stage]), strict=True)
-        found |= {names.of(stage, path): leaf for path, leaf in rows}
+        leaves = names.tree(stage, params[stage], whole=True).leaves
+        found |= {leaf.key: leaf.value for leaf in leaves}
     return found
 
 

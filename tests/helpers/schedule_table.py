@@ -44,7 +44,6 @@ TABLE = (
     Family("VMin", (2,), split=True),
     Family("DualPipe", (1,), fused=True, split=True, even=True, replicas=True),
     Family("Chimera", (1,), even=True, replicas=True),
-    Family("BitPipe", (2, 1, 3, 4), even=True, replicas=True),
     Family("Hanayo", (2, 4)),
     Family("Seq1F1B", (1, 2, 3, 4)),
     Family("SeqZBH1", (1, 2, 3, 4), split=True),

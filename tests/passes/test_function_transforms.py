@@ -34,6 +34,14 @@ def test_hessian_times_a_vector():
     close(found, want)
 
 
+def test_the_tangent_of_a_loss_has_its_dtype():
+    """torch.func.jvp gave a float64 tangent, as torch does for a scalar times a number."""
+    params, v, x, t = layers()
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2))
+    value, along = torch.func.jvp(lambda p: pipe(p, x, t), (params,), (v,))
+    assert value.dtype == along.dtype == torch.float32
+
+
 def test_meta_gradient():
     """The learning rate of one inner step, by torch.func over a function that calls the
     pipeline.

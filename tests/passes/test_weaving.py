@@ -1,4 +1,4 @@
-"""Weaves: the search and its bounds, segments, one order of collectives, and the bits."""
+"""Weaves: the search, segments, one order of collectives, and the bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from common import same, squared
 from fpipe.errors import GroupError, WeaveError
 from fpipe.passes.weaving.collective_order import Start, difference
 from fpipe.passes.weaving.search import weave
-from fpipe.passes.weaving.segments import segments_of
-from fpipe.passes.weaving.weave import Memory, Task, Transfer, Weave, play
+from fpipe.passes.weaving.segments import collectives_of, segments_of
+from fpipe.passes.weaving.weave import Task, Transfer, Weave
 from sample import also
 from storage_meter import peak_bytes
 
@@ -74,7 +74,7 @@ def valid(made: Weave) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_lines_give_a_valid_weave_no_slower_and_within_its_bound(seed: int):
+def test_any_lines_give_a_valid_weave_no_slower(seed: int):
     draw = random.Random(seed)
     tasks = [
         task
@@ -85,40 +85,11 @@ def test_any_lines_give_a_valid_weave_no_slower_and_within_its_bound(seed: int):
             loose=draw.choice([0, 50, 300]),
         )
     ]
-    sizes = {v: (v, draw.randrange(1000)) for t in tasks for v in t.writes}
-    made = weave([f"{k}F0" for k in range(3)], tasks, sizes=sizes)
+    made = weave([f"{k}F0" for k in range(3)], tasks)
     assert valid(made)
     assert made.total <= made.one_after_another
     assert made.total >= max(made.compute, made.communication)
-    in_flight = sum(sizes[t.value][1] for task in tasks for t in task.starts)
-    assert made.peak <= made.alone + in_flight
-    assert made == weave([f"{k}F0" for k in range(3)], tasks, sizes=sizes), "not the same twice"
-
-
-def test_a_bound_on_memory_is_kept():
-    """The second line's first value lies about for long if it comes early; the bound forbids
-    that.
-    """
-    tasks = line(0, (100, 100), (100, 100)) + line(1, (100, 100), (100, 100))
-    sizes = {v: (v, 10) for t in tasks for v in t.writes}
-    free, bound = (
-        weave("ab", tasks, sizes=sizes, bound=1000),
-        weave("ab", tasks, sizes=sizes, bound=20),
-    )
-    assert free.peak > 20
-    assert bound.peak <= 20
-    assert bound.total > free.total
-
-
-def test_memory_is_counted_by_storage_and_freed_at_the_last_look():
-    tasks = (
-        Task(0, "a", 1, (), ("x", "view")),
-        Task(0, "b", 1, ("x",), ("y",)),
-        Task(0, "c", 1, ("view", "y"), ("z",)),
-    )
-    memory = Memory(tasks, {"x": ("x", 8), "view": ("x", 8), "y": ("y", 4), "z": ("z", 2)})
-    assert memory.peak((0, 1, 2)) == 14
-    assert play(tasks, (0, 1, 2))[0] == 3
+    assert made == weave([f"{k}F0" for k in range(3)], tasks), "not the same twice"
 
 
 @pytest.mark.parametrize("said", ["wave", 3, None])
@@ -148,13 +119,12 @@ def test_segments_are_the_program_in_pieces(members: Any):
         )
         made = set(program.inputs)
         for segment in segments:
-            assert set(segment.program.inputs) <= made, f"{segment.name} reads what is not there"
+            assert set(segment.program.inputs) <= made, f"{segment} reads what is not there"
             made |= set(segment.program.outputs)
-            assert not {c.value for c in segment.starts} & set(segment.waits), (
-                "started and waited for at once"
-            )
+            started = {c.value for c in collectives_of(segment.program)}
+            assert not started & set(segment.waits), "started and waited for at once"
         assert set(program.outputs) <= made
-    starts = [len(s.starts) for s in segments_of(programs, programs.f)]
+    starts = [len(collectives_of(s.program)) for s in segments_of(programs, programs.f)]
     waits = [len(s.waits) for s in segments_of(programs, programs.f)]
     assert starts == [1, 0, 1, 0], "dispatch, the shared expert, combine, the sum"
     assert waits == [0, 0, 1, 1]
@@ -198,6 +168,21 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(
     assert any(
         ins.program is not None and ins.program.label == "F1" for ins in plan[0].instructions
     )
+
+
+@pytest.mark.xdist_group("weaving")
+def test_a_draw_that_leads_to_a_collective_comes_after_the_draws_before_it(members: Any):
+    """The second dropout leads to the exchange, the first does not: they must not change places."""
+
+    def stage(p: Any, x: torch.Tensor) -> torch.Tensor:
+        beside = torch.nn.functional.dropout(torch.relu(x @ p["s"]), 0.25)
+        sent = torch.nn.functional.dropout(torch.tanh(x @ p["a"]), 0.25)
+        return beside + torch.tanh(fpipe.ops.all_to_all(sent, members) @ p["b"])
+
+    pipes = [
+        pipe_of(stage, "DualPipeV", 1, 2, fpipe.local(1), how) for how in ("sequential", "weave")
+    ]
+    assert same(*map(step, pipes))
 
 
 @pytest.mark.xdist_group("weaving")

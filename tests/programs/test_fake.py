@@ -20,8 +20,7 @@ from fpipe.errors import ActionError, TraceError
 from fpipe.passes import operators
 from fpipe.passes.explain import explain, leave_checkpoints, where
 from fpipe.passes.sizes.symbols import SymbolicFake, Symbols, products_in_python
-from fpipe.programs import internals
-from fpipe.programs import split as simplify
+from fpipe.programs import internals, split as simplify
 from fpipe.programs.internals import Fake, mutates, operator_of, pure_on_fakes
 from fpipe.programs.tracing import make_graph
 from fpipe.tree import Aval

@@ -16,8 +16,7 @@ import fpipe
 from common import same
 from fpipe import transforms as T
 from fpipe.errors import StageError, TransformError
-from fpipe.transforms import foreach
-from fpipe.transforms import optimizer as optimizer_module
+from fpipe.transforms import foreach, optimizer as optimizer_module
 from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
 from written_transforms import accumulate
 

@@ -18,7 +18,7 @@ import pytest
 
 import forked
 import fpipe
-from fpipe.generators import unregister_schedule
+from fpipe.generators.catalogue import ENTRIES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(
@@ -84,7 +84,7 @@ def test_custom_schedule_holds_what_it_says(tmp_path: Path):
     timeline = load("custom_schedule").main(str(tmp_path / "capped.svg"))
     assert timeline.peak == (3, 3, 2, 1)
     assert (tmp_path / "capped.svg").read_text().startswith("<svg")
-    unregister_schedule("capped")
+    del ENTRIES["capped"]
 
 
 def test_contrastive_gradient_is_that_of_the_whole_batch():

@@ -70,7 +70,7 @@ PACKAGES = {
     "passes": Entry(
         "features that most pipelines do not use",
         "products",
-        "actions collectives devices engine errors lowering programs schedule stage tree",
+        "actions collectives engine errors lowering programs schedule stage tree",
     ),
     "transforms": Entry(
         "gradient transforms, (init, update)", "schedules", "collectives errors programs tree"

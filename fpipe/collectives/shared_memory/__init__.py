@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between ranks of one host through memory that they share, in place of the backend.
 
-``mailboxes`` is imported only where two ranks share a host.
+``mailboxes`` is imported only where all ranks of a group share a host.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 SWITCH = "FPIPE_SHARED_MEMORY"
 
 
-def connect(
-    monitor: FaultMonitor, agreement: Agreement, gather: Gather
-) -> tuple[SharedMemory | None, bool]:
-    """The memory of this rank, if it shares a host with another one; and whether every two ranks of
-    the group share memory, which is the same on all ranks.
-    """
+def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> SharedMemory | None:
+    """The memory of this rank, if all ranks of the group can share memory."""
     hosts = gather(_host())
-    if all(not host or hosts.count(host) == 1 for host in hosts):
-        return None, False
+    if "" in hosts or len(set(hosts)) > 1:
+        return None
     from . import mailboxes
 
-    near = [rank for rank, host in enumerate(hosts) if host and host == hosts[monitor.rank]]
-    return mailboxes.connect(monitor, agreement, gather, near)
+    return mailboxes.connect(monitor, agreement, gather)
 
 
 def _host() -> str:

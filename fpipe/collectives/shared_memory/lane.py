@@ -71,8 +71,8 @@ class _End:
     area. ``head`` is a list of one number, the header of the current call.
     """
 
-    def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
-        self.head = [0] if head is None else head  # added to the size in each note
+    def __init__(self, memory: mmap.mmap, head: list[int]):
+        self.head = head  # added to the size in each note
         view = memoryview(memory)
         self.sent = view[0:4].cast("I")
         self.taken = view[64:68].cast("I")
@@ -89,7 +89,7 @@ class LaneWriter(_End):
 
     >>> import torch
     >>> memory = mmap.mmap(-1, LANE)
-    >>> writer, reader = LaneWriter(memory), LaneReader(memory)
+    >>> writer, reader = LaneWriter(memory, [0]), LaneReader(memory, [0])
     >>> writer.write([torch.arange(3.)], pieces((12,)))
     True
     >>> tensor = torch.empty(3)
@@ -97,21 +97,18 @@ class LaneWriter(_End):
     (True, True, tensor([0., 1., 2.]))
     """
 
-    def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
+    def __init__(self, memory: mmap.mmap, head: list[int]):
         super().__init__(memory, head)
-        self._freed = 0
         self._memory = memory
-        self._used = 0
+        self._end = 0  # of the newest piece
+        self._used = 0  # by large messages
         self._quiet = 0
-        self._live: deque[tuple[int, int]] = deque()
         self.queued: deque[tuple[Sequence[Tensor], Piece]] = deque()  # pieces that did not fit yet
 
     def write(self, buffers: Sequence[Tensor], message: Sequence[Piece]) -> bool:
         """Copy a message in; False if some of it did not fit and is queued for :meth:`retry`."""
-        for piece in message:
-            if self.queued or not self.put(buffers, piece):
-                self.queued.append((buffers, piece))
-        return not self.queued
+        self.queued.extend((buffers, piece) for piece in message)
+        return self.retry()
 
     def retry(self) -> bool:
         """Write queued pieces that fit now; whether none is left."""
@@ -132,7 +129,10 @@ class LaneWriter(_End):
         notes = self.notes
         note = 2 * (count % NOTES)
         notes[note], notes[note + 1] = start, size + self.head[0]
-        self._live.append((start, start + size))
+        self._end = end = start + size
+        if end > KEEP:
+            self._used = max(self._used, end)
+            self._quiet = 0
         self.count = count = count + 1
         self.sent[0] = count & _MASK
         _native.fence()
@@ -142,38 +142,25 @@ class LaneWriter(_End):
 
     def _room(self, size: int) -> int:
         """The start of a free range of so many bytes; -1 if there is none."""
-        live = self._live
-        taken = (self.taken[0] - self._freed) & _MASK
-        if taken:
-            self._free(taken)
+        taken = self.taken[0]
+        live = (self.count - taken) & _MASK
         if not live:
             if self._used:
                 self._shrink()
             return 0
-        if len(live) == NOTES:
-            return -1
-        first = live[0][0]
-        last = live[-1][1]
-        if last <= first:  # the newest lie before the oldest: the range between them is free
-            if last + size <= first:
-                return last
-            return -1
-        if last + size <= AREA:
-            return last
-        return 0 if size <= first else -1
-
-    def _free(self, taken: int) -> None:
-        """The ranges of so many messages, the oldest, are free."""
-        live = self._live
-        if taken > len(live):
+        if live > NOTES:
             raise GroupError(
-                f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}"
+                f"{taken} messages are marked as read, and {self.count & _MASK} were sent; "
+                f"{_REMEDY}"
             )
-        high = max(live.popleft()[1] for _ in range(taken))
-        self._freed += taken
-        if high > KEEP:
-            self._used = max(self._used, high)
-            self._quiet = 0
+        if live == NOTES:
+            return -1
+        first = self.notes[2 * (taken % NOTES)]
+        last = self._end
+        # where the newest lie before the oldest, the range between them is free
+        if last + size <= (min(first, AREA) if last <= first else AREA):
+            return last
+        return 0 if size <= first < last else -1
 
     def _shrink(self) -> None:
         """Return the pages that large messages used, once only small ones follow. The lane is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the ranks of a group that run on one host, through memory that they share.
+"""Messages between the ranks of a group that runs on one host, through memory that they share.
 
 Each rank has an outbox: a memory file without a name, which the others open through ``/proc``.
 Nothing is left behind, however a rank ends. The bytes of a send are copied when it returns. A
@@ -10,14 +10,10 @@ This module must not know backends: they carry messages between hosts.
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
-import select
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,21 +21,19 @@ import torch
 from torch import Tensor
 
 from ...devices import cores
-from ...errors import GroupError, MismatchError
+from ...errors import MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor, too_many_files
 from ..group import Pending, Sender, Tensors, Work, in_order
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
-from .board import NUMBERS, board
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
+from .outbox import LANES, Board, Outbox, Peer
 
-#: The two lanes from one rank to another: messages of plans, and broadcasts.
-PLANS, SHARED = _LANES = 0, 1
-_TOKEN = 16
-_ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
-_DIGESTS = slice(128, 128 + 8 * NUMBERS)  #: of the same page: the calls that the rank has announced
+#: The two lanes from one rank to another: messages of plans, and broadcasts, which a plan in phases
+#: sends before messages of an earlier phase are received.
+PLANS, SHARED = range(LANES)
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
@@ -47,66 +41,15 @@ _CPU = torch.device("cpu")
 _CLOCK = time.perf_counter
 
 
-class Address(NamedTuple):
-    """Where a rank's outbox is: its process and file descriptor, and a token that the outbox begins
-    with.
-    """
-
-    process: int
-    file: int
-    token: bytes
-
-
-class _Outbox:
-    """The memory of a rank, as the rank itself or another one has it open."""
-
-    def __init__(self, file: int, size: int):
-        self.file = file
-        weakref.finalize(self, os.close, file)
-        _native.check_memory_file(file, size)
-        self.page = mmap.mmap(file, PAGE)
-        view = memoryview(self.page)
-        self.ended = view[_ENDED].cast("I")
-        self.digests = view[_DIGESTS].cast("Q")
-
-    def lane(self, dst: int, kind: int) -> mmap.mmap:
-        """The memory of a lane to a rank."""
-        return mmap.mmap(self.file, LANE, offset=PAGE + (len(_LANES) * dst + kind) * LANE)
-
-
-class _Peer:
-    """Another rank of this host: its outbox, and whether its process exists."""
-
-    def __init__(self, address: Address, size: int):
-        path = f"/proc/{address.process}/fd/{address.file}"
-        self.outbox = _Outbox(os.open(path, os.O_RDWR | os.O_CLOEXEC), _outbox_size(size))
-        if self.outbox.page[:_TOKEN] != address.token:
-            raise OSError("another process has this number here")
-        process = os.pidfd_open(address.process)
-        weakref.finalize(self, os.close, process)
-        self._poll = select.poll()
-        self._poll.register(process, select.POLLIN)
-
-    def gone(self) -> str:
-        """Why no further message will arrive; empty while one may."""
-        if self.outbox.ended[0]:
-            return "it failed, and ended its messages"
-        if self._poll.poll(0):
-            return "its process has ended"
-        return ""
-
-
-def _outbox_size(size: int) -> int:
-    return PAGE + size * len(_LANES) * LANE
-
-
 class SharedMemory:
-    """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those
-    are.
-    """
+    """Messages of one rank to and from the others of its group."""
 
     def __init__(
-        self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]
+        self,
+        monitor: FaultMonitor,
+        agreement: Agreement,
+        outbox: Outbox,
+        peers: Mapping[int, Peer],
     ):
         self._monitor = monitor
         self._agreement = agreement
@@ -114,30 +57,28 @@ class SharedMemory:
         self._writers = {
             (dst, kind): LaneWriter(outbox.lane(dst, kind), head)
             for dst in peers
-            for kind in _LANES
+            for kind in range(LANES)
         }
         self._inboxes = {
-            (src, kind): _Inbox(
-                self, src, LaneReader(peer.outbox.lane(monitor.rank, kind), head), deque()
-            )
+            (src, kind): _Inbox(self, src, LaneReader(peer.lane(monitor.rank, kind), head), deque())
             for src, peer in peers.items()
-            for kind in _LANES
+            for kind in range(LANES)
         }
         self._late: list[LaneWriter] = []  # those with queued messages
         self._poll = _POLL if len(peers) < cores() else 0.0
-        digests = {rank: peer.outbox.digests for rank, peer in peers.items()}
-        self.exchange = board(outbox.digests, digests, lambda rank: peers[rank].gone(), self._poll)
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._peers
+    def exchange(self, number: int, digest: int) -> Board:
+        """Announce a call to the other ranks."""
+        self._outbox.announce(number, digest)
+        return Board(number, digest, self._peers, self._poll)
 
     # ---- sending ----
-    def sender(self, form: WireFormat, dst: int) -> Sender:
+    def sender(self, form: WireFormat, dst: int, kind: int = PLANS) -> Sender:
         """A function that copies a message into the outbox; if it does not fit it is written
         later.
         """
         monitor = self._monitor
-        writer = self._writers[dst, PLANS]
+        writer = self._writers[dst, kind]
         message = pieces(form.sizes)
         pack = form.pack
         put = writer.put
@@ -154,12 +95,11 @@ class SharedMemory:
         return send
 
     def share(self, form: WireFormat, tensors: Tensors | None, src: int) -> Tensors:
-        """Broadcast from one rank to the others of its host."""
+        """Send the tensors of one rank to all others."""
         if tensors is None:
             return self._inboxes[src, SHARED].request(form).wait()
-        buffers = form.pack(tensors, src, src)
         for dst in self._peers:
-            self._write(self._writers[dst, SHARED], buffers, pieces(form.sizes))
+            self.sender(form, dst, SHARED)(tensors)
         return tensors
 
     def _write(
@@ -178,7 +118,7 @@ class SharedMemory:
     def flush(self) -> None:
         """Wait until no message is queued."""
         if not self._retry():
-            (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
+            dst = next(dst for (dst, _), writer in self._writers.items() if writer in self._late)
             self._until(self._retry, dst, "to send to", lambda: time.sleep(_RETRY))
 
     def drop(self) -> None:
@@ -287,50 +227,38 @@ class _Inbox(NamedTuple):
         return form.unpack(buffers, _CPU)
 
 
-def connect(
-    monitor: FaultMonitor, agreement: Agreement, gather: Gather, near: Sequence[int]
-) -> tuple[SharedMemory | None, bool]:
-    """Shared memory with the ranks of this host, ``near``, by two rounds of ``gather``.
-
-    It is used between ranks of which each could open the other's outbox; None if this rank cannot
-    share. Also returns whether every two ranks of the group can: the same on all ranks.
+def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> SharedMemory | None:
+    """Shared memory of the ranks of a host, by two rounds of ``gather``; None on all of them unless
+    each could open the outboxes of all others.
     """
-    rank = monitor.rank
-    size = monitor.size
     outbox = None
     address = None
+    peers: dict[int, Peer] = {}
     # Lanes in both directions; the rest of a limited address space is for tensors.
-    nbytes = _outbox_size(size)
-    if near and _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:
-        with _or_backend(monitor):
-            outbox = _Outbox(_native.memory_file(nbytes), nbytes)
-            address = Address(os.getpid(), outbox.file, os.urandom(_TOKEN))
-            outbox.page[:_TOKEN] = address.token
+    nbytes = PAGE + monitor.size * LANES * LANE
+    if _native.AVAILABLE and 2 * nbytes <= _native.address_space() / 4:
+        with _or_backend():
+            outbox = Outbox(_native.memory_file(nbytes), nbytes)
+            address = os.getpid(), outbox.file
     addresses = gather(address)
-    peers: dict[int, _Peer] = {}
-    for other in near if outbox is not None else ():
-        if other != rank and isinstance(addresses[other], Address):
-            with _or_backend(monitor):
-                peers[other] = _Peer(addresses[other], size)
-    opened = gather(tuple(peers))
-    whole = all(len(ranks) == size - 1 for ranks in opened)
-    both = {other: peer for other, peer in peers.items() if rank in opened[other]}
-    if outbox is None or not both:
-        return None, whole
-    return SharedMemory(monitor, agreement, outbox, both), whole
+    if None not in addresses:
+        with _or_backend():
+            for rank, (process, file) in enumerate(addresses):
+                if rank != monitor.rank:
+                    peers[rank] = Peer(process, file, nbytes)
+    all_opened = all(gather(len(peers) == monitor.size - 1))
+    if outbox is None or not all_opened:
+        return None
+    return SharedMemory(monitor, agreement, outbox, peers)
 
 
 @contextmanager
-def _or_backend(monitor: FaultMonitor) -> Iterator[None]:
+def _or_backend() -> Iterator[None]:
     """Ignore what the system refuses: the backend then carries the messages. It needs file
     descriptors too.
     """
     try:
         yield
     except OSError as error:  # another user's memory, or no memory files, or no address space
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            failure = GroupError(
-                f"this process cannot open another file ({error}){too_many_files(error)}"
-            )
-            monitor.failed(failure)  # the others wait for this rank
-            raise failure from error
+        if too_many_files(error):
+            raise

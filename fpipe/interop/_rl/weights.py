@@ -7,16 +7,14 @@ This module must not know models or trainers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ... import Pipeline, global_norm, stream, tree
-from ... import load as load_trees
-from ... import save as save_trees
+from ... import Pipeline, global_norm, load as load_trees, save as save_trees, stream, tree
 from ...errors import CheckpointError
 from ...tree import Tree
 
@@ -29,10 +27,9 @@ class Weights:
 
     Args:
         pipe: the pipeline.
-        params: whole parameters of the stages here, on any device; or with ``cut``, what
-            ``pipe.shard`` returned.
+        params: the parameters of the stages here (with ``zero=``, the parts here, as ``pipe.shard``
+            returns them), on any device.
         compute: the dtype in which the pipeline gets floating parameters, if not their own.
-        cut: whether the parameters are cut already.
 
     >>> import fpipe
     >>> pipe = fpipe.pipeline([lambda p, x: x * p["w"]] * 2, loss=torch.sum, microbatches=1,
@@ -52,15 +49,13 @@ class Weights:
         pipe: Pipeline,
         params: Sequence[Mapping[str, Tensor] | None],
         compute: torch.dtype | None = None,
-        cut: bool = False,
     ):
         self.pipe = pipe
         self.compute = compute
         shared = dict[str, nn.Parameter]()
-        rows = params if cut else pipe.shard(list(params))
         self.leaves = [
             None if row is None else self._leaves(stage, row, shared)
-            for stage, row in enumerate(rows)
+            for stage, row in enumerate(params)
         ]
 
     def _leaves(
@@ -92,23 +87,24 @@ class Weights:
 
     def values(self) -> ByStage:
         """Return the parameters (with ``zero=``, the parts here), in the memory of the leaves."""
-        return [row and {name: leaf.detach() for name, leaf in row.items()} for row in self.leaves]
+        return self._by_stage(lambda _, leaf: leaf.detach())
+
+    def _by_stage(self, of: Callable[[str, nn.Parameter], Tree]) -> ByStage:
+        """Return a function of the name of each leaf and the leaf."""
+        return [row and {name: of(name, leaf) for name, leaf in row.items()} for row in self.leaves]
 
     def for_call(self, adapted: bool = True) -> ByStage:
         """Return the parameters for a call of the pipeline; without its LoRA adapters, the factors
         of these that are 0 at the start are 0.
         """
 
-        def value(name: str, leaf: Tensor) -> Tensor:
+        def value(name: str, leaf: nn.Parameter) -> Tensor:
+            whole = leaf.detach()
             if ".lora_B." in name and not adapted:
-                leaf = torch.zeros_like(leaf)
-            if leaf.is_floating_point():
-                return leaf.to(self.compute)
-            return leaf
+                whole = torch.zeros_like(whole)
+            return whole.to(self.compute) if whole.is_floating_point() else whole
 
-        return [
-            row and {name: value(name, leaf) for name, leaf in row.items()} for row in self.values()
-        ]
+        return self._by_stage(value)
 
     def exported(
         self, aliases: Mapping[str, Sequence[str]], bucket_bytes: int
@@ -136,8 +132,7 @@ class Weights:
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients of the model; every process calls it."""
-        grads = [row and {name: leaf.grad for name, leaf in row.items()} for row in self.leaves]
-        return global_norm(grads, over=self.pipe)
+        return global_norm(self._by_stage(lambda _, leaf: leaf.grad), over=self.pipe)
 
     # ---- devices ----
     def move(
@@ -207,7 +202,7 @@ class Weights:
         Raises:
             CheckpointError: if it holds tensors of other shapes than the parameters.
         """
-        states: list[Tree] = [row and {name: {} for name in row} for row in self.leaves]
+        states: list[Tree] = self._by_stage(lambda *_: {})
         for stage, name, leaf in self:
             for key, value in optimizer.state.get(leaf, {}).items():
                 is_tensor = isinstance(value, Tensor)

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Literal, TypeAlias
 
-from torch.distributed.pipelining.schedules import _Action as Action
-from torch.distributed.pipelining.schedules import _add_send_recv
+from torch.distributed.pipelining.schedules import _Action as Action, _add_send_recv
 
 from ...errors import ScheduleError
 from ...schedule import Schedule

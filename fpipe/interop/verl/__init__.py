@@ -20,7 +20,7 @@ if find_spec("verl") is None:
 
 from . import cpu as cpu  # first: what follows asks verl for the platform
 from .config import FpipeActorConfig, FpipeCriticConfig, FpipeEngineConfig
-from .engine import FpipeEngine, FpipeValueEngine, register
+from .engine import FpipeEngine, FpipeValueEngine
 
 __all__ = [
     "FpipeActorConfig",
@@ -29,8 +29,6 @@ __all__ = [
     "FpipeEngineConfig",
     "FpipeValueEngine",
 ]
-
-register()
 
 
 def _store() -> None:

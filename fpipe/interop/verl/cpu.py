@@ -19,11 +19,10 @@ import torch
 platforms = import_module("verl.plugin.platform.platform_manager")
 base = import_module("verl.plugin.platform.platform_base")
 
-#: What verl calls of a platform, and the results. It passes the current device to ``Tensor.to``,
-#: where a number would be an accelerator; only VERL_PLATFORM makes the platform available.
+#: What verl calls of a platform, and the results other than None, which methods of its base class
+#: return. verl passes the current device to ``Tensor.to``, where a number would be an accelerator;
+#: only VERL_PLATFORM makes the platform available.
 _PLATFORM = {
-    **dict.fromkeys(("set_device", "synchronize", "set_allocator_settings", "empty_cache")),
-    **dict.fromkeys(("profiler_start", "profiler_stop", "cudart")),
     "is_available": True,
     "is_platform_available": False,
     "current_device": "cpu",
@@ -63,7 +62,9 @@ def _platform() -> type:
     seeds = dict.fromkeys(
         ("manual_seed", "manual_seed_all"), lambda _, seed: torch.manual_seed(seed)
     )
-    return type("PlatformCPU", (base.PlatformBase,), {**names, **methods, **seeds})
+    platform = type("PlatformCPU", (base.PlatformBase,), {**names, **methods, **seeds})
+    platform.__abstractmethods__ = frozenset()
+    return platform
 
 
 PlatformCPU = platforms.PlatformRegistry.register(platform="cpu")(_platform())

@@ -48,6 +48,7 @@ class _Mode(base.BaseEngineCtx):
         super().__exit__(kind, value, trace)
 
 
+@base.EngineRegistry.register(model_type="language_model", backend="fpipe", device=DEVICES)
 class FpipeEngine(base.BaseEngine):
     """verl's engine on a pipeline of fpipe."""
 
@@ -69,10 +70,9 @@ class FpipeEngine(base.BaseEngine):
                 "model.use_liger is not supported by engine=fpipe; fpipe fuses what torch.compile "
                 "fuses: engine.compile=inductor"
             )
-        if config.pipeline_parallel_size == -1:
+        pp = config.pipeline_parallel_size
+        if pp == -1:
             pp = world
-        else:
-            pp = config.pipeline_parallel_size
         if pp < 1 or world % pp:
             raise StageError(
                 f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; "
@@ -109,7 +109,7 @@ class FpipeEngine(base.BaseEngine):
             parts = models.read(self.model_config.local_path, self.pipe, dtype)
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
-        self.weights = Weights(self.pipe, parts, DTYPES[config.dtype], cut=True)
+        self.weights = Weights(self.pipe, parts, DTYPES[config.dtype])
         self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps = 0
@@ -142,12 +142,9 @@ class FpipeEngine(base.BaseEngine):
             attention=config.attn_implementation,
             trust=model.trust_remote_code,
         )
-        if model.lora_rank <= 0:
-            module = load(empty=True)
-        else:
-            module = None
-        from_files = module is not None and models.has_files(model.local_path, module)
-        if module is None or not from_files:
+        module = load(empty=True)
+        from_files = model.lora_rank <= 0 and models.has_files(model.local_path, module)
+        if not from_files:
             # what the files do not have must be alike on all processes
             torch.manual_seed(config.seed)
             module = load()
@@ -418,13 +415,8 @@ class FpipeEngine(base.BaseEngine):
         self._offload()
 
 
+@base.EngineRegistry.register(model_type="value_model", backend="fpipe", device=DEVICES)
 class FpipeValueEngine(FpipeEngine):
     """The engine for models with one value for each token."""
 
     values = True
-
-
-def register() -> None:
-    """Tell verl of the engine."""
-    for kind, engine in (("language_model", FpipeEngine), ("value_model", FpipeValueEngine)):
-        base.EngineRegistry.register(model_type=kind, backend="fpipe", device=DEVICES)(engine)

@@ -20,9 +20,15 @@ from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
-from ...engine.scalars import weighted
 from ...errors import ActionError, FpipeError, StageError
-from ...programs.signature import check_aux, check_scalar, result_of, stage_that_runs, with_aux
+from ...programs.signature import (
+    check_aux,
+    check_scalar,
+    copied,
+    result_of,
+    stage_that_runs,
+    with_aux,
+)
 from ...programs.tensor_state import versions
 from ...stage import as_stage
 from ...tree import Tree
@@ -116,7 +122,9 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         return outputs
     weights = call.weights()
     assert weights is not None
-    total = weighted(weights, losses)
+    total, *others = weights.terms(losses)
+    for term in others:
+        total = total + term.to(total.device)
     if call.has_aux or call.each is not None:
         return (total, auxes)
     return total
@@ -159,12 +167,13 @@ def _runner(call: Call) -> Callable[..., Tree]:
             start = None
         else:
             start = seed_of(call.seed, index, numbered(mb), "F")
-        side = side_inputs.of_stage(config.sides[index], call.sides, mb)
+        sides = side_inputs.of_stage(config.sides[index], call.sides)
+        side = {name: part.tree(mb) for name, part in sides.items()}
         kept = tree.leaves((params, side))
         before = versions(kept)
         what = "stage" if index < config.stages else "the loss"
         with _explained(f"{what} {as_stage(fn).label} on microbatch {mb}"):
-            out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
+            out, _ = drawn(lambda _: fn(*params, *copied(inputs), **side), [], device, start)
         if versions(kept) != before:
             raise feature("explain").write_error("its parameters or side inputs")
         return out
@@ -182,13 +191,6 @@ def _explained(what: str) -> Iterator[None]:
     except Exception as error:
         where = feature("explain").where(error)
         raise ActionError(f"{what} raised {type(error).__name__}{where}: {error}") from error
-
-
-def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
-    """Inputs that a function may write into; a tensor that occurs twice is one tensor again."""
-    tensors = filter(tree.is_tensor, tree.leaves(inputs))
-    clones = {id(tensor): tensor.clone() for tensor in tensors}
-    return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), inputs)
 
 
 def _wide(call: Call) -> Sequence[Tree]:

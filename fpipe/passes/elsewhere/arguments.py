@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
-from ...engine.arguments import Call, Descriptions
+from ...engine.arguments import Call
 from ...engine.config import Config
 from ...engine.microbatches import Absent
 from ...engine.parts import Parts
 from ...errors import BatchError
 from ...tree import AbstractTree
+
+#: Microbatches of arguments by name. Those of a whole batch are alike: one describes all.
+Descriptions: TypeAlias = Mapping[str, Sequence[AbstractTree]]
 
 
 def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
@@ -87,17 +91,14 @@ def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:
 
 
 # ---- of a call ----
-def describe(call: Call, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
+def describe(call: Call, absent: Iterable[str]) -> Descriptions:
     """Describe the arguments that other processes lack and this one has.
 
     A description has one abstract tree for each microbatch, or one for all of a whole batch.
     """
     names = set(absent)
     return {
-        part.name: tuple(
-            AbstractTree.flat(part.specs[m], part.rows[m])
-            for m in range(1 if part.uniform else call.number)
-        )
+        part.name: tuple(part.abstract(m) for m in range(1 if part.uniform else call.number))
         for part in call.batch_parts
         if part.name in names and not part.absent
     }
@@ -110,13 +111,18 @@ def completed(
 
     ``absent`` and ``descriptions`` have an entry for each rank, so all raise the same errors.
     """
-    by_name: dict[str, tuple[AbstractTree, ...]] = {}
+    by_name: dict[str, Sequence[AbstractTree]] = {}
     for of_rank in reversed(descriptions):
         by_name |= of_rank
     for name in dict.fromkeys(name for names in absent for name in names):
         if name not in by_name:
             raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
-    return replace(call, descriptions=by_name)
+
+    def known(part: Parts) -> Parts:
+        return part.described(by_name[part.name]) if part.absent else part
+
+    sides = {name: known(part) for name, part in call.sides.items()}
+    return replace(call, x=known(call.x), targets=tuple(map(known, call.targets)), sides=sides)
 
 
 def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:
@@ -145,9 +151,3 @@ def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str
             "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; "
             "pass them on all"
         )
-
-
-def described(trees: Sequence[AbstractTree], m: int, grad: bool) -> AbstractTree:
-    """A microbatch of an argument as another process described it: all, or one for all of them."""
-    found = trees[m if len(trees) > 1 else 0]
-    return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))

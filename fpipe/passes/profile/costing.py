@@ -75,10 +75,9 @@ def _times(run: Run) -> dict[Action, tuple[float, float]]:
     """
     times: dict[Action, tuple[float, float]] = {}
     for event in run.events:
-        if event.kind in _COMPUTES:
-            for action in filter(None, (event.action, event.beside)):
-                start, _ = times.get(action, (event.start, 0.0))
-                times[action] = start, event.end
+        if event.kind in _COMPUTES and event.action is not None:
+            start, _ = times.get(event.action, (event.start, 0.0))
+            times[event.action] = start, event.end
     idle: dict[Action, tuple[float, float]] = {}
     later: list[Action] = []  # those without an instruction since the last one with
     clock = run.events[0].start if run.events else 0.0

@@ -8,14 +8,15 @@ simulated. Knows pipelines and recorded events; no backend.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ...actions.action import Action, Row
+from ...actions.action import Action, Row, Rows
+from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import product
 from ...actions.simulation import simulate_rows
@@ -136,14 +137,8 @@ class Profile:
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
         real = self.timeline
-        return simulate_rows(
-            real.rows,
-            real.placement,
-            real.microbatches,
-            price,
-            name=self._called("simulated"),
-            slices=real.slices,
-        )
+        rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
+        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""
@@ -263,8 +258,9 @@ class Measuring:
                 "loss=)"
             )
         self.pipe = pipe
-        self._call = pipe.call("grad", params, x, targets, side)
-        schedule = pipe.schedule(self._call.microbatches)
+        self._figures = pipe.plan(params, x, *targets, **side).figures
+        call = pipe.call("grad", params, x, targets, side)
+        schedule = pipe.schedule(call.microbatches)
         variants = [pipe.under(variant) for variant in (whole(schedule), split(schedule))]
         steps = [
             partial(value_and_grad(variant), params, x, *targets, **side) for variant in variants
@@ -280,16 +276,13 @@ class Measuring:
 
     def costs(self) -> Costs:
         """Means over the steps so far; every process must call it."""
-        inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
-        local: dict[int, tuple[int, int]] = {}
-        for job in inputs:
-            for stage, slices in job.slice_programs().items():
-                saved = sum(programs.saved_bytes for programs in slices)
-                local[stage] = saved, sum(programs.kept_bytes for programs in slices)
-        held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
-        saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
         runs = [runs for profiled in self._profiles for runs in profiled.runs]
-        return costs(runs, saved, kept)
+        return costs(runs, self._held("saved"), self._held("kept"))
+
+    def _held(self, name: str) -> tuple[float, ...]:
+        """The bytes of this name, by stage."""
+        by_stage = ChainMap(*self.pipe.gather(self._figures[name]))
+        return tuple(by_stage[stage] for stage in range(self.pipe.stages))
 
 
 def whole(schedule: Schedule) -> Schedule:

@@ -9,7 +9,6 @@ meaning of the times is left to ``costing``.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ...actions.action import Action, plain
-from ...actions.action_kinds import OPS
 from ...collectives.group import Group, Pending
 from ...engine.execute import WATCH, Executable
 from ...errors import FpipeError
@@ -28,7 +26,6 @@ from ...lowering.instruction import Instruction, Registers, StepFn
 from ...lowering.instructions import Recv, Send, Wait
 from ...tree import Spec
 
-_BESIDE = re.compile(f"with ([0-9]+)([{OPS}])([0-9]+)")
 _QUESTIONS = 12
 _BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every device has
 
@@ -37,7 +34,6 @@ class Event(NamedTuple):
     """One instruction that ran, with its times.
 
     ``number`` counts the messages of actions to or from ``peer``; it is -1 for other events.
-    ``beside`` is the other action of a program that runs two.
     """
 
     kind: str
@@ -47,7 +43,6 @@ class Event(NamedTuple):
     peer: int = -1
     number: int = -1
     nbytes: int = 0
-    beside: Action | None = None
 
 
 class Run(NamedTuple):
@@ -118,17 +113,8 @@ class Log(NamedTuple):
         messages = list(_messages(plan.instructions))[self.first :]
         events = []
         for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False):
-            events.append(Event(ins.kind, ins.action, start, end, *message, _beside(ins)))
+            events.append(Event(ins.kind, ins.action, start, end, *message))
         return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
-
-
-def _beside(ins: Instruction) -> Action | None:
-    """The other action of an instruction whose program runs two."""
-    if ins.program is None:
-        label = None
-    else:
-        label = _BESIDE.fullmatch(ins.program.label)
-    return Action(int(label[1]), label[2], int(label[3])) if label else None  # type: ignore[arg-type]
 
 
 def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:

@@ -18,12 +18,12 @@ from ... import tree
 from ...programs.cache import timed
 from ...programs.program import Programs
 from ...programs.signature import Signature
-from ...programs.tracing import traced
+from ...programs.tracing import InexactError, traced
 from ...stage import Stage
 from ...tree import AbstractTree, Aval, arriving
 from ..explain import first_line, where, where_in
-from .formulas import Formulas, Numbers, SymbolicSizes, at, programs_at
-from .symbols import Symbols, products_in_python
+from .formulas import Formulas, Numbers, SymbolicSizes, at, operations_of, programs_at
+from .symbols import Symbols, products_in_python, seen_as_numbers
 
 #: How many symbolic traces of one function and signature are kept, under different conditions.
 KEPT = 8
@@ -125,6 +125,8 @@ class Families:
             # of torch's symbolic shapes, or of the function: a plain trace raises it again
             except Exception as error:
                 faults.append(f"{first_line(error.__cause__ or error)}{where(error)}")
+                if isinstance(error, InexactError):  # other sizes may not show it
+                    return replace(saw, fault=faults[-1])
             else:
                 return replace(saw, families=(*self.families[1 - KEPT :], family))
         small = any(_size(signature, axes[0]) < SMALL for axes in varied)
@@ -182,12 +184,12 @@ def _traced(
     stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int
 ) -> Family:
     """A trace with a symbol for each group of axes; RuntimeError where it holds for one size of the
-    first ones.
+    first ones, and InexactError where its operations are not those of a trace of this size.
     """
     symbols = Symbols()
     given = _with_symbols(signature, axes, symbols)
     sizes = SymbolicSizes(symbols)
-    with timed("tracing"), products_in_python():
+    with timed("tracing"), products_in_python(), seen_as_numbers():
         programs = traced(stage, given, unused, sizes, shown=str(signature))
     family = Family(
         Signature(*(t.with_avals(sizes.aval) for t in given)),
@@ -198,8 +200,16 @@ def _traced(
     place = symbols.fixed(varied)
     if place is not None:
         raise RuntimeError(f"a size is used as a Python number{where_in(place)}")
-    if family.numbers(signature) is None:
+    numbers = family.numbers(signature)
+    if numbers is None:
         raise RuntimeError("its conditions do not hold for the sizes that it was traced with")
+    with timed("tracing"):
+        plain = traced(stage, signature, unused)
+    if operations_of(programs_at(programs, numbers, "")) != operations_of(plain):
+        raise InexactError(
+            "it computes something else where sizes are symbols; it may ask for the type of a "
+            "size, as isinstance(n, int) does"
+        )
     return family
 
 

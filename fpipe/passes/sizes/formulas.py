@@ -8,16 +8,18 @@ same with other numbers. Knows programs, no stages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
 from ...programs.internals import Fake, Sizes
-from ...programs.operations import Operation
+from ...programs.operations import Operation, Ref
 from ...programs.program import Program, Programs
 from ...tree import Aval
 from .replacing import replaced
@@ -152,6 +154,28 @@ def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
         memory=memory,
         origin=(programs, program),
     )
+
+
+#: Of operations on slices, which arguments are the first index and the end.
+_SLICES: dict[object, slice] = {
+    torch.ops.aten.slice.Tensor: slice(2, 4),
+    torch.ops.aten.slice_scatter.default: slice(3, 5),
+    torch.ops.aten.slice_backward.default: slice(3, 5),
+}
+_WHOLE = (0, 2**63 - 1)
+
+
+def operations_of(programs: Programs) -> Counter[tuple[str, str]]:
+    """The operations of F and B with their numbers, counted; without slices that take a whole axis,
+    which a trace of one size leaves out.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in (*programs.f.operations, *programs.b.operations):
+        limits = _SLICES.get(one.target)
+        if limits is None or one.args[limits] != _WHOLE:
+            numbers = replaced((one.args, one.kwargs), Ref, lambda name: Ref("_"))
+            counts[str(one.target), repr(numbers)] += 1
+    return counts
 
 
 def _program_at(

@@ -9,9 +9,8 @@ whoever uses it checks it. Knows numbers and interfaces; no groups or programs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TypeAlias
 
 from ...collectives.codec import encode
@@ -48,7 +47,8 @@ def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Inte
     >>> expected(x(9), [(x(4), y(4)), (x(6), y(6))])[0].y.leaves[0].shape
     (19,)
     """
-    alike = list(islice(_alike(inputs, seen), SEEN))[::-1]
+    wanted = _skeleton((inputs, seen[-1][1]))
+    alike = [each for each in seen[-SEEN:] if _skeleton(each) == wanted]
     if len(alike) < 2:
         raise UnexpectedError
     columns = zip(*(_numbers(each) for each, _ in alike), _numbers(inputs), strict=True)
@@ -109,14 +109,6 @@ def _avals(value: object) -> list[Aval]:
     return avals
 
 
-def _alike(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> Iterator[Seen]:
-    """The kinds that differ from these inputs, and from the last kind's interfaces, in numbers
-    alone; last first.
-    """
-    wanted = _skeleton((inputs, seen[-1][1])) if seen else ()
-    return (each for each in reversed(seen) if _skeleton(each) == wanted)
-
-
 def _skeleton(each: Seen) -> object:
     """Everything but the numbers."""
     return replaced(each, Aval, without_sizes)
@@ -132,7 +124,7 @@ class Prediction:
     @property
     def digest(self) -> str:
         """A digest of the interfaces. The prediction holds if every rank has the same one."""
-        data = [[as_data(each) for each in kind.interfaces] for kind in self.traced]
+        data = as_data([kind.interfaces for kind in self.traced])
         return hashlib.sha256(encode(data)).hexdigest()
 
 

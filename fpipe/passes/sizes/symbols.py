@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from traceback import FrameSummary, extract_stack
@@ -40,6 +41,8 @@ _PATTERNS: dict[object, str] = {
 }
 #: Operations whose C++ form does not take symbolic sizes although it has no other.
 _IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
+#: What is asked of a number where it becomes a text or a key.
+_SEEN = ("__repr__", "__hash__")
 #: The kernel of operations that consist of others.
 _COMPOSITE = "CompositeImplicitAutograd"
 #: What the texts of expressions refer to.
@@ -231,6 +234,34 @@ def products_in_python() -> AbstractContextManager[object]:
         return nullcontext()
     _resolve_composites()
     return enable_python_dispatcher()
+
+
+@contextmanager
+def seen_as_numbers() -> Iterator[None]:
+    """A symbolic number whose text or hash is asked for counts as taken for its number.
+
+    Torch and fpipe get the text of the expression, and a size stays without a hash for einops,
+    whose caches leave out what has none.
+    """
+    numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+    def seen(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def asked(value: Any) -> Any:
+            module = sys._getframe(1).f_globals.get("__name__", "")
+            if module.partition(".")[0] in ("torch", "sympy", "einops", "fpipe"):
+                return method(value)
+            return getattr(numbers[type(value)](value), method.__name__)()
+
+        return asked
+
+    methods = [(kind, name, getattr(kind, name)) for kind in numbers for name in _SEEN]
+    for kind, name, method in methods:
+        setattr(kind, name, seen(method))
+    try:
+        yield
+    finally:
+        for kind, name, method in methods:
+            setattr(kind, name, method)
 
 
 @lru_cache(maxsize=1)

@@ -9,23 +9,19 @@ even these orders differ, an error reports it. Knows plans and process groups by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from operator import attrgetter
-from statistics import median
 from typing import NamedTuple
 
 from ...errors import MismatchError
 from ...lowering.builder import lower
+from ...lowering.instructions import Run
 from ...lowering.job import LoweringInput
 from ...lowering.plan import Plan
-from .estimates import LINKS, Collective, Link
 from .fused import Weaving
-from .members import gather_members, time_members
+from .members import gather_members
 from .segments import collectives_of
-
-_LEAST, _MOST = 1024, 4 << 20  #: bytes of the exchanges by which a communicator is measured
 
 
 class Start(NamedTuple):
@@ -46,19 +42,15 @@ class Start(NamedTuple):
         )
 
 
-def in_one_order(
-    inputs: Mapping[int, LoweringInput], resized: Mapping[int, Plan]
-) -> dict[int, Plan]:
-    """The plans of the ranks of this process, with one order of collectives on every communicator.
-
-    ``resized`` are plans that need not be made.
+def in_one_order(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+    """The plans of the ranks of this process, with one order of collectives on every
+    communicator.
     """
-    _measure_links(inputs)
-    plans = {rank: resized.get(rank) or lower(job, rank) for rank, job in inputs.items()}
-    reason = _difference(plans, inputs)
+    plans = {rank: lower(job, rank) for rank, job in inputs.items()}
+    reason = _difference(plans)
     if reason:
         plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in inputs.items()}
-    reason = _difference(plans, inputs)  # others may have changed their order
+    reason = _difference(plans)  # others may have changed their order
     if reason:
         raise MismatchError(
             f"{reason}; let all of them run the same stages in the same order, with "
@@ -73,60 +65,28 @@ def _in_turn(job: LoweringInput, reason: str) -> LoweringInput:
     return replace(job, features=tuple(features))
 
 
-def _difference(plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]) -> str:
+def _difference(plans: Mapping[int, Plan]) -> str:
     """Where the orders of the members of a communicator differ first; "" where all are alike.
 
     Every member of a communicator compares all of its communicators in one order.
     """
     reasons = [
         difference(name, gather_members(name, order))
-        for name, order in sorted(_starts_of(plans, inputs).items())
+        for name, order in sorted(_starts_of(plans).items())
     ]
     return next(filter(None, reasons), "")
 
 
-def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
-    """Have the members of each communicator measure it, once, where something is woven around
-    it.
-    """
-    largest = {c.members: c for c in sorted(_woven(inputs), key=attrgetter("nbytes"))}
-    for name, collective in sorted(largest.items()):
-        reports = gather_members(name, (name in LINKS, collective.nbytes))
-        if all(measured for measured, _ in reports):
-            continue
-        device = collective.device
-        large = min(max(size for _, size in reports), _MOST)
-        times = time_members(name, _LEAST, device), time_members(name, large, device)
-        small, long = map(median, zip(*gather_members(name, times), strict=True))
-        more = max(1.0, (long - small) * 1e9)
-        LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / more)
-
-
-def _woven(inputs: Mapping[int, LoweringInput]) -> Iterator[Collective]:
-    """The collectives around which something may be woven."""
-    for job in inputs.values():
-        if not any(isinstance(feature, Weaving) for feature in job.features):
-            continue
-        for kind in job.kinds:
-            for own in kind.programs.values():
-                if not own.compiled:
-                    yield from (*collectives_of(own.f), *collectives_of(own.b))
-
-
-def _starts_of(
-    plans: Mapping[int, Plan], inputs: Mapping[int, LoweringInput]
-) -> dict[str, list[Start]]:
+def _starts_of(plans: Mapping[int, Plan]) -> dict[str, list[Start]]:
     """What the ranks of this process start, by communicator, in their order."""
     starts: dict[str, list[Start]] = {}
-    for rank, plan in sorted(plans.items()):
-        losses = [kind.loss for kind in inputs[rank].kinds if kind.loss is not None]
-        of_losses = {program for loss in losses for program in (loss.f, loss.b)}
-        for ins in plan.instructions:
-            if ins.program is None or ins.action is None:
+    for _, plan in sorted(plans.items()):
+        for op, action, *_ in plan.instructions:
+            if not isinstance(op, Run) or action is None:
                 continue
-            program = ins.action.op + " of the loss" * (ins.program in of_losses)
-            for c in collectives_of(ins.program):
-                start = Start(program, c.number, c.op, c.signature, str(ins.action))
+            program = action.op + " of the loss" * (op.stage != action.stage)
+            for c in collectives_of(op.program):
+                start = Start(program, c.number, c.op, c.signature, str(action))
                 starts.setdefault(c.members, []).append(start)
     return starts
 

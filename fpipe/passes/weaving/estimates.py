@@ -20,37 +20,28 @@ from ...programs.operations import Operation, Value, fill
 from ...tree import Aval
 
 
-class Link(NamedTuple):
-    """What a communicator does: its latency in nanoseconds, its bytes a nanosecond."""
+class Rates(NamedTuple):
+    """What a device does: operations and bytes a nanosecond, nanoseconds to start a kernel, and the
+    latency and the bytes a nanosecond of a link.
+    """
 
+    flops: float
+    memory: float
+    launch: int
     latency: int
     speed: float
 
 
-class Rates(NamedTuple):
-    """What a device does: operations and bytes a nanosecond, over a link, and to start a kernel."""
-
-    flops: float
-    memory: float
-    link: Link
-    launch: int
-
-
 #: By device type. What an accelerator of today does, and what a few cores do.
 RATES: dict[str, Rates] = {
-    "cpu": Rates(40.0, 8.0, Link(60_000, 0.8), 2_000),
-    "cuda": Rates(200_000.0, 1_500.0, Link(15_000, 100.0), 3_000),
+    "cpu": Rates(40.0, 8.0, 2_000, 60_000, 0.8),
+    "cuda": Rates(200_000.0, 1_500.0, 3_000, 15_000, 100.0),
 }
 
 
 def rates_of(device: str) -> Rates:
     """The rates of a type of device."""
     return RATES.get(device, RATES["cuda"])
-
-
-#: What was measured, by name of the communicator. All its members have the same entry, or none:
-#: they must plan alike.
-LINKS: dict[str, Link] = {}
 
 
 @dataclass(frozen=True)
@@ -70,9 +61,9 @@ class Collective:
 
     @property
     def nanoseconds(self) -> int:
-        """How long it takes, by what was measured of its communicator or by the table."""
-        link = LINKS.get(self.members, rates_of(self.device).link)
-        return link.latency + int(self.nbytes / link.speed)
+        """How long it takes."""
+        rates = rates_of(self.device)
+        return rates.latency + int(self.nbytes / rates.speed)
 
 
 def started(one: Operation) -> Collective | None:

@@ -9,17 +9,16 @@ others, so they are freed and counted alike. Knows steps and keys; no tensors an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ...actions.action import AnyAction
 from ...lowering.builder import Builder, Piece
 from ...lowering.job import LoweringInput
+from ...lowering.keys import Key
 from ...lowering.plan import Feature, Plan
-from ...programs.operations import CALLERS
 from .search import weave
-from .segments import Segment, collectives_of, segments_of, whole
+from .segments import Segment, busy, collectives_of, segments_of
 from .weave import Task, Transfer, Weave
 
 
@@ -61,9 +60,12 @@ class _OnRank(Feature):
                 in_turn = self.planned.setdefault(reason, Weave(reason=reason))
                 self.weaves[str(action)] = in_turn
             return False
-        cut = list(_cut(runs, coarse=not exchanges))
-        lines = tuple(map(str, action.parts))
-        made = self._woven(lines, cut)
+        cut = [
+            ((line, part, own, stage, segment.program), segment)
+            for line, part, own, stage, run in runs
+            for segment in (segments_of(own, run) if stage == part.stage else [Segment(run)])
+        ]
+        made = self._woven(action, cut)
         if not fused and made.total >= made.one_after_another:
             return False  # no transfer overlaps with compute
         self.weaves[str(action)] = made
@@ -74,15 +76,12 @@ class _OnRank(Feature):
     def complete(self, plan: Plan) -> Plan:
         return replace(plan, weaves=self.weaves)
 
-    def _woven(self, lines: tuple[str, ...], pieces: Sequence[tuple[Piece, Segment]]) -> Weave:
+    def _woven(self, action: AnyAction, pieces: Sequence[tuple[Piece, Segment]]) -> Weave:
         """The weave of some segments; one for all actions that have the same."""
         same = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in pieces)
         if same not in self.planned:
             tasks = [_task(self.builder, *piece) for piece in pieces]
-            sizes: dict[Hashable, tuple[Hashable, int]] = {}
-            for piece, _ in pieces:
-                sizes |= _sizes(self.builder, piece)
-            self.planned[same] = weave(lines, tasks, sizes=sizes)
+            self.planned[same] = weave(list(map(str, action.parts)), tasks)
         return self.planned[same]
 
 
@@ -101,61 +100,26 @@ def _obstacle(job: LoweringInput, action: AnyAction, runs: Sequence[Piece], exch
     return "nothing is sent while it runs"
 
 
-def _cut(runs: Sequence[Piece], coarse: bool) -> Iterator[tuple[Piece, Segment]]:
-    """The segments of an action's programs, each program in its order; that of a loss is whole."""
-    for line, part, own, stage, program in runs:
-        if not (program.traced or program.outputs or own.eager):
-            continue
-        of_loss = stage != part.stage
-        if of_loss:
-            segments = [whole(program)]
-        else:
-            segments = segments_of(own, program, coarse)
-        for segment in segments:
-            yield (line, part, own, stage, segment.program), segment
-
-
 def _task(builder: Builder, piece: Piece, segment: Segment) -> Task:
     """A segment as a task of the search."""
-    line, action, _, stage, program = piece
-    key = partial(_key, builder, piece)
-    starts = [Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in segment.starts]
+    line, action, own, stage, program = piece
+
+    def keys(names: Iterable[str]) -> tuple[Key, ...]:
+        return tuple(builder.key(own, stage, action.microbatch, name) for name in names)
+
+    collectives = collectives_of(program)
+    values = keys(c.value for c in collectives)
+    starts = [
+        Transfer(value, c.op, c.members, c.nanoseconds)
+        for value, c in zip(values, collectives, strict=True)
+    ]
     return Task(
         line,
-        segment.name if stage == action.stage else "loss",
-        segment.nanoseconds,
-        tuple(map(key, program.inputs)),
-        tuple(map(key, program.outputs)),
+        program.label or program.name if stage == action.stage else "loss",
+        busy(program),
+        keys(program.inputs),
+        keys(program.outputs),
         tuple(starts),
-        tuple(map(key, segment.waits)),
+        keys(segment.waits),
         segment.loose,
     )
-
-
-def _sizes(builder: Builder, piece: Piece) -> dict[Hashable, tuple[Hashable, int]]:
-    """The storage and bytes of the values that a piece reads and writes, but for the caller's."""
-    line, _, own, stage, program = piece
-    key = partial(_key, builder, piece)
-    sizes: dict[Hashable, tuple[Hashable, int]] = {}
-    for name in (*program.inputs, *program.outputs):
-        held = own.memory.get(name)
-        if held is None or (held.given and own.roles.get(held.root, ("", 0))[0] in CALLERS):
-            continue
-        # a received value has the name that it has where it is computed
-        if held.given:
-            storage = key(held.root)
-        else:
-            storage = (line, stage, held.root)
-        sizes[key(name)] = storage, held.nbytes
-    return sizes
-
-
-def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
-    """The key of a value without its microbatch, which is that of the line: alike for all actions
-    of one weave.
-    """
-    line, action, own, stage, _ = piece
-    source, mb = builder.key(own, stage, action.microbatch, name)
-    if mb == action.microbatch:
-        return (line, source)
-    return (source, mb)

@@ -5,7 +5,6 @@ that names the member that does not answer. This module must not know plans.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from ...collectives._store import backends, resolved
 from ...collectives.codec import MOST_BYTES, decode, encode
 from ...collectives.faults import watched
 from ...errors import GroupError
-
-_TIMED = 4  #: exchanges that are timed together
 
 
 def gather_members(name: str, obj: object) -> list[Any]:
@@ -53,30 +50,3 @@ def _device(pg: dist.ProcessGroup) -> torch.device:
     if "cpu" in types:
         return torch.device("cpu")
     return torch.device(types[0], torch.accelerator.current_device_index())
-
-
-def time_members(name: str, nbytes: int, device: str) -> float:
-    """Seconds that one exchange of so many bytes takes between all members of a process group; all
-    must call this.
-
-    The average of several exchanges without a pause, as in a step: over one connection the two
-    directions may or may not take turns.
-    """
-    with watched(name)():
-        return _seconds(resolved(name), nbytes, device)
-
-
-def _seconds(pg: dist.ProcessGroup, nbytes: int, device: str) -> float:
-    sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=pg)  # the first one opens connections
-    best = float("inf")
-    for _ in range(2):  # the better of two: the first may contain a pause of one member
-        dist.barrier(group=pg)
-        start = time.perf_counter()
-        for _ in range(_TIMED):
-            dist.all_to_all_single(received, sent, group=pg)
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        best = min(best, (time.perf_counter() - start) / _TIMED)
-    return best

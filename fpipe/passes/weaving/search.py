@@ -1,47 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of weaves: a beam search over the orders in which lines of segments can be merged.
 
-The objective is the time by two clocks, one of compute and one of communication; the bound is on
-the bytes of the values that cross between segments. The same tasks give the same order on every
-rank. Standard library only.
+The objective is the time by two clocks, one of compute and one of communication. The same tasks
+give the same order on every rank. Standard library only.
 
-Greedy list scheduling is not enough: over 300 random cases its weaves take 4.6 % longer on average,
-up to 50 %.
+Greedy list scheduling is not enough: of 1,365 real cases its weaves take over 2 % longer in 74, and
+up to 34 %. A wider beam, or one that leaves out what another beginning beats, gains at most 2 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
-from .weave import Clocks, Memory, Task, Weave, play
+from .weave import Clocks, Task, Weave, play
 
-_WIDTH = 24  #: beginnings of an order that are kept
-_ALIKE = 4  #: of them, with the same tasks
+_WIDTH = 16  #: beginnings of an order that are kept
 
 
 class _Beginning(NamedTuple):
-    """The first tasks of an order; ``done`` is their mask."""
+    """The first tasks of an order. The greatest one is the best: of two that can end at one time
+    that with later lines, since backwards free what forwards keep, and with loose tasks.
+    """
 
-    score: int = 0  # no order that begins so can end before
-    peak: int = 0
-    clocks: Clocks = Clocks()
+    score: int = 0  # minus the time before which no order can end that begins so
     order: tuple[int, ...] = ()
-    done: int = 0
+    clocks: Clocks = Clocks()
 
 
-def weave(
-    lines: Sequence[str],
-    tasks: Sequence[Task],
-    *,
-    sizes: Mapping[Hashable, tuple[Hashable, int]] | None = None,
-    bound: int | None = None,
-) -> Weave:
-    """The fastest order that a short search finds within a bound on memory; in turn if none is
-    faster.
+def weave(lines: Sequence[str], tasks: Sequence[Task]) -> Weave:
+    """The fastest order that a short search finds; in turn if none is faster.
 
-    ``sizes`` maps a value to its storage and the bytes of that. The default of the bound is the
-    peak of the lines one after the other plus all transfers.
+    How fast a link is is not known. Compute is spread evenly between transfers that take as long
+    together as all compute: for links of any other speed that order takes 0.6 % longer at most, in
+    the mean of 273 cases, than the one that is planned with their speed.
 
     >>> from fpipe.passes.weaving.weave import Transfer
     >>> a2a = Transfer("y", "all_to_all", "ep", 50)
@@ -51,48 +44,48 @@ def weave(
     >>> [w.tasks[k].name for k in w.order], w.total, w.one_after_another
     (['dispatch', 'attention', 'experts'], 70, 120)
     """
-    sizes = sizes or {}
-    memory = Memory(tasks, sizes)
-    order = tuple(range(len(tasks)))
-    in_turn = memory.peak(order)
-    if bound is None:
-        sent = [t.value for task in tasks for t in task.starts]
-        bound = in_turn + sum(sizes[value][1] for value in sent if value in sizes)
+    balanced = _balanced(tasks)
     before = _before(tasks)
-    search = _Search(tasks, before, _tails(tasks, before), memory)
+    search = _Search(balanced, before, _tails(balanced, before))
     beam = [_Beginning()]
     for _ in tasks:
         longer = [new for old in beam for new in search.following(old)]
-        within = [new for new in longer if new.peak <= bound]
-        beam = _best(within)
-    if beam and beam[0].score < play(tasks, order).total:
-        order = beam[0].order
-    return Weave(tuple(lines), tuple(tasks), order, memory.peak(order), in_turn)
+        beam = sorted(longer, reverse=True)[:_WIDTH]
+    in_turn = tuple(range(len(tasks)))
+    best = beam[0]
+    faster = -best.score < play(balanced, in_turn).total
+    return Weave(tuple(lines), tuple(tasks), best.order if faster else in_turn)
+
+
+def _balanced(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with transfers that take as long together as all compute."""
+    compute = sum(task.nanoseconds for task in tasks)
+    carried = sum(transfer.nanoseconds for task in tasks for transfer in task.starts)
+    balanced = []
+    for task in tasks:
+        starts = [t._replace(nanoseconds=t.nanoseconds * compute // carried) for t in task.starts]
+        balanced.append(replace(task, starts=tuple(starts)))
+    return balanced
 
 
 class _Search(NamedTuple):
-    """What the search reads: the tasks, what comes before and after each, and their memory."""
+    """What the search reads: the tasks, what comes before each, and how long what follows takes."""
 
     tasks: Sequence[Task]
-    before: Sequence[int]
+    before: Sequence[Set[int]]
     tails: Sequence[int]
-    memory: Memory
 
     def following(self, old: _Beginning) -> Iterator[_Beginning]:
         """The beginnings that are one task longer."""
-        left = [k for k in range(len(self.tasks)) if not old.done >> k & 1]
+        left = set(range(len(self.tasks))).difference(old.order)
         for number in left:
-            if self.before[number] & ~old.done:
-                continue
-            clocks = old.clocks.after(self.tasks[number])
-            score = self._score([k for k in left if k != number], clocks)
-            peak = max(old.peak, self.memory.during(number, old.done))
-            order = (*old.order, number)
-            done = old.done | 1 << number
-            yield _Beginning(score, peak, clocks, order, done)
+            if self.before[number].isdisjoint(left):
+                clocks = old.clocks.after(self.tasks[number])
+                end = self._end(left - {number}, clocks)
+                yield _Beginning(-end, (*old.order, number), clocks)
 
-    def _score(self, left: Sequence[int], clocks: Clocks) -> int:
-        """The least time in which an order can end that has these tasks left."""
+    def _end(self, left: Set[int], clocks: Clocks) -> int:
+        """The least time at which an order can end that has these tasks left."""
         compute = clocks.compute
         link = clocks.link
         paths = []
@@ -105,45 +98,31 @@ class _Search(NamedTuple):
         return max([compute, link, *paths])
 
 
-def _best(beginnings: list[_Beginning]) -> list[_Beginning]:
-    """The best ones, without those that one with the same tasks beats in both clocks."""
-    kept: dict[int, list[_Beginning]] = {}
-    for new in sorted(beginnings, key=_rank):
-        alike = kept.setdefault(new.done, [])
-        beaten = any(old.clocks.no_later(new.clocks) for old in alike)
-        if len(alike) < _ALIKE and not beaten:
-            alike.append(new)
-    best = [one for alike in kept.values() for one in alike]
-    return sorted(best, key=_rank)[:_WIDTH]
-
-
-def _rank(one: _Beginning) -> tuple[object, ...]:
-    clocks = one.clocks
-    return one.score, one.peak, clocks.compute, clocks.link, one.order
-
-
-def _before(tasks: Sequence[Task]) -> list[int]:
-    """For every task the mask of those that must come before it."""
-    makers = {value: k for k, task in enumerate(tasks) for value in task.writes}
+def _before(tasks: Sequence[Task]) -> list[set[int]]:
+    """For every task those that must come before it."""
+    makers: dict[Hashable, int] = {}
     last: dict[int, int] = {}
-    masks = []
+    before = []
     for number, task in enumerate(tasks):
-        first = {makers.get(value, number) for value in (*task.reads, *task.waits)}
+        values = (*task.reads, *task.waits)
+        first = {makers[value] for value in values if value in makers}
         if not task.loose:
-            first.add(last.get(task.line, number))
+            if task.line in last:
+                first.add(last[task.line])
             last[task.line] = number
-        masks.append(sum(1 << k for k in first - {number}))
-    return masks
+        makers |= dict.fromkeys(task.writes, number)
+        before.append(first)
+    return before
 
 
-def _tails(tasks: Sequence[Task], before: Sequence[int]) -> list[int]:
+def _tails(tasks: Sequence[Task], before: Sequence[Set[int]]) -> list[int]:
     """The longest path from the start of each task to the end, transfers included."""
     tails = [0] * len(tasks)
     for number in reversed(range(len(tasks))):
         task = tasks[number]
         paths = [t.nanoseconds for t in task.starts]
         for later in range(number + 1, len(tasks)):
-            if before[later] >> number & 1:
+            if number in before[later]:
                 awaited = [t.nanoseconds for t in task.starts if t.value in tasks[later].waits]
                 paths.append(max(awaited, default=0) + tails[later])
         tails[number] = task.nanoseconds + max(paths, default=0)

@@ -49,20 +49,11 @@ class Task:
     loose: bool = False
 
 
-class Moment(NamedTuple):
-    """When a segment runs, or a transfer is on its way."""
-
-    start: int
-    end: int
-
-
 @dataclass(frozen=True)
 class Weave:
     """An order of tasks, with what is expected of it.
 
-    ``order`` are numbers into ``tasks``. ``peak`` is the most bytes that crossing values take, and
-    ``alone`` the same one line after the other. ``reason`` says why nothing is woven, where nothing
-    is.
+    ``order`` are numbers into ``tasks``. ``reason`` says why nothing is woven, where nothing is.
 
     >>> a2a = Transfer("y", "all_to_all", "ep", 50)
     >>> first = Task(0, "dispatch", 10, writes=("y",), starts=(a2a,)), Task(0, "experts", 10,
@@ -75,8 +66,6 @@ class Weave:
     lines: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
     order: tuple[int, ...] = ()
-    peak: int = 0
-    alone: int = 0
     reason: str = ""
 
     @cached_property
@@ -95,9 +84,14 @@ class Weave:
         return sum(task.nanoseconds for task in self.tasks)
 
     @property
+    def transfers(self) -> list[Transfer]:
+        """The transfers, in the order in which they start."""
+        return [transfer for number in self.order for transfer in self.tasks[number].starts]
+
+    @property
     def communication(self) -> int:
         """The time of all transfers."""
-        return sum(t.nanoseconds for task in self.tasks for t in task.starts)
+        return sum(transfer.nanoseconds for transfer in self.transfers)
 
     @property
     def one_after_another(self) -> int:
@@ -108,10 +102,11 @@ class Weave:
 
     def beside(self) -> Beside:
         """What the simulator needs of it, in microseconds."""
-        carried = [
-            (start / 1e3, end / 1e3, f"{transfer.name} over {transfer.members}")
-            for transfer, (start, end) in self.course.transfers
-        ]
+        carried = []
+        for transfer in self.transfers:
+            end = self.course.arrivals[transfer.value]
+            name = f"{transfer.name} over {transfer.members}"
+            carried.append(((end - transfer.nanoseconds) / 1e3, end / 1e3, name))
         return Beside(self.total / 1e3, tuple(carried))
 
     def __str__(self) -> str:
@@ -142,76 +137,25 @@ class Clocks(NamedTuple):
             link = arrivals[transfer.value] = max(compute, link) + transfer.nanoseconds
         return Clocks(compute, link, arrivals)
 
-    def no_later(self, other: Clocks) -> bool:
-        """Whether neither is past the other's."""
-        return self.compute <= other.compute and self.link <= other.link
-
 
 class Course(NamedTuple):
-    """When tasks run in an order, and each transfer is on its way; ``total`` is when all have
-    ended.
+    """When each task starts in an order, and each value of a transfer arrives; ``total`` is when
+    all has ended.
     """
 
     total: int
-    moments: list[Moment]
-    transfers: list[tuple[Transfer, Moment]]
+    starts: Sequence[int]
+    arrivals: Mapping[Hashable, int]
 
 
 def play(tasks: Sequence[Task], order: Sequence[int]) -> Course:
     """Run an order by two clocks."""
     clocks = Clocks()
-    moments = []
-    transfers = []
+    starts = []
     for number in order:
-        task = tasks[number]
-        start = clocks.start(task)
-        clocks = clocks.after(task)
-        moments.append(Moment(start, clocks.compute))
-        for transfer in task.starts:
-            end = clocks.arrivals[transfer.value]
-            transfers.append((transfer, Moment(end - transfer.nanoseconds, end)))
-    return Course(max(clocks.compute, clocks.link), moments, transfers)
-
-
-class Memory:
-    """Bytes of the values that cross from segment to segment, by storage."""
-
-    def __init__(self, tasks: Sequence[Task], sizes: Mapping[Hashable, tuple[Hashable, int]]):
-        nbytes: dict[Hashable, int] = {}
-        computed: dict[Hashable, int] = {}  # the mask of the task that computes it; 0: an input
-        used: dict[Hashable, int] = {}  # of the tasks that use it, and one bit more if it is kept
-        read = {value for task in tasks for value in task.reads}
-        for number, task in enumerate(tasks):
-            for value in (*task.writes, *task.reads):
-                if value not in sizes:
-                    continue
-                storage, size = sizes[value]
-                nbytes[storage] = max(size, nbytes.get(storage, 0))
-                kept = value not in read
-                used[storage] = used.get(storage, 0) | 1 << number | kept << len(tasks)
-                if value in task.writes:
-                    computed.setdefault(storage, 1 << number)
-        self.storages = [
-            (size, computed.get(storage, 0), used[storage]) for storage, size in nbytes.items()
-        ]
-
-    def during(self, number: int, done: int) -> int:
-        """Bytes while a task runs; ``done`` is the mask of the tasks before it."""
-        after = done | 1 << number
-        held = [
-            size
-            for size, computed, used in self.storages
-            if computed & after == computed and used & ~done
-        ]
-        return sum(held)
-
-    def peak(self, order: Sequence[int]) -> int:
-        """The most bytes that an order takes."""
-        done = peak = 0
-        for number in order:
-            peak = max(peak, self.during(number, done))
-            done |= 1 << number
-        return peak
+        starts.append(clocks.start(tasks[number]))
+        clocks = clocks.after(tasks[number])
+    return Course(max(clocks.compute, clocks.link), starts, clocks.arrivals)
 
 
 # ---- the listing ----
@@ -222,8 +166,7 @@ def _listing(weave: Weave) -> Iterator[str]:
     yield (
         f"{' with '.join(weave.lines)}, woven: {_us(weave.total)} us expected; compute "
         f"{_us(weave.compute)}, communication {_us(weave.communication)}, one after another "
-        f"{_us(weave.one_after_another)}; crossing values {weave.peak:,} bytes, one after another "
-        f"{weave.alone:,}"
+        f"{_us(weave.one_after_another)}"
     )
     widths = [
         max(len(line), *(len(t.name) for t in weave.tasks if t.line == k))
@@ -231,16 +174,15 @@ def _listing(weave: Weave) -> Iterator[str]:
     ]
     heads = [f"{line:{width}}" for line, width in zip(weave.lines, widths, strict=True)]
     yield "  ".join(["   start us", *heads, "on the way"])
-    transfers = {
-        transfer.value: (transfer.name, moment) for transfer, moment in weave.course.transfers
-    }
-    for number, (began, _) in zip(weave.order, weave.course.moments, strict=True):
+    names = {transfer.value: transfer.name for transfer in weave.transfers}
+    for number, began in zip(weave.order, weave.course.starts, strict=True):
         task = weave.tasks[number]
         cells = [f"{task.name if k == task.line else '':{width}}" for k, width in enumerate(widths)]
-        events = [f"{transfers[value][0]} here" for value in task.waits if value in transfers]
+        events = [f"{names[value]} here" for value in task.waits if value in names]
         for transfer in task.starts:
-            name, (start, end) = transfers[transfer.value]
-            events.append(f"{name} goes, {_us(start)} to {_us(end)}")
+            end = weave.course.arrivals[transfer.value]
+            start = end - transfer.nanoseconds
+            events.append(f"{transfer.name} goes, {_us(start)} to {_us(end)}")
         yield "  ".join([f"{_us(began):>11}", *cells, "; ".join(events)]).rstrip()
 
 

@@ -6,9 +6,6 @@ model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-
-from ...errors import PlanError
 
 GIB = 1 << 30
 #: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
@@ -80,25 +77,15 @@ def find_gpu(name: str, memory: float | None = None, flops: float | None = None)
     """A kind of GPU by name, in any case, with other figures where they are given.
 
     Args:
-        name: a name of the table.
+        name: a name of ``TABLE``.
         memory: bytes, in place of the table's.
         flops: operations a second, in place of the table's.
 
     Returns:
         The kind.
 
-    Raises:
-        PlanError: if the table has no such name.
-
     >>> find_gpu("A100", memory=40e9).memory
     40000000000.0
     """
-    if name.lower() not in TABLE:
-        near = get_close_matches(name.lower(), TABLE, n=1, cutoff=0.5)
-        if near:
-            hint = f"did you mean {near[0]}?"
-        else:
-            hint = "give the nearest one, with --flops"
-        raise PlanError(f"gpu {name!r} is not in the table, which has {', '.join(TABLE)}; {hint}")
     gpu = TABLE[name.lower()]
     return replace(gpu, memory=memory or gpu.memory, flops=flops or gpu.flops)

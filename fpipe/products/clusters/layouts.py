@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from ...errors import PlanError, ScheduleError
@@ -91,10 +91,10 @@ def search(
     bounds = [Bound(*least(job, layout), layout) for layout in track(layouts)]
     possible = sorted((bound for bound in bounds if bound.nbytes <= usable(job)), key=_order)
     best: dict[tuple[int, int, str], Prediction] = {}
+    shortest: list[Prediction] = []
     predicted = 0
-    longest = inf
     for seconds, _, layout in possible:
-        if seconds > longest:
+        if len(shortest) == top and seconds > shortest[-1].step:
             break
         prediction = _tried(job, layout)
         if prediction is None:
@@ -104,16 +104,11 @@ def search(
         shorter = key not in best or prediction.step < best[key].step
         if prediction.fits and shorter:
             best[key] = prediction
-            steps = sorted(other.step for other in best.values())
-            if len(steps) >= top:
-                longest = steps[top - 1]
-            else:
-                longest = inf
-    if not best:
+            shortest = nsmallest(top, best.values(), key=lambda prediction: prediction.step)
+    if not shortest:
         smallest = sorted(bounds, key=lambda bound: bound.nbytes)
         raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])
-    ranked = sorted(best.values(), key=lambda prediction: prediction.step)
-    return Layouts(tuple(ranked[:top]), len(layouts), len(possible), predicted)
+    return Layouts(tuple(shortest), len(layouts), len(possible), predicted)
 
 
 def candidates(job: Job) -> Iterator[Layout]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -81,15 +81,13 @@ class Model:
     dropout: bool = False
 
     def __post_init__(self) -> None:
-        positive = ("hidden", "layers", "heads", "vocabulary", "feed_forward", "active")
-        others = ("kv_heads", "head_dim", "experts", "shared", "positions")
-        for name in (*positive, *others):
-            low = int(name in positive)
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low = 0 if field.default == 0 else 1
+            if field.type == "int" and (type(value) is not int or value < low):
                 raise PlanError(
-                    f"{self.name}: {name} is {value!r}, and must be a whole number from {low} on; "
-                    "correct it"
+                    f"{self.name}: {field.name} is {value!r}, and must be a whole number from "
+                    f"{low} on; correct it"
                 )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or max(self.hidden // self.heads, 1))

@@ -137,9 +137,8 @@ def predict(job: Job, layout: Layout) -> Prediction:
     case = _Case(job, layout)
     without_zero = _Case(job, replace(layout, zero=0))  # which has the same simulation
     seconds, busy, *by_rank = _simulated(without_zero)
-    activations = by_rank[: layout.pp]
-    late = by_rank[layout.pp :]
-    memory = tuple(_memory(case, rank, activations[rank], late[rank]) for rank in range(layout.pp))
+    held = zip(by_rank[: layout.pp], by_rank[layout.pp :], strict=True)
+    memory = tuple(_memory(case, rank, *nbytes) for rank, nbytes in enumerate(held))
     parts = _parts(case, seconds)
     step = seconds + parts["copies"] + parts["optimizer"]
     return Prediction(job, layout, memory, step, parts, bubble=1 - busy / seconds)
@@ -151,32 +150,23 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
 
     A rank begins after the forwards of the stages before its first one and, where backwards are not
     split, ends before their backwards. It holds its state, and the activations of a microbatch of
-    its last stage, perhaps before it has gradients.
+    its last stage: before it has gradients, where the most may be held only then.
     """
     case = _Case(job, layout)
-    p = layout.pp
-    turned = layout.schedule in TURNED
-    busy = [0.0] * p
-    elements = [0.0] * p
-    for stage, work in enumerate(case.works):
-        if turned and stage >= p:
-            rank = 2 * p - 1 - stage
-        else:
-            rank = stage % p
-        busy[rank] += work.seconds
-        elements[rank] += case.elements[stage]
-    firsts = case.works[:p]
-    waits = [work.F if layout.schedule in SPLIT else work.seconds for work in firsts]
-    starts = accumulate(waits[:-1], initial=0.0)
-    ranks = zip(starts, busy, strict=True)
-    ends = [start + case.microbatches * seconds for start, seconds in ranks]
-    nbytes = [state_bytes(job, layout, count, layout.per_rank) for count in elements]
-    last = 0 if turned else p - 1
-    if case.early:
-        late = elements[last] * GRADIENT / layout.tp
-    else:
-        late = 0.0
-    nbytes[last] += max(case.works[-1].saved - late, 0.0)
+    before = case.works[: layout.pp - 1]
+    waits = [work.F if layout.schedule in SPLIT else work.seconds for work in before]
+    is_early = layout.schedule in FORWARDS_FIRST or case.microbatches < 4 * layout.pp
+    ends: list[float] = []
+    nbytes: list[float] = []
+    for start, stages in zip(accumulate(waits, initial=0.0), case.ranks, strict=True):
+        busy = sum(case.works[stage].seconds for stage in stages)
+        ends.append(start + case.microbatches * busy)
+        elements = sum(case.elements[stage] for stage in stages)
+        held = state_bytes(job, layout, elements, layout.per_rank)
+        if layout.stages - 1 in stages:
+            late = elements * GRADIENT / layout.tp if is_early else 0.0
+            held += max(case.works[-1].saved - late, 0.0)
+        nbytes.append(held)
     return max(ends) + _copies(case) + _optimizer(case), max(nbytes)
 
 
@@ -197,6 +187,14 @@ class _Case:
     def counts(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return self.layout.counts(self.job.model)
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """The stages of each rank."""
+        p = self.layout.pp
+        if self.layout.schedule in TURNED:
+            return [[rank, 2 * p - 1 - rank] for rank in range(p)]
+        return [list(range(rank, self.layout.stages, p)) for rank in range(p)]
 
     @cached_property
     def vocabulary(self) -> list[int]:
@@ -240,12 +238,6 @@ class _Case:
         ]
         works[0] = total(works[0], Work(saved=embedding_bytes(job, layout)))
         return works
-
-    @property
-    def early(self) -> bool:
-        """Whether ranks may hold the most activations only before they have all gradients."""
-        layout = self.layout
-        return layout.schedule in FORWARDS_FIRST or self.microbatches < 4 * layout.pp
 
 
 # ---- the schedule ----
@@ -307,18 +299,15 @@ def _late(
     [0.0]
     """
     memory = costs.memory(schedule.stages)
-    late = []
+    late: list[float] = []
     for rank, row in enumerate(schedule):
-        stages = schedule.placement.stages_of(rank)
-        to_come = {stage: gradients[stage] for stage in stages}
+        to_come = {stage: gradients[stage] for stage in schedule.placement.stages_of(rank)}
         end = timeline.peak_bytes[rank] + sum(to_come.values())
-        most = held = 0.0
-        for stage, op, _ in plain(row):
-            held += memory[op][stage]
-            if op in ("B", "W"):
-                held += to_come.pop(stage, 0.0)
-            most = max(most, held)
-        late.append(max(end - most, 0.0))
+        changes = [
+            memory[op][stage] + (to_come.pop(stage, 0.0) if op in ("B", "W") else 0.0)
+            for stage, op, _ in plain(row)
+        ]
+        late.append(max(end - max(accumulate(changes)), 0.0))
     return late
 
 
@@ -378,8 +367,7 @@ def _optimizer(case: _Case) -> float:
 def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
     job = case.job
     layout = case.layout
-    few = min(case.microbatches, 2 * layout.pp)
-    stages = layout.schedule_for(few).placement.stages_of(rank)
+    stages = case.ranks[rank]
     layers = sum(case.counts[stage] for stage in stages)
     layers *= job.model.layer_parameters
     vocabulary = sum(case.vocabulary[stage] for stage in stages)

@@ -16,8 +16,7 @@ from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
-from ..search.solve import Kind
-from ..search.solve import solve as solve_schedule
+from ..search.solve import Kind, solve as solve_schedule
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
 
@@ -137,7 +136,7 @@ def compare(
     fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B
     fpipe compare -p 8 -m 24 --memory 6 --out frontier.svg
     """
-    p, m = options.bounded(ranks, microbatches)
+    p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)
     with options.as_usage_error(), progress("comparing schedules") as track:
         entries, unsupported = comparison.compare(
@@ -202,7 +201,7 @@ def solve(
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
     fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
     """
-    p, m = options.bounded(ranks, microbatches)
+    p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)
     with options.as_usage_error():
         best = solve_schedule(

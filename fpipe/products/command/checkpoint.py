@@ -12,7 +12,8 @@ import click
 
 from ...errors import CheckpointError
 from ...saving import Leaf, Manifest, export_model
-from .options import INVALID, json_option, option, print_json, report_error, size_text
+from ..pictures.labels import size_text
+from .options import INVALID, json_option, option, print_json, report_error
 
 PATH = click.argument("path", metavar="DIR", type=click.Path(path_type=Path))
 

@@ -173,7 +173,8 @@ def main(args: Sequence[str] | None = None) -> int:
         what = error.filename or "input or output"
         return report_error(f"{what}: {error.strerror or error}", USAGE)
     except Exception as error:
-        if missing := _missing_package(error):
+        missing = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and missing != "fpipe":
             remedy = f"which is not installed: pip install {missing}"
             return report_error(f"this command needs {missing}, {remedy}", USAGE)
         if os.environ.get("FPIPE_TRACEBACK"):
@@ -192,12 +193,3 @@ def _nearest_option(error: click.UsageError) -> click.UsageError:
         return error
     near = get_close_matches(error.option_name, error.possibilities or (), n=1)
     return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
-
-
-def _missing_package(error: Exception) -> str:
-    """The package that could not be imported, if it is not fpipe's own."""
-    if isinstance(error, ModuleNotFoundError):
-        name = (error.name or "").partition(".")[0]
-    else:
-        name = ""
-    return "" if name == "fpipe" else name

@@ -6,6 +6,7 @@ torch.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
@@ -23,15 +24,13 @@ from .options import ending_in, json_option, number_of, option, print_json, tabl
 
 #: What --only may name.
 CHOICES = ("schedule", "tp", "pp", "zero", "microbatch", "recompute")
-_LETTERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def tokens_of(text: str) -> int:
     """A whole number, which may end in K, M or G: powers of 1024."""
-    match = re.fullmatch(r"([0-9]+)([kmg]?)", text, re.IGNORECASE)
-    if not match or not int(match[1]):
+    if not re.fullmatch("0*[1-9][0-9]*[kmg]?", text, re.IGNORECASE):
         raise click.BadParameter(f"{text!r} is no whole number above 0, such as 4194304 or 4M")
-    return int(match[1]) * _LETTERS[match[2].upper()]
+    return int(number_of(f"{text}i"))
 
 
 @click.command()
@@ -98,18 +97,21 @@ def plan(
 
 def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
     """Whether a layout has, of each name, a value that one of its patterns matches."""
-    patterns: dict[str, list[str]] = {}
+    patterns: defaultdict[str, list[str]] = defaultdict(list)
     for choice in only:
         name, _, pattern = choice.partition("=")
         if name not in CHOICES or not pattern:
             raise usage_error(f"--only {choice}: give one of {', '.join(CHOICES)}, as in tp=8")
-        patterns.setdefault(name, []).append(pattern.lower())
+        patterns[name].append(pattern.lower())
 
-    def matches(layout: Layout, name: str) -> bool:
-        value = str(getattr(layout, name)).lower()
-        return any(fnmatchcase(value, pattern) for pattern in patterns[name])
+    def accepts(layout: Layout) -> bool:
+        for name, allowed in patterns.items():
+            value = str(getattr(layout, name)).lower()
+            if not any(fnmatchcase(value, pattern) for pattern in allowed):
+                return False
+        return True
 
-    return lambda layout: all(matches(layout, name) for name in patterns)
+    return accepts
 
 
 # ---- text ----

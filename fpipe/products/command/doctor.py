@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -41,6 +41,7 @@ REDUCTIONS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": tor
 RIGHT = "right"
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
+_IN_MEMORY = "through shared memory (FPIPE_SHARED_MEMORY=0 turns it off)"
 
 
 class Finding(NamedTuple):
@@ -63,29 +64,25 @@ def probe(group: C10dGroup) -> list[Finding]:
     """Probe the backend without fpipe's adaptors. A collective call, with the same findings on
     every process.
     """
+    firsts = {name: dtypes[0] for name, dtypes in DTYPES.items()}
+    questions: list[tuple[str, str, Callable[[], str]]] = [
+        (op, name, partial(_reduced, group, op, dtype))
+        for name, dtype in firsts.items()
+        for op in REDUCTIONS
+    ]
+    if group.size > 1:
+        questions += [("p2p", name, partial(_sent, group, dtype)) for name, dtype in firsts.items()]
+        questions.append(("batch", "", partial(_batched, group)))
     findings = []
-    for what, dtypes, ask in _questions(group):
-        native = bool(dtypes) and group.can.can(what, DTYPES[dtypes][0])
-        findings.append(Finding(what, dtypes, native, _answer(ask)))
+    for what, dtypes, ask in questions:
+        native = bool(dtypes) and group.can.can(what, firsts[dtypes])
+        try:
+            result = ask()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            result = f"refused ({str(error).splitlines()[0][:60]})"
+        findings.append(Finding(what, dtypes, native, result))
     by_probe = zip(*group.gather_objects(findings), strict=True)
     return [min(of_ranks, key=lambda finding: finding.right) for of_ranks in by_probe]
-
-
-def _answer(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return f"refused ({str(error).splitlines()[0][:60]})"
-
-
-def _questions(group: C10dGroup) -> Iterator[tuple[str, str, Callable[[], str]]]:
-    for name, (dtype, *_) in DTYPES.items():
-        for op in REDUCTIONS:
-            yield op, name, partial(_reduced, group, op, dtype)
-    if group.size > 1:
-        for name, (dtype, *_) in DTYPES.items():
-            yield "p2p", name, partial(_sent, group, dtype)
-        yield "batch", "", partial(_batched, group)
 
 
 def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
@@ -190,7 +187,7 @@ def visit() -> tuple[str, list[Finding]]:
         f"{platform.system()}",
         f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
         f"backend   {group.can.backend}, {group.size} processes",
-        f"messages  {group.carried or 'by the backend'}",
+        f"messages  {_IN_MEMORY if group.at_once else 'by the backend'}",
     ]
     kinds: dict[tuple[str, str], list[str]] = {}
     for finding in findings:

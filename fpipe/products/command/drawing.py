@@ -9,6 +9,7 @@ import click
 
 from ...actions import progress
 from .. import pictures
+from ..pictures.labels import size_text
 from ..search.comparison import per_share
 from . import options
 from .options import option
@@ -105,5 +106,5 @@ def draw(
         else:
             text = pictures.draw(drawn, width=width, color=color, difference=difference)
     for path in out:
-        click.echo(f"wrote {path} ({options.size_text(Path(path).stat().st_size)})")
+        click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
     click.echo(text, nl=False, color=True)

@@ -24,7 +24,6 @@ from ..search.memory_limit import in_bytes
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
 T = TypeVar("T", bound=Callable[..., object])
 INVALID = 1  #: exit status for a schedule that is not valid
-MAX_SIZE = 1_000_000  #: ranks x microbatches of a schedule that a command builds
 
 
 def schedule_names_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
@@ -159,17 +158,6 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def size_text(count: int) -> str:
-    """Bytes for people.
-
-    >>> size_text(10), size_text(3 << 19)
-    ('10 B', '1.5 MiB')
-    """
-    power = min(max(count.bit_length() - 1, 0) // 10, 3)
-    unit = ("B", "KiB", "MiB", "GiB")[power]
-    return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
-
-
 def parse_costs(text: str) -> Costs:
     """The costs of --costs: numbers, or the name of a .json file."""
     try:
@@ -194,26 +182,18 @@ def as_usage_error() -> Iterator[None]:
         raise usage_error(str(error)) from error
 
 
-def bounded(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
-    """The counts with their defaults; raises where a schedule of this size would fill the
-    memory.
-    """
+def counts(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """The counts with their defaults."""
     ranks = ranks or 4
-    microbatches = microbatches or 2 * ranks
-    if (size := ranks * microbatches) > MAX_SIZE:
-        raise usage_error(
-            f"{ranks} ranks and {microbatches} microbatches multiply to {size}; take at most "
-            f"{MAX_SIZE}"
-        )
-    return ranks, microbatches
+    return ranks, microbatches or 2 * ranks
 
 
 def read_file(path: Path) -> Schedule:
     """The schedule in a file: brackets or CSV."""
     if not path.is_file():
         raise usage_error(f"there is no file {str(path)!r}")
-    with progress(f"reading {path}") as track:
-        return read_schedule(path, track)
+    with progress(f"reading {path}"):
+        return read_schedule(path)
 
 
 def named_schedule(
@@ -228,7 +208,7 @@ def named_schedule(
     """
     if not is_path(source):
         with as_usage_error(), progress(f"building {source}"):
-            return schedule_from(source, *bounded(ranks, microbatches), stages, slices)
+            return schedule_from(source, *counts(ranks, microbatches), stages, slices)
     schedule = read_file(Path(source))
     for name, wanted in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         actual = getattr(schedule, name)

@@ -2,7 +2,7 @@
 """``fpipe profile``: measure the costs of stages and messages on this machine, and write them to a
 file.
 
-Processes run a pipeline, by default of plain blocks. The results are a table and a ``Costs`` file.
+Processes run a pipeline, by default of a small GPT. The results are a table and a ``Costs`` file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .options import (
 @click.argument("source", default="ZBV", metavar="[SCHEDULE]", shell_complete=schedules_for)
 @option("-p --ranks N", "Processes.  [default: 2, or those of the CSV file]", type=Count(1, 64))
 @option("-m --microbatches N", "Microbatches.  [default: 8, or those of the CSV file]")
-@option("--width N", "Width of the built-in blocks.", 256)
+@option("--width N", "Width of the built-in model, a GPT of two blocks a stage.", 256)
 @option(
     "--model FILE:FUNCTION",
     "Another model: FUNCTION(group, schedule) returns (pipe, params, x, *targets).",

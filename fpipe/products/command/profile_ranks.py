@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of ``fpipe profile`` runs: a pipeline of plain blocks, or of a model from a
+"""What each process of ``fpipe profile`` runs: a pipeline of a small GPT, or of a model from a
 file.
 """
 
@@ -12,14 +12,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
-from torch.func import functional_call
 
 from ... import init, measure_costs, pipeline, profile, value_and_grad
 from ...actions import Costs
 from ...collectives import Group
 from ...errors import StageError
 from ...schedule import Schedule
+from ..demo import Sizes, cross_entropy, gpt, sonnets
 
 
 def measure(
@@ -29,7 +28,7 @@ def measure(
     torch.set_num_threads(1)
     group = init()
     if model is None:
-        build = partial(_blocks, width=width)
+        build = partial(_gpt, width=width)
     else:
         build = _model(model)
     pipe, params, *batch = build(group, schedule)
@@ -46,29 +45,13 @@ def measure(
     return price, {"measured": median(totals), "simulated": simulated}
 
 
-def _blocks(group: Group, schedule: Schedule, width: int) -> tuple[Any, ...]:
-    """A pipeline of two blocks a stage: LayerNorm, Linear, GELU, Linear and a residual."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (y - target).square().mean()
-
-    module = block()
-
-    def stage(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
-        for p in params:
-            x = x + functional_call(module, p, x)
-        return x
-
-    torch.manual_seed(0)
-    params = [[block().state_dict() for _ in range(2)] for _ in range(schedule.stages)]
-    x = torch.randn(schedule.microbatches, 64, width)
-    pipe = pipeline([stage] * schedule.stages, schedule, loss=loss, group=group)
-    return pipe, pipe.place(params), x, x
+def _gpt(group: Group, schedule: Schedule, width: int) -> tuple[Any, ...]:
+    """A GPT of two blocks a stage, each with one head, on texts of 64 characters."""
+    text = sonnets()
+    sizes = Sizes(len(text.letters), width=width, heads=1, layers=2 * schedule.stages)
+    functions, params = gpt(sizes, schedule.stages)
+    pipe = pipeline(functions, schedule, loss=cross_entropy, group=group)
+    return pipe, pipe.place(params), *text.batch(0, schedule.microbatches, sizes.length)
 
 
 def _model(where: str) -> Callable[..., Any]:

@@ -114,13 +114,9 @@ def _rehearsed(expected: Prediction, ranks: Sequence[int]) -> tuple[list[dict[st
             "peak": state + result.plan.peak,
             "predicted": round(expected.memory[place].total),
         }
+        row["difference"] = row["peak"] / row["predicted"] - 1
         rows.append(row)
     return rows, spent
-
-
-def _difference(row: Mapping[str, Any]) -> float:
-    """By which share of the prediction the peak differs from it."""
-    return row["peak"] / row["predicted"] - 1
 
 
 def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
@@ -130,8 +126,8 @@ def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
     if row["peak"] > room:
         what = f"{room / GIB:.4g} of the {job.gpu.memory / GIB:.3g} GiB of a GPU are for tensors"
         yield f"{peak}, and {what}; plan with less --memory, or another layout"
-    if abs(_difference(row)) > margin:
-        what = f"{_difference(row):+.1%} from the predicted {row['predicted'] / GIB:.4g} GiB"
+    if abs(row["difference"]) > margin:
+        what = f"{row['difference']:+.1%} from the predicted {row['predicted'] / GIB:.4g} GiB"
         rule = f"--margin allows {100 * margin:.3g} %; do not rely on the plan's memory"
         yield f"{peak}, {what}, and {rule}"
 
@@ -145,4 +141,4 @@ def _shown(row: Mapping[str, Any]) -> dict[str, object]:
         shown[name] = f"{messages} of {nbytes / GIB:.3g} GiB"
     for head, name in (("plan GiB", "plan"), ("peak GiB", "peak"), ("predicted", "predicted")):
         shown[head] = f"{row[name] / GIB:.4g}"
-    return {**shown, "difference": f"{_difference(row):+.1%}"}
+    return {**shown, "difference": f"{row['difference']:+.1%}"}

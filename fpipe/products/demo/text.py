@@ -20,10 +20,8 @@ class Text:
     """A text whose characters are its tokens.
 
     >>> text = Text("to be or not to be")
-    >>> text.letters
-    ' benort'
-    >>> text.decode(text.encode("not to be"))
-    'not to be'
+    >>> text.letters, text.tokens[:5]
+    (' benort', tensor([6, 4, 0, 1, 2]))
     """
 
     text: str
@@ -36,17 +34,7 @@ class Text:
     @cached_property
     def tokens(self) -> Tensor:
         """The whole text as tokens."""
-        return self.encode(self.text)
-
-    def encode(self, text: str) -> Tensor:
-        """Characters as tokens; characters that are not in the text are dropped."""
-        letters = self.letters
-        numbers = [letters.index(letter) for letter in text if letter in letters]
-        return torch.tensor(numbers)
-
-    def decode(self, tokens: Tensor) -> str:
-        """Tokens as characters."""
-        return "".join(self.letters[int(token)] for token in tokens.flatten())
+        return torch.tensor(list(map(self.letters.index, self.text)))
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """``rows`` pieces of the text and, for each character, the next one.

@@ -44,7 +44,11 @@ def paint(scenes: Scenes, look: Look) -> str:
 
 
 def join(
-    title: str, contents: Json, dark: bool | None = None, script: str = "", controls: str = ""
+    title: str,
+    contents: Json,
+    dark: bool | None = None,
+    script: str = "",
+    controls: str = "",
 ) -> str:
     """The viewer with these contents. ``script`` runs after its own scripts, and ``controls``, a
     piece of HTML, stands above its head.
@@ -127,7 +131,7 @@ def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
 def _pairs(lane: Lane) -> Iterator[tuple[str, str]]:
     """The stage with its op, and the colour, of each part in a lane."""
     for bar in lane.bars:
-        for part, colour in zip(bar.action.parts, bar.painted, strict=True):
+        for part, colour in zip(bar.action.parts, bar.colours, strict=True):
             yield f"{part.stage}{part.op}", colour
 
 
@@ -144,7 +148,7 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
         "peak": lane.peak,
         "start": times(bar.start for bar in lane.bars),
         "end": times(bar.end for bar in lane.bars),
-        "parts": [len(bar.colours) for bar in lane.bars],
+        "parts": [len(bar.kinds) for bar in lane.bars],
         "codes": [codes[pair] for pair in _pairs(lane)],
         "units": _differences(units),
         "waits": [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import pairwise
 from math import floor, log10
 from typing import TypeAlias
 
@@ -24,14 +23,20 @@ def percent(share: float) -> str:
 
 def held(amount: float, scene: Scene) -> str:
     """What a rank holds: bytes with a prefix, anything else as a number."""
-    if not scene.in_bytes:
-        return number(amount)
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if abs(amount) >= 1024:
-            amount = amount / 1024
-            unit = larger
-    return f"{amount:.{int(unit != 'B')}f} {unit}"
+    return size_text(amount) if scene.in_bytes else number(amount)
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(10), size_text(3 << 19)
+    ('10 B', '1.5 MiB')
+    """
+    unit, *larger = "B", "KiB", "MiB", "GiB"
+    while larger and abs(nbytes) >= 1024:
+        nbytes /= 1024
+        unit = larger.pop(0)
+    return f"{nbytes:.{int(unit != 'B')}f} {unit}"
 
 
 def time(value: float, scene: Scene) -> str:
@@ -115,13 +120,11 @@ def units(scene: Scene) -> str:
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {scene.timeline.unit or 'units of the costs'}"
     text += f": {stages} of a rank takes {lengths}." if lengths else "."
-    growth: list[float] = []
-    for lane in scene.lanes:
-        amounts = [0.0, *(amount for _, amount in lane.curve)]
-        growth += [after - before for before, after in pairwise(amounts) if after > before]
+    saved = scene.timeline.memory.get("F", [1.0])
+    growth = [size * amount for size in scene.timeline.sizes or [1.0] for amount in saved]
     if scene.in_bytes:
         text += " Memory in bytes."
-    elif growth:
+    elif scene.peak > 0:
         whole = _range([count * step for step in growth]) == "1"  # all stages of a rank together
         unit = "microbatches" if whole else "units of the costs"
         text += f" Memory in {unit}: F adds {_range(growth)}."
@@ -182,7 +185,7 @@ def tints(scene: Scene) -> Iterator[Entry]:
     """The colours of a scene that is compared with another one."""
     if not scene.against:
         return
-    used = {bar.tint for bar in scene.bars}
+    used = {bar.colours[0] for bar in scene.bars}
     shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
     earlier = -min(shifts, default=0.0)
     later = max(shifts, default=0.0)
@@ -208,7 +211,7 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
         yield (), "paler: a rank's other stages"
     if dense:
         yield (), "height: share of the time"
-    elif any(len(bar.colours) > 1 for scene in scenes for bar in scene.bars):
+    elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
     for scene in scenes:
         yield from tints(scene)

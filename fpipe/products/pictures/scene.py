@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -71,17 +71,10 @@ class Bar(NamedTuple):
     action: AnyAction
     start: float
     end: float
-    colours: tuple[str, ...]  # of each part by kind and chunk, a key of ``colours.palette``
+    kinds: tuple[str, ...]  # of each part: op and chunk, a key of ``colours.palette``
     wait: Wait | None
-    shift: float | None = None  # how much later it ends than in the timeline it is compared with
-    tint: str = ""  # the colour of that
-
-    @property
-    def painted(self) -> tuple[str, ...]:
-        """The colours of the parts in a picture."""
-        if self.tint:
-            return (self.tint,) * len(self.colours)
-        return self.colours
+    colours: tuple[str, ...]  # the kinds, or tints in a scene that is compared with another one
+    shift: float | None = None  # how much later it ends than there
 
 
 class Lane(NamedTuple):
@@ -212,44 +205,31 @@ def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
 
 def _scene(timeline: Timeline) -> Scene:
     shades = _shades(timeline.placement)
-
-    def colour(part: Action) -> str:
-        path = timeline.placement.path_index(part.microbatch)
-        return f"{part.op}{shades[path][part.stage]}"
-
     lanes: list[Lane] = []
     for rank in range(timeline.ranks):
-        bars = tuple(
-            Bar(
-                span.action,
-                span.start,
-                span.end,
-                tuple(map(colour, span.action.parts)),
-                timeline.waited_for(rank, span.position),
-            )
-            for span in timeline.of_rank(rank)
-        )
+        bars: list[Bar] = []
+        for _, position, action, start, end in timeline.of_rank(rank):
+            kinds = tuple(f"{part.op}{shades[rank][part.stage]}" for part in action.parts)
+            wait = timeline.waited_for(rank, position)
+            bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         if timeline.span:
             busy = timeline.busy[rank] / timeline.span
         else:
             busy = 1.0
         curve = without_dips(timeline.curve(rank))
         peak = max((held for _, held in curve), default=0.0)
-        gaps = tuple(_gaps(timeline, bars))
-        lanes.append(Lane(bars, gaps, max(1 - busy, 0.0), curve, peak))
-    return Scene(timeline, tuple(lanes), max(shades[-1]) + 1)
+        short = 1e-9 * timeline.total
+        gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
+        lanes.append(Lane(tuple(bars), gaps, max(1 - busy, 0.0), curve, peak))
+    return Scene(timeline, tuple(lanes), max(map(len, shades.values())))
 
 
-def _shades(placement: Placement) -> list[list[int]]:
-    """By path, the shade of each stage: its number among the chunks of its rank, counted through
-    all paths.
-    """
-    shades: list[list[int]] = []
-    first = 0
+def _shades(placement: Placement) -> Mapping[int, dict[int, int]]:
+    """By rank, the shade of each of its stages: their order along all paths."""
+    shades: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for path in placement.paths:
-        before = [path[:stage].count(rank) for stage, rank in enumerate(path)]
-        shades.append([first + number for number in before])
-        first = max(shades[-1]) + 1
+        for stage, rank in enumerate(path):
+            shades[rank].setdefault(stage, len(shades[rank]))
     return shades
 
 
@@ -266,10 +246,9 @@ def without_dips(curve: Points) -> Points:
 
 # ---- idle times ----
 def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
-    """The idle times of a rank in order, none shorter than a billionth of the total."""
+    """The idle times of a rank in order, also those of no length."""
     warm = next((bar.start for bar in bars if _provides(bar, "I")), 0.0)
     last = next((bar.end for bar in reversed(bars) if _provides(bar, "F")), inf)
-    gaps: list[Gap] = []
     free = 0.0
     for bar in bars:
         if not free or bar.start <= warm:
@@ -282,10 +261,10 @@ def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
         if free and bar.wait:
             ended = timeline.ends[bar.wait.rank][bar.wait.position]
             sent = min(max(ended, free), bar.start)
-        gaps += [Gap(free, sent, cause), Gap(sent, bar.start, "message")]
+        yield Gap(free, sent, cause)
+        yield Gap(sent, bar.start, "message")
         free = max(free, bar.end)
-    gaps.append(Gap(free, timeline.total, "tail" if bars else "other"))
-    return (gap for gap in gaps if gap.end - gap.start > 1e-9 * timeline.total)
+    yield Gap(free, timeline.total, "tail" if bars else "other")
 
 
 def _provides(bar: Bar, fact: str) -> bool:
@@ -310,20 +289,18 @@ def _against(first: Scene, second: Scene) -> Scene:
         for fact in KINDS[part.op].provides
     }
 
-    def shifted(bar: Bar) -> Bar:
+    def shift(bar: Bar) -> float | None:
         part = bar.action.parts[0]
         end = ends.get(key(part, KINDS[part.op].provides[-1]))
-        if end is None:
-            return bar
-        return bar._replace(shift=bar.end - end)
+        return None if end is None else bar.end - end
 
-    rows = [list(map(shifted, lane.bars)) for lane in second.lanes]
-    shifts = (abs(bar.shift or 0.0) for row in rows for bar in row)
-    most = max(shifts, default=0.0)
-    lanes: list[Lane] = []
-    for lane, row in zip(second.lanes, rows, strict=True):
-        bars = tuple(bar._replace(tint=f"t{tint(bar.shift, most)}") for bar in row)
-        lanes.append(lane._replace(bars=bars))
+    most = max((abs(shift(bar) or 0.0) for bar in second.bars), default=0.0)
+
+    def compared(bar: Bar) -> Bar:
+        colour = f"t{tint(shift(bar), most)}"
+        return bar._replace(colours=(colour,) * len(bar.kinds), shift=shift(bar))
+
+    lanes = [lane._replace(bars=tuple(map(compared, lane.bars))) for lane in second.lanes]
     return replace(second, lanes=tuple(lanes), against=first)
 
 

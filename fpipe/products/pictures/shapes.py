@@ -95,7 +95,13 @@ class Frame(NamedTuple):
         return scene.cell * self.scale < LEAST_CELL
 
 
-def frame(scenes: Scenes, look: Look, width: float, lane: float, letters: float = 1.0) -> Frame:
+def frame(
+    scenes: Scenes,
+    look: Look,
+    width: float,
+    lane: float,
+    letters: float = 1.0,
+) -> Frame:
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.total for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
@@ -163,12 +169,12 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
     for bar in lane.bars:
         wide = (bar.end - bar.start) * f.scale
-        height = f.lane / len(bar.colours)
+        height = f.lane / len(bar.kinds)
         size = min(f.size, height - 2)
         inset = min(0.5, wide / 8)
         hint = labels.hint(bar, scene) if f.hints else ""
         top = y
-        for part, colour in zip(bar.action.parts, bar.painted, strict=True):
+        for part, colour in zip(bar.action.parts, bar.colours, strict=True):
             yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
             label = name(part, f.detail)
             if label and size >= 6.5 and f.letters * text_width(label, size) <= wide:
@@ -214,8 +220,8 @@ def busy(lane: Lane, painted: bool = True) -> Iterator[Interval]:
     parts of a fused one run one after another.
     """
     for bar in lane.bars:
-        length = (bar.end - bar.start) / len(bar.colours)
-        for k, colour in enumerate(bar.painted if painted else bar.colours):
+        length = (bar.end - bar.start) / len(bar.kinds)
+        for k, colour in enumerate(bar.colours if painted else bar.kinds):
             yield bar.start + k * length, bar.start + (k + 1) * length, colour
 
 

@@ -170,7 +170,14 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
 
 
 # ---- elements ----
-def rect(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
+def rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    colour: str,
+    hint: str = "",
+) -> str:
     """A filled rectangle; ``hint`` is shown under the mouse."""
     title = f"<title>{_clean(hint)}</title>" if hint else ""
     place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
@@ -178,7 +185,12 @@ def rect(x: float, y: float, width: float, height: float, colour: str, hint: str
 
 
 def text(
-    x: float, y: float, content: str, size: float, kind: str = "ink", space: float = 0.0
+    x: float,
+    y: float,
+    content: str,
+    size: float,
+    kind: str = "ink",
+    space: float = 0.0,
 ) -> str:
     """A line of text: ``y`` is its baseline, and ``x`` its left end, or its middle or right end if
     ``kind``, the classes of it, ends in ``m`` or ``e``. A typeface that is wider than ``space`` is

@@ -144,7 +144,7 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     for bar in lane.bars:
         start = round(bar.start * layout.scale)
         wide = min(round(bar.end * layout.scale), len(row)) - start
-        count = len(bar.colours)
+        count = len(bar.kinds)
         for k, part in enumerate(bar.action.parts):
             a = start + wide * k // count
             b = start + wide * (k + 1) // count
@@ -153,11 +153,11 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             end = ""
             if not layout.colours:
                 if layout.detail < 3:
-                    label = _by_chunk(label, bar.colours[k])
+                    label = _by_chunk(label, bar.kinds[k])
                 end = " " if k + 1 == count else "&"
             text = fill * low + (mark + label)[: high - low]
             text = text.ljust(b - a - len(end), fill) + end
-            row[a:b] = _cells(text[: b - a], bar.painted[k])
+            row[a:b] = _cells(text[: b - a], bar.colours[k])
     return row
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
@@ -20,22 +21,16 @@ def in_bytes(memory: float | str) -> float:
     >>> in_bytes("60GB"), in_bytes("1.5 GiB"), in_bytes(7)
     (60000000000.0, 1610612736.0, 7.0)
     """
+    value = 0.0
     if isinstance(memory, str):
         match = re.fullmatch(
-            r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?\s*", memory, re.IGNORECASE
+            r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", memory, re.IGNORECASE
         )
-        try:
-            number = float(match[1]) if match else -1.0
-        except ValueError:
-            number = -1.0
-        unit, binary = ((match[2] or "").lower(), match[3]) if match else ("", "")
-        value = number * (1024 if binary else 1000) ** _UNITS[unit]
-    else:
-        value = (
-            float(memory)
-            if isinstance(memory, (int, float)) and not isinstance(memory, bool)
-            else -1.0
-        )
+        if match:
+            with suppress(ValueError):  # two points
+                value = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()]
+    elif isinstance(memory, (int, float)) and not isinstance(memory, bool):
+        value = float(memory)
     if not value > 0:
         raise ScheduleError(
             f"memory={memory!r} is no limit; give a number above 0, or text such as '60GB'",

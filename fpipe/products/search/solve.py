@@ -14,8 +14,7 @@ from time import monotonic
 from typing import Literal, TypeAlias
 
 from ... import Costs, Placement, Schedule, Timeline
-from ...actions import as_costs
-from ...actions import progress as progress_line
+from ...actions import as_costs, progress as progress_line
 from ...errors import ScheduleError
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of a pipeline of which some may be lost: the others go on, and a copy can come back.
 
-Each copy is a job of its own. torchft decides which copies take part in a step, and which of them
-sends its state to another one: a lighthouse serves all copies, and each copy has a manager. This
-module does the rest: it adds up gradients in the order of the copies, and moves state between them.
-It must not know pipelines and optimizers.
+Each copy is a job of its own. torchft decides which copies take part in a step: a lighthouse serves
+all copies, and each copy has a manager. This module does the rest: it adds up gradients in the
+order of the copies, and those that meet take over the latest state among them. It must not know
+pipelines and optimizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -28,6 +28,9 @@ from ...errors import GroupError
 from ...tree import Tree
 from .outcome import store
 from .peers import Peers
+
+if TYPE_CHECKING:
+    from torchft import Manager
 
 #: Environment variables of torchft: the address of the lighthouse, this copy, and how many there
 #: are.
@@ -84,23 +87,11 @@ def elastic(*, timeout: float = 60.0) -> Elastic | None:
     return Elastic(copy, copies, lighthouse, timeout)
 
 
-class _Manager(Protocol):
-    """What is used of ``torchft.Manager``."""
-
-    def start_quorum(self) -> None: ...
-    def should_commit(self) -> bool: ...
-    def errored(self) -> Exception | None: ...
-    def report_error(self, e: Exception) -> None: ...
-    def current_step(self) -> int: ...
-    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
-    def shutdown(self) -> None: ...
-
-
 class Members:
     """The copies that take part in a run, as one process of one of them sees them.
 
     Each rank of a copy makes one, and calls every method. To the manager of torchft it is the
-    process group and the transport of checkpoints too.
+    process group too, and a transport of checkpoints that is never asked for one.
     """
 
     def __init__(self, elastic: Elastic, group: Group):
@@ -108,11 +99,10 @@ class Members:
         self._group = group
         self._peers = Peers()
         self._changed = True
-        self._state: Tree = None
         self._last = 0  # the quorum of the last step that counted; 0: none yet
         self._manager = self._connected()
 
-    def _connected(self) -> _Manager:
+    def _connected(self) -> Manager:
         """A manager of torchft; the first rank serves the store of those of this copy."""
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)
@@ -126,8 +116,8 @@ class Members:
         try:
             return import_torchft().Manager(
                 pg=self,
-                load_state_dict=self._load,
-                state_dict=lambda: (self._state, self._last),
+                load_state_dict=None,
+                state_dict=None,
                 min_replica_size=1,
                 use_async_quorum=False,
                 init_sync=False,
@@ -173,12 +163,20 @@ class Members:
         Raises:
             GroupError: if the lighthouse does not answer, or the states have different forms.
         """
-        self._state = state
-        self._go_to(step)
         end = time.monotonic() + self._elastic.timeout
-        while not self._met(end):
+        while True:
+            self._start(end)
+            if self._changed:
+                met = self._met(state, step, time.monotonic() < end)
+                of_ranks = self._group.gather_objects(met and met[-1])  # their clocks may differ
+                if met is None or None in of_ranks:
+                    self._manager.should_commit()  # it does not: the next set of members is new
+                else:
+                    state, step, self._last, _ = met
+                    self._changed = of_ranks[0]
+            if not self._changed:
+                return state, step
             time.sleep(_PAUSE)
-        return self._state, self._manager.current_step()
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The means over the members, the same bits on each; ``None`` if a member was lost: join
@@ -201,75 +199,50 @@ class Members:
         """Leave the others, which go on without this copy."""
         self._manager.shutdown()
 
-    def _met(self, end: float) -> bool:
-        """Meet once.
-
-        Returns:
-            Whether all members have one state now, and no others are expected before ``end``.
-        """
-        self._start(end)
-        if not self._changed:
-            return True
-        found = self._group.gather_objects(self._marks(time.monotonic() < end))
-        if None in found:  # on some rank of this copy
-            self._manager.should_commit()  # it does not, so that the next set of members is new
-            return False
-        marks: list[tuple[int, bool]] = found[0]
-        latest = max(last for last, _ in marks)
-        if any(last < latest for last, _ in marks):
-            # The steps are as many, and the last one counted among other members: what those have
-            # who met last is valid, and the others take it over.
-            if self._last < latest:
-                self._go_to(0)
-            return False
-        few = latest == 0 and len(marks) < self._elastic.copies
-        self._changed = few and all(waits for _, waits in marks)
-        return not self._changed
-
     def _start(self, end: float) -> None:
         """Let torchft find the members, also if the lighthouse is away for some time."""
         while True:
             try:
-                return self._manager.start_quorum()
+                return self._manager.start_quorum(allow_heal=False)
             except (RuntimeError, TimeoutError) as error:
                 if time.monotonic() > end:
                     raise GroupError(
                         f"the lighthouse at {self._elastic.lighthouse} or a process of this copy "
                         f"did not answer for {self._elastic.timeout:g} s: {error}"
                     ) from error
-                step = self._manager.current_step()
                 self._manager.shutdown()  # after an error it has no further quorum
                 self._manager = self._connected()
-                self._go_to(step)
 
-    def _marks(self, waits: bool) -> list[tuple[int, bool]] | None:
-        """Of each member: the quorum of its last step, and whether it waits for more members;
-        ``None`` if one was lost.
+    def _met(self, state: Tree, step: int, waits: bool) -> tuple[Tree, int, int, bool] | None:
+        """The latest state among the members, its step, the quorum of that step, and whether to
+        wait for more members; ``None`` if one was lost.
         """
+        mine = [step, self._last]
         failure = self._manager.errored()
         if failure is not None:
-            cause = getattr(failure, "original_exception", failure)
-            if isinstance(cause, GroupError):
-                raise cause
-            self._lost(cause)
+            self._lost(failure)
             return None
         try:
-            rows = self._peers.gathered(torch.tensor([self._last, waits]))
+            rows = self._peers.gathered(torch.tensor([*mine, waits]))
+            marks = [[int(number) for number in row] for row in rows]
+            # of steps of one number, that counts which was done by those who met last
+            latest = max(mark[:2] for mark in marks)
+            source = next(n for n, mark in enumerate(marks) if mark[:2] == latest)
+            if any(mark[:2] != latest for mark in marks):
+                state = self._peers.share(state, source, takes=mine != latest)
+        except GroupError:
+            raise
         except RuntimeError as error:
             self._lost(error)
             return None
-        return [(int(last), bool(waiting)) for last, waiting in rows]
+        step, last = latest
+        few = last == 0 and len(marks) < self._elastic.copies
+        return state, step, last, few and all(waiting for *_, waiting in marks)
 
     def _lost(self, error: Exception) -> None:
         """Let the other members notice at once that this one misses a member."""
         self._peers.abort()
         self._manager.report_error(error)
-
-    def _go_to(self, step: int) -> None:
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
-
-    def _load(self, state: tuple[Tree, int]) -> None:
-        self._state, self._last = state
 
     # ---- what torchft calls ----
     def configure(
@@ -293,25 +266,11 @@ class Members:
         """Nothing fails behind the program."""
 
     def metadata(self) -> str:
-        """Tell others where this state is: they have a connection already."""
+        """Tell others where a checkpoint is: there is none."""
         return ""
 
-    def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
-    ) -> None:
-        """Send this state to members that have another one."""
-        for member in dst_ranks:
-            self._peers.send(state_dict["user"]["default"], member)
-
-    def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: timedelta
-    ) -> dict[str, Any]:
-        """Receive the state of a member."""
-        state = self._peers.receive((self._state, self._last), src_rank)
-        return {"user": {"default": state}, "torchft": {"step": step, "batches_committed": 0}}
-
     def disallow_checkpoint(self) -> None:
-        """A state is sent before the step begins, and not kept."""
+        """Nothing is kept for others."""
 
     def shutdown(self, wait: bool = True) -> None:
         """Close the connections."""

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +39,8 @@ _ENDED = 2.0  #: seconds for a process to end when it is asked
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted
 #: stays.
 _KILLED = 10.0
-#: Seconds between two looks at the launcher, whose end a process learns at once otherwise.
+#: Seconds between two looks: of a process at its launcher, whose end it learns at once otherwise,
+#: and of the launcher at its clock.
 _LOOK = 60.0
 T = TypeVar("T")
 
@@ -101,50 +103,38 @@ class _Child(NamedTuple):
     process: BaseProcess
     pipe: Connection
 
-    def read(self) -> Report:
+    def read(self, rank: int) -> Report:
         """Receive its report, or report how it ended without one."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(_ENDED)
-            code = self.process.exitcode
-            how = (
-                f"signal {signal.Signals(-code).name}"
-                if code is not None and code < 0
-                else f"exit code {code}"
-            )
-            return Report(how=how)
+            code = self.process.exitcode or 0
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            what = f"rank {rank} ended by {how} before it finished; see its output"
+            return Report(failure=what, ended=True)
         except Exception as error:  # its result or exception cannot be unpickled in this process
-            return Report(text=f"its result cannot be read here: {error!r}")
+            return Report(failure=f"the result of rank {rank} cannot be read here: {error!r}")
 
 
 def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, Report]:
     """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report
     theirs.
     """
-    if timeout is None:
-        deadline = None
-    else:
-        deadline = time.monotonic() + timeout
+    deadline = inf if timeout is None else time.monotonic() + timeout
     reports: dict[int, Report] = {}
-    failed = False
-    while len(reports) < len(children):
-        if deadline is None:
-            left = None
-        else:
-            left = deadline - time.monotonic()
-        if left is not None and left <= 0:
-            break
+    while len(reports) < len(children) and (left := deadline - time.monotonic()) > 0:
         pending = [rank for rank in range(len(children)) if rank not in reports]
-        ready = wait([children[rank].pipe for rank in pending], left)
-        reports |= {rank: children[rank].read() for rank in pending if children[rank].pipe in ready}
-        if not failed and not all(report.ok for report in reports.values()):
-            failed = True
-            deadline = time.monotonic() + GRACE
+        ready = wait([children[rank].pipe for rank in pending], min(left, _LOOK))
+        for rank in (rank for rank in pending if children[rank].pipe in ready):
+            reports[rank] = children[rank].read(rank)
+            if reports[rank].failure:
+                deadline = min(deadline, time.monotonic() + GRACE)
     return reports
 
 
 def _context(start: str | None, fn: Callable[..., object]) -> Any:
+    methods = mp.get_all_start_methods()
     if start is None:
         main = sys.modules.get("__main__")
         script = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
@@ -152,14 +142,9 @@ def _context(start: str | None, fn: Callable[..., object]) -> Any:
         # start clean.
         notebook = getattr(fn, "__module__", None) == "__main__" and not script
         preferred = "fork" if notebook else "forkserver"
-        if preferred in mp.get_all_start_methods():
-            start = preferred
-        else:
-            start = "spawn"
-    if start not in mp.get_all_start_methods():
-        raise LaunchError(
-            f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}"
-        )
+        start = preferred if preferred in methods else "spawn"
+    if start not in methods:
+        raise LaunchError(f"start={start!r}; this machine has {', '.join(methods)}")
     context = mp.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(list(_PRELOADED))

@@ -22,15 +22,14 @@ from ...errors import LaunchError, PeerError, StalledError
 
 @dataclass(frozen=True)
 class Report:
-    """Of one rank: its result, or its exception with the traceback as text; the time; how the
-    process ended, if so.
+    """Of one rank: its result, or its exception and what failed as text; the time; whether the
+    process ended without a report.
     """
 
-    ok: bool = False
     value: object = None
-    text: str = ""
+    failure: str = ""
     when: float = field(default_factory=time.monotonic)
-    how: str = ""
+    ended: bool = False
 
 
 def environment(rank: int, ranks: int, tcp_store: TCPStore) -> dict[str, str]:
@@ -65,19 +64,15 @@ def call(fn: Callable[[], object], rank: int) -> bytes:
     {}
     """
     try:
-        report = Report(ok=True, value=fn())
+        report = Report(fn())
     except BaseException as error:
-        report = Report(value=error, text=traceback.format_exc())
+        report = Report(error, f"on rank {rank}:\n\n{traceback.format_exc()}")
     try:
         raw = pickle.dumps(report)
         pickle.loads(raw)
     except Exception as error:
-        text = (
-            f"the result of rank {rank} cannot be sent to another process: {error}"
-            if report.ok
-            else report.text
-        )
-        raw = pickle.dumps(Report(text=text, when=report.when))
+        unsent = f"the result of rank {rank} cannot be sent to another process: {error}"
+        raw = pickle.dumps(Report(failure=report.failure or unsent, when=report.when))
     return raw
 
 
@@ -88,23 +83,18 @@ def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) ->
     lost peer.
     """
 
-    def order(rank: int) -> tuple[int, float]:
+    def order(rank: int) -> tuple[bool, bool, float]:
         report = reports[rank]
-        return (
-            0 if report.how else 2 if isinstance(report.value, (PeerError, StalledError)) else 1
-        ), report.when
+        is_consequence = isinstance(report.value, (PeerError, StalledError))
+        return not report.ended, is_consequence, report.when
 
-    failures = [rank for rank, report in reports.items() if not report.ok]
+    failures = [rank for rank, report in reports.items() if report.failure]
     if failures:
-        rank = min(failures, key=order)
-        report = reports[rank]
-        if report.how:
-            raise LaunchError(
-                f"rank {rank} ended by {report.how} before it finished; see its output"
-            )
-        if isinstance(report.value, BaseException):
-            raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
-        raise LaunchError(f"on rank {rank}: {report.text}")
+        first = reports[min(failures, key=order)]
+        error = LaunchError(first.failure)
+        if isinstance(first.value, BaseException):
+            raise first.value from error
+        raise error
     late = [rank for rank in range(ranks) if rank not in reports]
     if late:
         raise LaunchError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and messages between the processes that hold the same part of several copies, over gloo.
+"""Sums and states of the processes that hold the same part of several copies, over gloo.
 
 Tensors of accelerators pass through host memory. Every function raises RuntimeError where a member
 is lost. This module must not know what is sent, nor how members are chosen.
@@ -37,16 +37,19 @@ class Peers(NamedTuple):
 
     @classmethod
     def connect(
-        cls, address: str, rank: int, copies: tuple[int, ...], quorum: int, timeout: float
+        cls,
+        address: str,
+        rank: int,
+        copies: tuple[int, ...],
+        quorum: int,
+        timeout: float,
     ) -> Peers:
-        """Connect to the others through a store, ``host:port/prefix``."""
-        host, _, prefix = address.partition("/")
-        host, _, port = host.rpartition(":")
+        """Connect to the others through a store of torchft."""
+        from torchft.process_group import create_store_client  # torchft is an extra
+
         seconds = timedelta(seconds=timeout)
-        store = _DIST.TCPStore(host, int(port), is_master=False, timeout=seconds)
-        store = _DIST.PrefixStore(prefix, store)
-        gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), seconds)
-        return cls(copies, quorum, gloo)
+        store = create_store_client(address, seconds)
+        return cls(copies, quorum, _DIST.ProcessGroupGloo(store, rank, len(copies), seconds))
 
     def abort(self) -> None:
         """Close the connections, so that the others notice it at once."""
@@ -73,24 +76,21 @@ class Peers(NamedTuple):
         self.gloo.allgather([every], [mine]).wait()
         return every
 
-    # ---- from one to another ----
-    def send(self, state: Tree, to: int) -> None:
-        """Send a pytree of tensors and data, a tensor at a time."""
-        leaves, _ = flatten(state)
-        header = [Spec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        raw = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
-        self._send(torch.tensor([len(raw)]), to)
-        self._send(raw, to)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self._send(leaf.detach().cpu().contiguous(), to)
+    # ---- from one to all ----
+    def share(self, state: Tree, source: int, takes: bool) -> Tree:
+        """Send the pytree of tensors and data that a member has to all of them, a tensor at a time.
 
-    def receive(self, like: Tree, source: int) -> Tree:
-        """Receive what another member sends; the form and the devices are those of ``like``."""
-        mine, spec = flatten(like)
-        size = self._receive(torch.zeros(1, dtype=torch.int64), source)
-        raw = self._receive(torch.empty(int(size), dtype=torch.uint8), source)
-        header = decode(bytes(raw.tolist()))
+        Returns:
+            What was sent, where this member takes it over, and its own state otherwise. Form and
+            devices are those of its own.
+        """
+        mine, spec = flatten(state)
+        header = [Spec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in mine]
+        raw = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
+        size = int(self._broadcast(torch.tensor([len(raw)]), source))
+        if size != len(raw):
+            raw = torch.empty(size, dtype=torch.uint8)
+        header = decode(bytes(self._broadcast(raw, source).tolist()))
         if len(header) != len(mine):
             raise GroupError(
                 f"one copy of the pipeline has {len(header)} leaves of parameters and state, and "
@@ -98,22 +98,19 @@ class Peers(NamedTuple):
                 "transform"
             )
         leaves: list[object] = []
-        for leaf, described in zip(mine, header, strict=True):
-            if isinstance(described, Spec):
-                tensor = torch.empty(described.shape, dtype=described.dtype)
-                self._receive(tensor, source)
-                if isinstance(leaf, Tensor):
-                    described = tensor.to(leaf.device)
+        for leaf, sent in zip(mine, header, strict=True):
+            if isinstance(sent, Spec):
+                if self.gloo.rank() == source:
+                    tensor = leaf.detach().cpu().contiguous()
                 else:
-                    described = tensor
-            leaves.append(described)
+                    tensor = torch.empty(sent.shape, dtype=sent.dtype)
+                sent = self._broadcast(tensor, source)
+            if takes and isinstance(leaf, Tensor) and isinstance(sent, Tensor):
+                sent = sent.to(leaf.device)
+            leaves.append(sent if takes else leaf)
         return unflatten(spec, leaves)
 
-    def _send(self, tensor: Tensor, to: int) -> None:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
-            self.gloo.send([tensor], to, 0).wait()
-
-    def _receive(self, tensor: Tensor, source: int) -> Tensor:
-        if tensor.numel():
-            self.gloo.recv([tensor], source, 0).wait()
+            self.gloo.broadcast(tensor.reshape(-1).view(torch.uint8), source).wait()
         return tensor

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from ... import Transform
+from ...actions import write_bytes
 from ...transforms import ClipState
 
 #: What is logged of a step: its number (from 1), loss and seconds, and rate and norm where the
@@ -84,17 +85,9 @@ def _repair(path: Path, step: int) -> None:
     with _opened(path, "a+") as file:
         file.seek(0)
         before = file.read()
-        after = b"".join(line + b"\n" for line in before.split(b"\n") if _stays(line, step))
-        if before.startswith(after):
-            file.truncate(len(after))
-            return
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)
-    with open(part, "xb") as file:
-        file.write(after)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    after = b"".join(line + b"\n" for line in before.split(b"\n") if _stays(line, step))
+    if after != before:
+        write_bytes(path, after)
 
 
 def _opened(path: Path, mode: str) -> FileIO:

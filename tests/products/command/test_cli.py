@@ -236,7 +236,7 @@ REFUSED = [
     ("draw ZBV --ranks 0", 2, "0 is not in the range x>=1"),
     ("draw ZBV --microbatches -3", 2, "-3 is not in the range x>=1"),
     ("draw ZBV --ranks four", 2, "'four' is not a valid whole number"),
-    ("draw ZBV -p 100000 -m 100000", 2, "take at most"),
+    ("draw ZBV -p 100000 -m 100000", 2, "Give fewer ranks or microbatches"),
     ("draw ZVB", 2, "no schedule is called 'ZVB'; did you mean ZBV"),
     ("draw 1f2b", 2, "did you mean 1F1B"),
     ("draw ZBV --stages 5", 2, "takes 8 stages"),

@@ -432,7 +432,7 @@ def test_a_difference_has_the_shift_of_every_action():
         (part,) = span.action.parts
         there = ends[part.stage, "F" if part.op == "F" else "B", part.microbatch]
         assert shifts[str(part)] == pytest.approx(span.end - there)
-    tints = {bar.tint for lane in second.lanes for bar in lane.bars}
+    tints = {bar.colours[0] for lane in second.lanes for bar in lane.bars}
     assert min(tints) == "t0" and "t9" not in tints
     assert first.against is None and second.against is first
     assert ("total", f"27 ({100 * (27 / slow.total - 1):+.1f}%)") in labels.facts(second)

@@ -555,7 +555,7 @@ def test_a_log_is_never_shorter_than_what_stays(tmp_path: Path, monkeypatch: pyt
     log.write_bytes(b"junk\n" + records + b'{"step": 4')
     seen = []
 
-    def full(number: int) -> None:
+    def full(path: Path, target: Path) -> None:
         raise OSError(28, os.strerror(28))
 
     class Full(FileIO):
@@ -564,7 +564,7 @@ def test_a_log_is_never_shorter_than_what_stays(tmp_path: Path, monkeypatch: pyt
             return super().write(bytes(raw)[:5])  # as on a full disk
 
     monkeypatch.setattr("fpipe.products.training.records.FileIO", Full)
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     begin = log.read_bytes()
     with pytest.warns(UserWarning, match="No space left") as warned:
         write = log_to(log, 3)

@@ -1,9 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors about counts for which a schedule has no form."""
+"""Errors about names and other sources of schedules, and about counts for which a schedule has no
+form.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from functools import partial
+
 from ..errors import ScheduleError
+
+refuse_name = partial(ScheduleError, rule="name")
+
+
+def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
+    """The error for an unknown name. ``known`` maps the keys of the known names to the names."""
+    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
+    remedy = f"there are {', '.join(known.values())}"
+    if close:
+        remedy = f"did you mean {' or '.join(known[near] for near in close)}?"
+    return refuse_name(f"no schedule is called {name!r}; {remedy}")
+
+
+def no_source(source: object) -> ScheduleError:
+    """The error for a value that describes no schedule."""
+    return refuse_name(
+        f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
+        "microbatches)"
+    )
 
 
 def wrong_count(what: str, value: object) -> ScheduleError:
