@@ -2,7 +2,7 @@
 """torchtitan's own trainer on a pipeline of fpipe: the function of a train spec that builds it.
 
 A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This
-module reads their attributes and does not import torchtitan.
+module reads their attributes. torchtitan itself, which divides the layers, is imported by a call.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def pipelining_fn(
         return loss_fn(*args, **keywords) / schedule.microbatches
 
     runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss, scale_grads=False)
-    runtime._take(schedule)
+    runtime.take_schedule(schedule)
     return runtime, parts, 0 in local, last in local
 
 

@@ -10,7 +10,7 @@ on them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
 
 import torch
@@ -37,21 +37,12 @@ class _DoneError(BaseException):
         self.sent = sent
 
 
-class _Run:
-    """One call of a stage: what the calls of units return, in their order.
+class _Received:
+    """The values that a stage received in one call, and what blanks of others look like."""
 
-    Args:
-        stage: the stage.
-        values: those that it received.
-        side: side inputs.
-    """
-
-    def __init__(self, stage: ModelPart, values: dict[Value, Tensor], side: Mapping[str, Tree]):
-        flow = stage.flow
-        self.stage = stage
+    def __init__(self, flow: Flow, values: Mapping[Value, Tensor], side: Mapping[str, Tree]):
         self.flow = flow
         self.values = values
-        self.visits = enumerate(flow.visits, 1)
         self.device = next(iter(values.values())).device
         self.dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
         self.sizes = dict[Sizes, int]()
@@ -71,28 +62,6 @@ class _Run:
         dtype = self.dtypes.get(dtype, dtype)
         return torch.full(shape, filling, dtype=dtype, device=self.device)
 
-    def visit(self, call: Call) -> Tree:
-        """Run a unit of this stage, or look up the values of one before it.
-
-        Raises:
-            StageError: if the model ran another unit when it was cut.
-        """
-        number, visit = next(self.visits, (0, None))
-        if visit is None or visit.unit != call.unit:
-            raise StageError(
-                f"{self.stage.name} runs {call.unit!r} where the model did not when it was cut; "
-                "which modules run must not depend on the inputs"
-            )
-        part = self.stage.part
-        if number <= part.first:
-            return tree.unflatten(visit.structure, list(map(self.value, visit.values)))
-        out = call.forward(*call.args, **call.kwargs)
-        results = zip(visit.values, tree.leaves(out), strict=True)
-        self.values.update((value, leaf) for value, leaf in results if value in part.sends)
-        if number == part.stop < len(self.flow.visits):
-            raise _DoneError(tuple(self.values[value] for value in part.sends))
-        return out
-
 
 # ---- the module of a stage ----
 def part_module(
@@ -107,7 +76,7 @@ def part_module(
         part: what the stage runs.
 
     Returns:
-        The clone, and the names of the parameters and buffers that it uses.
+        The clone, and the names of the parameters (and of the buffers without values) it uses.
     """
     new = clone(whole)
     mine = {visit.unit for visit in flow.visits[part.first : part.stop]}
@@ -129,7 +98,7 @@ def part_module(
             parameters = child.named_parameters(recurse=False, remove_duplicate=False)
             names += [f"{prefix}.{name}" for name, _ in parameters]
     names += [name for name, tensor in tensors.items() if tensor in read]
-    names += dict(new.named_buffers(remove_duplicate=False))
+    names += [name for name, b in new.named_buffers(remove_duplicate=False) if b.is_meta]
     for unit in units.names:
         child = new.get_submodule(unit)
         if unit in mine and unit in units.layers:
@@ -181,17 +150,44 @@ class ModelPart(ModuleFunction):
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the layers on token ids, or on the output of the stage before."""
-        run = _Run(self, self._values(x), side)
-        inputs = {name: run.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
+        received = _Received(self.flow, self._values(x), side)
+        inputs = {name: received.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}
+        visits = self._visits(received)
+        next(visits)
         try:
-            with observed_by(run.visit):
+            with observed_by(visits.send):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
         except _DoneError as done:
             if len(done.sent) == 1:
                 return done.sent[0]
             return done.sent
         return result_of(out)
+
+    def _visits(self, received: _Received) -> Generator[Tree, Call]:
+        """Take the calls of units, in their order, and yield what each returns: run those of this
+        stage, and look up the values of those before.
+        """
+        part = self.part
+        visits = self.flow.visits
+        values = dict(received.values)
+        call = yield None
+        for number, visit in enumerate(visits):
+            if visit.unit != call.unit:
+                break
+            if number < part.first:
+                out = tree.unflatten(visit.structure, list(map(received.value, visit.values)))
+            else:
+                out = call.forward(*call.args, **call.kwargs)
+                results = zip(visit.values, tree.leaves(out), strict=True)
+                values.update((value, leaf) for value, leaf in results if value in part.sends)
+                if number + 1 == part.stop < len(visits):
+                    raise _DoneError(tuple(values[value] for value in part.sends))
+            call = yield out
+        raise StageError(
+            f"{self.name} runs {call.unit!r} where the model did not when it was cut; which "
+            "modules run must not depend on the inputs"
+        )
 
     def _values(self, x: Tree) -> dict[Value, Tensor]:
         """Return the values that a stage gets."""
