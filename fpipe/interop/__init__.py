@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other people's models, trainers and configurations; no other package knows them.
 
-This package does not import transformers or torchtitan: it reads attributes of the objects that it
-is passed. ``pipelining`` loads torch's package of that name when it is first used.
+It imports without transformers or torchtitan: it reads attributes of the objects that it is passed.
+``pipelining`` loads torch's package of that name when it is first used.
 """
 
 from importlib import import_module as _import_module

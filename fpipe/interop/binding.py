@@ -13,7 +13,6 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .. import tree
 from ..errors import StageError
 from ..stage import Stage, keyword_only
 from ..tree import Tree
@@ -241,18 +240,14 @@ def bind(
             "bind takes one module (with cuts=), or a list with a module, or None, for each stage"
         )
 
-    def build(module: nn.Module, aliases: Mapping[str, str], state: Sequence[str]) -> BoundFunction:
-        sides = dict.fromkeys([*keyword_only(module.forward), *side])
-        return BoundFunction(module, aliases, state, list(sides))
-
-    return bound_to(modules, [_state(module, state) for module in modules], build)
-
-
-def _state(module: nn.Module | None, patterns: Sequence[str]) -> list[str]:
-    if module is None:
-        return []
-    buffers = [name for name, _ in module.named_buffers()]
-    return changing_buffers(module, [p for p in patterns if not tree.unmatched([p], buffers)])
+    states = [[] if module is None else changing_buffers(module, state) for module in modules]
+    return bound_to(
+        modules,
+        states,
+        lambda module, aliases, state: BoundFunction(
+            module, aliases, state, list(dict.fromkeys([*keyword_only(module.forward), *side]))
+        ),
+    )
 
 
 def bound_to(

@@ -21,15 +21,13 @@ def is_experts(module: nn.Module) -> bool:
     return type(module).__name__.lower().endswith("experts")
 
 
-def use_traceable_experts(clone: nn.Module) -> bool:
-    """Let the experts of a clone use an implementation that can be traced, by configs of their own.
-
-    Returns:
-        Whether experts, if there are any, can be traced.
+def use_traceable_experts(clone: nn.Module) -> None:
+    """Let the experts of a clone use an implementation that can be traced, by configs of their own,
+    where the model has one.
     """
     weights = [p for m in clone.modules() if is_experts(m) for p in m.parameters(recurse=False)]
     if not weights or not hasattr(clone, "set_experts_implementation"):
-        return not weights
+        return
     # grouped products of other types cannot be traced
     grouped = all(p.dtype == torch.bfloat16 for p in weights)
     configs = dict[int, Any]()
@@ -39,4 +37,3 @@ def use_traceable_experts(clone: nn.Module) -> bool:
             config = configs.setdefault(id(config), copy.copy(config))
             config._experts_implementation = "grouped_mm" if grouped else "batched_mm"
             vars(module)["config"] = config
-    return True

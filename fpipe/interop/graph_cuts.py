@@ -20,7 +20,6 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import fx, nn
@@ -48,24 +47,16 @@ _MOST_TESTS = 100
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
 
 
-class Piece(NamedTuple):
-    """A graph from one cut to the next, with the names of its side inputs.
-
-    Its placeholders are the input and the side inputs.
-    """
-
-    graph: fx.Graph
-    sides: tuple[str, ...]
-
-
 def cut_forward(
     module: nn.Module, cuts: Sequence[str] = (), side: Sequence[str] = ()
-) -> list[Piece]:
+) -> list[fx.Graph]:
     """Cut the forward of a module before the first use of each submodule named in ``cuts``.
+
+    The placeholders of a graph are the input and the side inputs.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> pieces = cut_forward(model, ["1", "2"])
-    >>> [node.target for piece in pieces for node in piece.graph.find_nodes(op="call_module")]
+    >>> [node.target for piece in pieces for node in piece.find_nodes(op="call_module")]
     ['0', '1', '2']
     """
     _check_names(module, cuts)
@@ -118,7 +109,7 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
     return positions
 
 
-def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Piece:
+def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> fx.Graph:
     """Return the graph of the nodes from ``low`` to before ``high``.
 
     Values that depend on side inputs and the module's tensors alone are not passed on: each piece
@@ -159,11 +150,10 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> Pi
         piece.output(map_arg(output.args[0], copy))
     else:
         piece.output(map_arg(results[0] if len(results) == 1 else results, copy))
-    used = [side for side in sides if copied[side].users]
     for side in sides:
-        if side not in used:
+        if not copied[side].users:
             piece.erase_node(copied[side])
-    return Piece(piece, tuple(str(side.target) for side in used))
+    return piece
 
 
 def _repeatable(node: fx.Node, repeated: set[fx.Node]) -> bool:
@@ -254,14 +244,9 @@ def _traced(
 
 def _text(graph: fx.Graph) -> str:
     """Return a graph as text, without values that nothing uses, such as those that were tested."""
-    lines = list[str]()
-    used = set[fx.Node]()
-    for node in reversed(graph.nodes):
-        is_call = node.op in ("placeholder", "output", "call_module")
-        if is_call or node in used or _writes(node):
-            used.update(node.all_input_nodes)
-            lines.append(f"{node} {node.target} {node.args} {node.kwargs}")
-    return "\n".join(lines)
+    kept = ("placeholder", "output", "call_module")
+    graph.eliminate_dead_code(lambda node: node.op in kept or _writes(node))
+    return str(graph)
 
 
 def _writes(node: fx.Node) -> bool:

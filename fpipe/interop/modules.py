@@ -68,9 +68,12 @@ def from_module(
     empty = clone(model)
     pieces = cut_forward(empty, cuts, side)
     with_blocks(empty)
-    graphs = [fx.GraphModule(empty, piece.graph) for piece in pieces]
+    graphs = [fx.GraphModule(empty, piece) for piece in pieces]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
     used = [list(tensors_of(graph)) for graph in graphs]
+    fault = tree.unmatched(state, [name for name, _ in model.named_buffers()])
+    if fault:
+        raise StageError(f"state={fault.replace('leaf', 'buffer')}")
     changing = changing_buffers(model, state)
     for buffer in changing:
         users = [name for name, row in zip(names, used, strict=True) if buffer in row]
@@ -83,10 +86,11 @@ def from_module(
     owned = claims_of_parts(model, fixed)
     stages = list[Stage]()
     for stage, (claim, graph) in enumerate(zip(owned, graphs, strict=True)):
+        _, *sides = pieces[stage].find_nodes(op="placeholder")
         function = ModuleFunction(
             graph,
             claim.aliases,
-            sides=pieces[stage].sides,
+            sides=[str(node.target) for node in sides],
             state=[name for name in used[stage] if name in changing],
             name=names[stage],
         )

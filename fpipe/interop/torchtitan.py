@@ -2,7 +2,7 @@
 """torchtitan's own trainer on a pipeline of fpipe: the function of a train spec that builds it.
 
 A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This
-module reads their attributes and does not import torchtitan.
+module reads their attributes. torchtitan itself, which divides the layers, is imported by a call.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -82,7 +82,9 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
                 )
     else:
         schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages)
-    parts = parts or names_per_part(schedule.stages, layers, *less)
+    if not parts:
+        theirs = import_module("torchtitan.distributed.pipeline_parallel")
+        parts = theirs.generate_llm_fqn_per_model_part(schedule.stages, layers, *less)
     _check_names(model, parts)
     return Settings(schedule, tuple(map(tuple, parts)))
 
@@ -129,7 +131,7 @@ def pipelining_fn(
     ```
     """
     from .pipelining import PipelineStage  # torch's package takes a second to import
-    from .pipelining.schedules import of_schedule
+    from .pipelining.schedules import _PipelineScheduleRuntime
 
     for axis in ("dp_replicate", "dp_shard", "cp"):
         if getattr(parallel_dims, axis, 1) > 1:
@@ -153,7 +155,9 @@ def pipelining_fn(
         # the trainer prints the sum over microbatches
         return loss_fn(*args, **keywords) / schedule.microbatches
 
-    return of_schedule(schedule, stages, loss), parts, 0 in local, last in local
+    runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss, scale_grads=False)
+    runtime.take_schedule(schedule)
+    return runtime, parts, 0 in local, last in local
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -171,27 +175,3 @@ def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
             kept = child if name in names else None
         setattr(part, name, kept)
     return part
-
-
-def names_per_part(
-    stages: int, layers: int, first_less: int = 1, last_less: int = 1
-) -> list[list[str]]:
-    """torchtitan's distribution: embedding and head count as some layers each, and earlier stages
-    get the remainder.
-
-    >>> names_per_part(3, 4)
-    [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2'], ['layers.3', 'norm', 'output']]
-    """
-    # numbers below 0 and from ``layers`` on stand for the embedding and the head
-    parts = np.array_split(range(-first_less, layers + last_less), stages)
-    least = len(parts[-1])
-    if stages > 1 and least < max(1, first_less, last_less):
-        raise StageError(
-            f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave "
-            f"{least} for each of {stages} stages, which is too few; take fewer stages, or count "
-            "fewer layers for the first and last stage"
-        )
-    names = [[f"layers.{i}" for i in part if 0 <= i < layers] for part in parts]
-    names[0].insert(0, "tok_embeddings")
-    names[-1] += ["norm", "output"]
-    return names

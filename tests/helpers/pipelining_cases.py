@@ -73,7 +73,7 @@ def run_cases(only: str = "", long: bool = True) -> dict[str, str]:
     names = chosen(long)
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    _GROUPS[dist.group.WORLD, "pp"] = fpipe.adopt(dist.group.WORLD, CPU, timeout=20)
+    _GROUPS[dist.group.WORLD] = fpipe.adopt(dist.group.WORLD, CPU, timeout=20)
     found: dict[str, str] = {}
     for name, run in CASES.items():
         if only in name and name in names:
@@ -121,7 +121,7 @@ def own_group() -> Any:
     """A process group that an error in a step may end."""
     group = dist.new_group()
     assert group is not None
-    _GROUPS[group, "pp"] = fpipe.adopt(group, CPU, timeout=20)
+    _GROUPS[group] = fpipe.adopt(group, CPU, timeout=20)
     return group
 
 

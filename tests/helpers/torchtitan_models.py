@@ -54,11 +54,10 @@ def _loaded() -> Any:
     )  # doctests leave their last value there; tyro hashes all values of builtins
     with _stub_triton():
         from torchtitan.config import JobConfig
-        from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
         from torchtitan.models import llama3
-    return types.SimpleNamespace(
-        JobConfig=JobConfig, llama=llama3, names_per_part=generate_llm_fqn_per_model_part
-    )
+
+        importlib.import_module("torchtitan.distributed.pipeline_parallel")
+    return types.SimpleNamespace(JobConfig=JobConfig, llama=llama3)
 
 
 def trained_by_parts(names: list[str], steps: int = 3) -> list[tuple[list[float], dict[str, Any]]]:

@@ -89,7 +89,7 @@ PACKAGES = {
     "interop": Entry(
         "other people's models, trainers, files",
         "lowering",
-        "collectives engine errors programs saving schedule stage tree",
+        "collectives errors programs saving schedule stage tree",
     ),
     "__main__": Entry("python -m fpipe", "", "products"),
 }

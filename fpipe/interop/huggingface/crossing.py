@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import StageError
-from .recording import INPUT, NONE, RANDOM, Labels, Recording, Value, Visit
+from .recording import NONE, RANDOM, Labels, Recording, Value, Visit
 
 #: The size of an axis in two forwards with inputs of different sizes.
 Sizes: TypeAlias = tuple[int, int]
@@ -61,15 +61,15 @@ def flow_of(
     ]
     one, other = ({**run.tensors, **run.side} for run in runs[:2])
     sizes = {
-        source: tuple(zip(one[source].shape, other[source].shape, strict=False))
-        for source in one.keys() & other.keys()
+        source: tuple(zip(tensor.shape, other[source].shape, strict=False))
+        for source, tensor in one.items()
     }
     return Flow(
         visits,
         NONE.union(*(run.uses for run in runs)),
         sizes,
         {value: tensor.dtype for value, tensor in runs[0].tensors.items()},
-        frozenset[str]().union(*(run.parameters for run in runs)),
+        frozenset[str]().union(*(run.read for run in runs)),
         tuple(runs[0].inputs),
         tuple(sides),
         keywords,
@@ -86,7 +86,6 @@ class Part(NamedTuple):
     stop: int
     receives: tuple[Value, ...]
     sends: tuple[Value, ...]
-    parameters: frozenset[str]  #: of the code between units
 
 
 def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
@@ -101,8 +100,7 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
     stop = len(flow.visits)
     for first in [*reversed(bounds), 0]:
         used = flow.used(first, stop)
-        values = {use for use in used if isinstance(use, Value)}
-        draws = {value for value in values if value.call == RANDOM}
+        draws = {value for value in used if value.call == RANDOM}
         if not drawn.isdisjoint(draws):
             raise StageError(
                 f"fpipe cannot split {type(model).__name__}: the code between its layers draws "
@@ -110,30 +108,24 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
                 "mode, or write its stages as functions"
             )
         drawn |= draws
-        if first:
-            receives = _crossing(flow, first, values.union(sends) - draws)
-        else:
-            receives = ()
-        parameters = frozenset(use for use in used if isinstance(use, str))
-        parts.append(Part(first, stop, receives, sends, parameters))
+        receives = _crossing(flow, first, used.union(sends) - draws)
+        parts.append(Part(first, stop, receives, sends))
         sends = receives
         stop = first
     return parts[::-1]
 
 
-def _crossing(flow: Flow, first: int, needed: set[Value]) -> tuple[Value, ...]:
+def _crossing(flow: Flow, first: int, needed: Labels) -> tuple[Value, ...]:
     """Return the values from before a call that it and those after it need.
 
     They depend on them, or no blank can be built in their place: it has the axes of other values.
     """
-    crossing = {value for value in needed if value.call < first}
-    sources = [*crossing, *(source for source in flow.sizes if isinstance(source, str))]
-    axis_sizes = {sizes for source in sources for sizes in flow.sizes.get(source, ())}
-    before = [Value(INPUT, leaf) for leaf in range(len(flow.inputs))]
-    before += [value for visit in flow.visits[:first] for value in visit.values]
+    before = [value for value in flow.sizes if isinstance(value, Value) and value.call < first]
+    crossing = set(needed.intersection(before))
+    sides = (source for source in flow.sizes if isinstance(source, str))
+    axis_sizes = {sizes for source in (*crossing, *sides) for sizes in flow.sizes[source]}
     for value in before:
-        axes = flow.sizes.get(value)
-        if axes is None or not axis_sizes.issuperset(axis for axis in axes if axis[0] != axis[1]):
+        if not axis_sizes.issuperset(axis for axis in flow.sizes[value] if axis[0] != axis[1]):
             crossing.add(value)
-            axis_sizes.update(axes or ())
+            axis_sizes.update(flow.sizes[value])
     return tuple(sorted(crossing))

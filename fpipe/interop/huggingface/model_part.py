@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ... import tree
 from ...errors import StageError
 from ...programs import remat
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
-from .calls import Call, Forward, observe, observed_by, result_of, returned
+from .calls import Call, Forward, observe, observed_by, result_of
 from .crossing import Flow, Part, Sizes
 from .recording import INPUT, Value
-from .units import Units, outside
+from .units import Units
 
 
 # ---- one call of a stage ----
@@ -79,35 +80,32 @@ def part_module(
     """
     new = clone(whole)
     mine = {visit.unit for visit in flow.visits[part.first : part.stop]}
-    writing = {visit.unit for visit in flow.visits if visit.writes}
-    run = {new.get_submodule(unit) for unit in mine}
-    others = {new.get_submodule(unit) for unit in units.names if unit not in mine}
     checkpointing = [m for m in new.modules() if getattr(m, "gradient_checkpointing", False)]
     recomputed = {child for module in checkpointing for child in module.modules()}
     for module in checkpointing:
         vars(module)["gradient_checkpointing"] = False
     for module in new.modules():
         _fill_rotary(module)
-    for unit in units.names:
-        child = new.get_submodule(unit)
-        if unit in mine and unit in units.layers:
-            if unit not in writing:
-                make_block(child)
-            if child.training and child in recomputed:
-                child.forward = _checkpointed(child)
-        observe(child, unit)
-    needed = {child for _, child in outside(new, others)}
-    for child in {child for unit in others for child in unit.modules()} - needed:
-        without_buffers(child)
+    run = {child for unit in mine for child in new.get_submodule(unit).modules()}
+    for child in {child for unit in units.names for child in new.get_submodule(unit).modules()}:
+        if child not in run:
+            without_buffers(child)
     tensors = tensors_of(new)
-    read = {tensors[name] for name in part.parameters}
+    read = {tensors[name] for name in flow.parameters}
     names = list[str]()
     for prefix, child in new.named_modules(remove_duplicate=False):
         if child in run:
-            names += [f"{prefix}.{name}" for name in tensors_of(child)]
+            parameters = child.named_parameters(recurse=False, remove_duplicate=False)
+            names += [f"{prefix}.{name}" for name, _ in parameters]
     names += [name for name, tensor in tensors.items() if tensor in read]
-    for prefix, child in outside(new, others | run):
-        names += [f"{prefix}{name}" for name, b in child.named_buffers(recurse=False) if b.is_meta]
+    names += [name for name, b in new.named_buffers(remove_duplicate=False) if b.is_meta]
+    for unit in units.names:
+        child = new.get_submodule(unit)
+        if unit in mine and unit in units.layers:
+            make_block(child)
+            if child.training and child in recomputed:
+                child.forward = _checkpointed(child)
+        observe(child, unit)
     return new, list(dict.fromkeys(names))
 
 
@@ -149,19 +147,10 @@ class ModelPart(ModuleFunction):
         super().__init__(module, claim.aliases, sides=flow.sides, name=name)
         self.flow = flow
         self.part = part
-        self.unused = {
-            name: parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if name in flow.parameters and name not in self.aliases
-        }
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the layers on token ids, or on the output of the stage before."""
         received = _Received(self.flow, self._values(x), side)
-        # what code between units of other stages computes with these is not used
-        for name, like in self.unused.items():
-            blank = torch.full((), float("nan"), dtype=like.dtype, device=received.device)
-            tensors[name] = blank.expand(like.shape)
         inputs = {name: received.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}
         visits = self._visits(received)
@@ -187,15 +176,14 @@ class ModelPart(ModuleFunction):
             if visit.unit != call.unit:
                 break
             if number < part.first:
-                leaves = [received.value(v) if isinstance(v, Value) else v for v in visit.leaves]
-                structure = visit.structure
+                out = tree.unflatten(visit.structure, list(map(received.value, visit.values)))
             else:
-                leaves, structure = call.run()
-                results = zip(visit.leaves, leaves, strict=True)
+                out = call.forward(*call.args, **call.kwargs)
+                results = zip(visit.values, tree.leaves(out), strict=True)
                 values.update((value, leaf) for value, leaf in results if value in part.sends)
                 if number + 1 == part.stop < len(visits):
                     raise _DoneError(tuple(values[value] for value in part.sends))
-            call = yield returned(call, structure, leaves)
+            call = yield out
         raise StageError(
             f"{self.name} runs {call.unit!r} where the model did not when it was cut; which "
             "modules run must not depend on the inputs"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from torch import Tensor, nn
 
+from ... import balance
 from ...errors import StageError
 from ...stage import Stage
 from ..experts import is_experts, use_traceable_experts
@@ -54,7 +55,7 @@ def stages(
     ```
     """
     units = units_of(model)
-    whole, traced = _traceable(model)
+    whole = _traceable(model)
     flow, recordings, runs_without_values = try_forward(model, whole, units, example)
     layers = [number for number, visit in enumerate(flow.visits) if visit.unit in units.layers]
     edges = [0, *_first_layers(model, flow, layers, n, cuts), len(layers)]
@@ -69,7 +70,7 @@ def stages(
         functions.append(ModelPart(modules[stage][0], claim, flow, part, name))
         run = [model.get_submodule(visit.unit) for visit in flow.visits[part.first : part.stop]]
         mixture = any(is_experts(module) for unit in run for module in unit.modules())
-        if mixture and not (traced and runs_without_values):
+        if mixture and not runs_without_values:
             engine = "eager"
         else:
             engine = None
@@ -85,8 +86,8 @@ class _NoLayerDrop:
         return False
 
 
-def _traceable(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Clone a model; return whether experts of the clone, if there are any, can be traced."""
+def _traceable(model: nn.Module) -> nn.Module:
+    """Clone a model such that it can be traced, also its experts if there are any."""
     if getattr(model.config, "output_router_logits", False):
         raise StageError(
             f"the config of {type(model).__name__} adds the loss of its routers, which is no sum "
@@ -102,7 +103,8 @@ def _traceable(model: nn.Module) -> tuple[nn.Module, bool]:
             )
         if drop == 0:
             vars(module)["layerdrop"] = _NoLayerDrop()
-    return whole, use_traceable_experts(whole)
+    use_traceable_experts(whole)
+    return whole
 
 
 def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
@@ -120,7 +122,7 @@ def _first_layers(
     layers: Sequence[int],
     n: int | None,
     cuts: Sequence[int] | None,
-) -> list[int]:
+) -> Sequence[int]:
     """Return the layers that begin stages 1, 2, ...
 
     It is ``len(layers)`` where the last stage is the head alone.
@@ -132,7 +134,7 @@ def _first_layers(
         inside = all(isinstance(cut, int) and 1 <= cut <= count for cut in cuts)
         if not inside or any(a >= b for a, b in pairwise(cuts)):
             raise StageError(f"cuts={list(cuts)!r}; give ascending layer indices from 1 to {count}")
-        return list(cuts)
+        return cuts
     if not isinstance(n, int) or not 1 <= n <= count + 1:
         raise StageError(f"n={n!r} stages of {count} layers and a head; give 1 to {count + 1}")
     sizes = list[int]()
@@ -140,26 +142,5 @@ def _first_layers(
         unit = model.get_submodule(visit.unit)
         sizes.append(sum(p.numel() for p in unit.parameters() if p.dim() > 1))
     head = sum(sizes[layers[-1] + 1 :])
-    return _even_starts([*(sizes[number] for number in layers), head], n)
-
-
-def _even_starts(sizes: Sequence[int], n: int) -> list[int]:
-    """Return where parts 1, 2, ... begin such that the sum of the squares of their sizes is least.
-
-    >>> _even_starts([1, 1, 1, 1, 4], 3)
-    [2, 4]
-    """
-    ends = [0, *accumulate(sizes)]
-    # by the end of the parts so far: the sum of squares, and where these parts begin
-    best = {0: (0, list[int]())}
-    for part in range(1, n + 1):
-        longer = dict[int, tuple[int, list[int]]]()
-        for stop in range(part, len(ends)):
-            longer[stop] = min(
-                (cost + (ends[stop] - ends[first]) ** 2, [*starts, first])
-                for first, (cost, starts) in best.items()
-                if first < stop
-            )
-        best = longer
-    _, starts = best[len(sizes)]
-    return starts[1:]
+    costs = [*(sizes[number] for number in layers), head]
+    return balance(costs, n, "GPipe", microbatches=2).starts[1:]

@@ -25,7 +25,7 @@ from ..module_function import clone, tensors_of
 from .calls import observe
 from .crossing import Flow, flow_of
 from .model_part import ModelPart
-from .recording import Recording, record
+from .recording import Recording
 from .units import Units
 
 #: Arguments of forward that are side inputs of all stages.
@@ -70,42 +70,25 @@ def try_forward(
     keywords = {"use_cache": False, "return_dict": True}
     keywords = {n: value for n, value in keywords.items() if takes_any or n in parameters}
     run = partial(_recorded, model, whole, units, keywords)
-    if example is None:
-        large = _example(model, "decoder_input_ids" in sides)
-    else:
-        large = example
-    large = {name: value[:_ROWS].to(_device(model)) for name, value in large.items()}
+    given = _example(model, sides) if example is None else example
+    large = {name: value[:_ROWS].to(_device(model)) for name, value in given.items()}
     if any(len(value) < _ROWS for value in large.values()):
         raise StageError("example= needs two rows of each argument")
     small = {name: value[:1] for name, value in large.items()}
     for name, value in small.items():
-        if _is_tokens(value):
+        if value.dim() == 2 and not value.is_floating_point():
             small[name] = value[:, :-2]
+    if example is None:
+        small.pop("attention_mask", None)
     first = run(small)
     try:
         without_values = [run(small, real=False)]
     except StageError:
         without_values = []
+    real = [first, run(large)]
     training = without_values if model.training else []
-
-    def trial(arguments: Mapping[str, Tensor]) -> tuple[Flow, list[Recording], bool]:
-        real = [first, run(arguments)]
-        flow = flow_of(model, [*real, *training], sides, keywords)
-        return flow, real, bool(without_values)
-
-    ids = next(value for name, value in large.items() if name not in _SIDES)
-    if _is_tokens(ids) and "attention_mask" in sides and "attention_mask" not in large:
-        mask = torch.ones_like(ids)
-        mask[1, :_PADDED] = 0
-        try:
-            return trial({**large, "attention_mask": mask})
-        except StageError:
-            sides.remove("attention_mask")
-    return trial(large)
-
-
-def _is_tokens(value: Tensor) -> bool:
-    return value.dim() == 2 and not value.is_floating_point()
+    flow = flow_of(model, [*real, *training], sides, keywords)
+    return flow, real, bool(without_values)
 
 
 def _recorded(
@@ -131,7 +114,8 @@ def _recorded(
                 arguments = _empty(arguments)
             inputs = {name: value for name, value in arguments.items() if name not in _SIDES}
             side = {name: value for name, value in arguments.items() if name in _SIDES}
-            return record(new, tensors, inputs, side, keywords)
+            parameters = {n: tensors[n] for n, _ in new.named_parameters(remove_duplicate=False)}
+            return Recording(parameters, inputs, side).run(new, tensors, keywords)
     except Exception as error:
         if without:
             what = "without values it does not run"
@@ -152,8 +136,8 @@ def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: empty[tensor] for name, tensor in tensors.items()}
 
 
-def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:
-    """Return token ids for a model."""
+def _example(model: nn.Module, sides: Sequence[str]) -> dict[str, Tensor]:
+    """Return token ids for a model, and a mask that hides the first ones of the last row."""
     name = getattr(model, "main_input_name", "input_ids")
     if name != "input_ids":
         raise StageError(
@@ -163,12 +147,16 @@ def _example(model: nn.Module, has_decoder: bool) -> dict[str, Tensor]:
     in_config = getattr(model.config, "vocab_size", None)
     vocabulary = getattr(embedding, "num_embeddings", in_config) or _TOKENS
     lengths = {"input_ids": _TOKENS}
-    if has_decoder and getattr(model.config, "is_encoder_decoder", False):
+    if "decoder_input_ids" in sides and getattr(model.config, "is_encoder_decoder", False):
         lengths["decoder_input_ids"] = _DECODED
-    return {
+    example = {
         name: (torch.arange(1, _ROWS * length + 1) % vocabulary).view(_ROWS, length)
         for name, length in lengths.items()
     }
+    if "attention_mask" in sides:
+        example["attention_mask"] = torch.ones_like(example["input_ids"])
+        example["attention_mask"][-1, :_PADDED] = 0
+    return example
 
 
 def _device(model: nn.Module) -> torch.device:

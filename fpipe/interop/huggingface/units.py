@@ -8,7 +8,7 @@ like a layer, a unit, which one stage runs as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -17,9 +17,6 @@ from ...errors import StageError
 
 #: The class of transformers that most layers have as a base.
 _LAYER = "GradientCheckpointingLayer"
-#: Of lists whose items have another class, those count that have this share of the parameters of
-#: the largest.
-_SHARE = 0.1
 
 
 class Units(NamedTuple):
@@ -40,14 +37,11 @@ def units_of(model: nn.Module) -> Units:
             f"{type(model).__name__} is no causal model of the transformers package; "
             "fpipe.from_module cuts other modules"
         )
-    lists = dict(_module_lists(model, ""))
-    chosen = [name for name, items in lists.items() if any(map(_is_layer, items))]
+    chosen = {
+        path.rpartition(".")[0] for path, _ in _outermost(model, lambda _, child: _is_layer(child))
+    }
     if not chosen:
-        sizes = dict[str, int]()
-        for name, items in lists.items():
-            sizes[name] = sum(p.numel() for p in items.parameters())
-        large = _SHARE * max(sizes.values(), default=0)
-        chosen = [name for name, size in sizes.items() if size and size >= large]
+        chosen = {path for path, _ in _outermost(model, lambda _, child: _is_list(child))}
     if not chosen:
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
@@ -56,57 +50,44 @@ def units_of(model: nn.Module) -> Units:
     opened = set[str]()
     for name in chosen:
         opened.update(name.rsplit(".", up)[0] for up in range(name.count(".") + 1))
-    names = tuple(dict(_units(model, "", opened)).values())
-    return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in chosen))
 
+    def is_unit(path: str, child: nn.Module) -> bool:
+        """Return whether a module is called as a whole: it is neither opened nor a container.
 
-def _units(
-    module: nn.Module, prefix: str, opened: Collection[str]
-) -> Iterator[tuple[nn.Module, str]]:
-    """Return the outermost modules that are called as a whole: neither opened ones nor containers.
-
-    Those without parameters count where they are random, since only one stage may draw.
-    """
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
+        Those without parameters count where they are random, since only one stage may draw.
+        """
         if path in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _units(child, f"{path}.", opened)
-        elif any(True for _ in child.parameters()) or "dropout" in type(child).__name__.lower():
-            yield child, path
+            return False
+        return _has_parameters(child) or "dropout" in type(child).__name__.lower()
+
+    names = tuple({child: path for path, child in _outermost(model, is_unit)}.values())
+    return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in chosen))
 
 
 def _is_layer(module: nn.Module) -> bool:
     return any(cls.__name__ == _LAYER for cls in type(module).__mro__)
 
 
-def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Return the lists of modules that are in no layer, by name; of nested lists, the inner ones
-    only.
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and _has_parameters(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _outermost(
+    module: nn.Module, is_wanted: Callable[[str, nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules in a module that are wanted, by name, but none that is in another one.
+
+    >>> model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1)))
+    >>> [path for path, _ in _outermost(model, lambda _, child: isinstance(child, nn.Linear))]
+    ['1.0']
     """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if _is_layer(child):
-            inside = []
-        else:
-            inside = list(_module_lists(child, f"{path}."))
-        has_layers = isinstance(child, nn.ModuleList) and any(map(_is_layer, child))
-        if isinstance(child, nn.ModuleList) and len(child) and (has_layers or not inside):
+        if is_wanted(path, child):
             yield path, child
         else:
-            yield from inside
-
-
-def outside(
-    module: nn.Module, units: Collection[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Return a module and those in it that are not in one of the units alone, with their names and
-    a dot.
-
-    >>> model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
-    >>> [name for name, _ in outside(model, [model[1]])]
-    ['', '0.']
-    """
-    yield prefix, module
-    for name, child in module.named_children():
-        if child not in units:
-            yield from outside(child, units, f"{prefix}{name}.")
+            yield from _outermost(child, is_wanted, f"{path}.")

@@ -35,18 +35,17 @@ def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     return order
 
 
-def schedule_of(order: Order, name: str = "") -> Schedule:
+def schedule_of(order: Order) -> Schedule:
     """Return the schedule of an order; idle steps and messages in it are left out.
 
     >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})
     Schedule(ranks=1, microbatches=1, stages=1)
     """
-    rows = list[str]()
-    for rank in sorted(order):
-        computed = [a for a in order[rank] if a is not None and a.is_compute_op]
-        rows.append(f"[{', '.join(map(str, computed))}]")
-    text = "\n".join(rows)
-    return Schedule.parse(text, name=name).check()
+    rows = (
+        [action for action in order[rank] if action is not None and action.is_compute_op]
+        for rank in sorted(order)
+    )
+    return Schedule.parse("\n".join(map(str, rows))).check()
 
 
 def with_messages(schedule: Schedule) -> Order:
@@ -62,11 +61,10 @@ def dump(schedule: Schedule, path: str | PathLike[str], form: Format) -> None:
     """Write the CSV of a schedule in one of torch's formats."""
     _check(form)
     if form == "compute_only":
-        order = order_of(schedule)
-    else:
-        order = with_messages(schedule)
+        schedule.to_csv(path)
+        return
     with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(order[rank] for rank in sorted(order))
+        csv.writer(file).writerows(with_messages(schedule).values())
 
 
 def load(path: str | PathLike[str], form: Format) -> Schedule:

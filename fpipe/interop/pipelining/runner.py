@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import Microbatches, Pipeline, copies, elsewhere, pipeline, tree, value_and_grad
-from ...engine import Copies
 from ...errors import MismatchError, TraceError, UnsupportedError
 from ...schedule import Schedule
 from ...stage import Stage
@@ -105,11 +104,11 @@ class StepRunner:
         self.device = stages[0].device
         self.group = group_of(stages[0].group, self.device)
         self.modules = dict[int, nn.Module]()
-        self.copies = None  # the process group of the copies of modules under torch's wrapper
+        self.copies = None  # of modules under torch's wrapper
         for stage in stages:
             module = stage.submod
             if isinstance(module, DistributedDataParallel):
-                self.copies = module.process_group
+                self.copies = copies(group_of(module.process_group, self.device), reduction="mean")
                 module = module.module
             self.modules[stage.stage_index] = module
         self.fallbacks = Fallbacks()
@@ -157,15 +156,10 @@ class StepRunner:
                 outputs="last",
                 loss=loss,
                 reduction="mean" if self.mean else "sum",
-                dp=self._copies(),
+                dp=self.copies,
             )
             self.described = pipe.config.functions
         return bound, pipes[schedule, plain]
-
-    def _copies(self) -> Copies | None:
-        if self.copies is None:
-            return None
-        return copies(group_of(self.copies, self.device, "dp"), reduction="mean")
 
     def refuse(self, schedule: Schedule, error: Exception) -> None:
         """Tell the other processes of an error in the arguments of a step."""

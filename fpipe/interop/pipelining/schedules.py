@@ -70,10 +70,10 @@ class _PipelineSchedule:
         self.pipeline_order: Order = {}
         if self.name:
             sizes = self.pp_group_size, n_microbatches, self._num_stages
-            self._take(make_schedule(self.name, *sizes))
+            self.take_schedule(make_schedule(self.name, *sizes))
 
     # ---- the order ----
-    def _take(self, schedule: Schedule) -> None:
+    def take_schedule(self, schedule: Schedule) -> None:
         """Use a schedule, and tell the stages which ranks have them."""
         has = schedule.ranks, schedule.stages, schedule.microbatches
         wanted = self.pp_group_size, self._num_stages, self._n_microbatches
@@ -96,7 +96,7 @@ class _PipelineSchedule:
                 raise ScheduleError(
                     "there is no order yet; load one with _load_csv, or set pipeline_order"
                 )
-            self._take(orders.schedule_of(self.pipeline_order))
+            self.take_schedule(orders.schedule_of(self.pipeline_order))
         schedule = self._schedule
         assert schedule is not None
         placement = schedule.placement
@@ -113,7 +113,7 @@ class _PipelineSchedule:
         self, actions: Mapping[int, Sequence[Action | None]]
     ) -> None:
         """Take an order as it is in memory, by rank."""
-        self._take(orders.schedule_of(actions))
+        self.take_schedule(orders.schedule_of(actions))
 
     # ---- steps ----
     def step(
@@ -206,7 +206,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Read the order from a CSV file; messages in it are planned anew."""
-        self._take(orders.load(filename, format))
+        self.take_schedule(orders.load(filename, format))
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Write the order as a CSV file."""
@@ -284,19 +284,6 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
     """Two stages per rank in a V, forwards and backwards overlapped."""
 
     name = "DualPipeV"
-
-
-def of_schedule(
-    schedule: Schedule,
-    stages: Sequence[PipelineStage],
-    loss_fn: Callable[..., Tensor],
-) -> _PipelineScheduleRuntime:
-    """Return the class that runs any schedule of fpipe; gradients are those of the sum of the
-    losses of all microbatches.
-    """
-    runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn, scale_grads=False)
-    runtime._take(schedule)
-    return runtime
 
 
 _CLASSES: dict[str, type[_PipelineSchedule]] = {

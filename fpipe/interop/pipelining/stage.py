@@ -14,18 +14,17 @@ from ... import adopt
 from ...collectives import Group
 from ...errors import UnsupportedError
 
-#: The groups of fpipe over process groups, by process group and purpose: the processes connect
-#: once.
-_GROUPS: dict[tuple[dist.ProcessGroup, str], Group] = {}
+#: The groups of fpipe over process groups: the processes connect once.
+_GROUPS: dict[dist.ProcessGroup, Group] = {}
 
 
-def group_of(pg: dist.ProcessGroup | None, device: torch.device, purpose: str = "pp") -> Group:
+def group_of(pg: dist.ProcessGroup | None, device: torch.device) -> Group:
     """Return the group of fpipe over a process group, by default that of all processes."""
     source = dist.group.WORLD if pg is None else pg
     assert source is not None, "torch.distributed is initialized"
-    if (source, purpose) not in _GROUPS:
-        _GROUPS[source, purpose] = adopt(source, device)
-    return _GROUPS[source, purpose]
+    if source not in _GROUPS:
+        _GROUPS[source] = adopt(source, device)
+    return _GROUPS[source]
 
 
 class PipelineStage:
