@@ -43,9 +43,12 @@ def dropped(p: Any, x: Tensor) -> Tensor:
 def network(stages: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, 5), "b": (5,), "w2": (5, WIDTH)}
-    return [
+    params = [
         {k: torch.randn(s, generator=draw) / 3 for k, s in shapes.items()} for _ in range(stages)
     ]
+    if stages > 2:  # tied
+        params[2]["w1"] = params[0]["w1"].clone()
+    return params
 
 
 def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
