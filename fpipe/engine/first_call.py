@@ -87,7 +87,7 @@ def compare_copies(config: Config) -> None:
     agree(
         config.copies.group,
         {
-            "schedule": repr(config),
+            "schedule": config.title,
             "copies": config.copies.description,
             "tied parameters": str(config.tied),
             "the dtype of accumulation": str(config.accumulate),

@@ -25,6 +25,8 @@ from fpipe.collectives.local import LocalGroup
 from fpipe.engine.execute import WATCH
 from fpipe.lowering.plan import Plan
 from fpipe.passes.copies.sharding import Layout
+from fpipe.testing.fake import FakeGroup, Network
+from fpipe.testing.world import World
 from schedule_table import TABLE
 
 WIDTH, MICROBATCHES, ROWS = 8, 4, 2  # of the first, microbatches a copy, rows of each
@@ -648,6 +650,24 @@ def test_copies_that_differ_are_reported():
         step(pipe_of("1F1B", dp, zero=2 * dp.here[0]), dp)
 
     with pytest.raises(fpipe.errors.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
+        on_copies(run)
+
+
+def test_copies_of_other_stages_are_reported():
+    """Where ``dp=`` has the first rank of one pipeline and the second rank of another."""
+
+    def run(dp: Any) -> None:
+        rank = dp.here[0]
+        group = FakeGroup(Network(World(2, 0, 60.0), (), lockstep=False), rank)
+        pipe = fpipe.pipeline(
+            [block] * 2, loss=squared, microbatches=2, group=group, dp=fpipe.copies(dp)
+        )
+        fpipe.grad(pipe)(pipe.place(network(2)), *(t.chunk(2)[rank] for t in batch()))
+
+    with pytest.raises(
+        fpipe.errors.MismatchError,
+        match=r"disagree about the stages here: rank 0 has \(0,\), rank 1 has \(1,\); give dp=",
+    ):
         on_copies(run)
 
 
