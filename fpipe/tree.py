@@ -110,6 +110,11 @@ def is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+def is_float8(leaf: torch.Tensor) -> bool:
+    """Whether a tensor is of floats of one byte or less, which torch cannot add."""
+    return leaf.is_floating_point() and leaf.dtype.itemsize < 2
+
+
 def sum_dtype(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
     """The dtype of a sum of gradients of ``dtype``; ``accumulate`` is the option of that name.
 

@@ -46,6 +46,7 @@ _REMEDIES = {
     "schedule": "give every rank the same schedule",
     "microbatches": "call with the same number of microbatches on every rank",
     "call": "make the same calls in the same order on every rank",
+    "the stages here": "give dp= the processes that hold the same stages",
     "plans": "make the same calls in the same order on every rank, with arguments of the same "
     "shapes and strides",
 }

@@ -135,13 +135,23 @@ def is_dense(tensor: Tensor) -> bool:
     )
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of the elements of a tensor, on its device.
+
+    >>> flat_bytes(torch.tensor([1, 256], dtype=torch.int16))
+    tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
 def to_bytes(tensor: Tensor) -> bytearray:
     """The elements of a tensor in memory of their own on the host.
 
     >>> bytes(to_bytes(torch.tensor([1, 256], dtype=torch.int16)))
     b'\\x01\\x00\\x00\\x01'
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat_bytes(tensor)
     raw = bytearray(flat.numel())
     if raw:
         torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)

@@ -173,8 +173,8 @@ def adopt(
         a group for ``fpipe.pipeline(..., group=)``, or for ``dp=``.
 
     Raises:
-        GroupError: if ``source`` is neither, the mesh has several axes, or the process group cannot
-        carry the device.
+        GroupError: if ``source`` is neither, the mesh has several axes, or ranks that do not
+        ascend, or the process group cannot carry the device.
 
     >>> adopt("pp")
     Traceback (most recent call last):
@@ -200,7 +200,15 @@ def _process_group(source: object) -> dist.ProcessGroup:
                 f"the mesh has the axes {source.mesh_dim_names or source.ndim}; give one of them, "
                 "as in mesh['pp']"
             )
-        return source.get_group()
+        pg = source.get_group()
+        ranks = dist.get_process_group_ranks(pg)
+        if source.mesh.tolist() != ranks:
+            raise GroupError(
+                f"the mesh has the ranks {source.mesh.tolist()} in this order, and torch's process "
+                f"group of them is in the order {ranks}, in which a pipeline would have its "
+                "stages; give a mesh whose ranks ascend along each axis"
+            )
+        return pg
     if not isinstance(source, dist.ProcessGroup):
         raise GroupError(
             "adopt takes a ProcessGroup or a DeviceMesh with one axis, not "

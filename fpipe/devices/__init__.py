@@ -6,7 +6,7 @@ This package must not know groups or stages.
 """
 
 from .allocator import keep_freed
-from .kinds import KINDS, DeviceKind, cores, current, kind, pick
+from .kinds import KINDS, DeviceKind, cores, current, kind, pick, wide
 
 __all__ = [
     "KINDS",
@@ -16,4 +16,5 @@ __all__ = [
     "keep_freed",
     "kind",
     "pick",
+    "wide",
 ]

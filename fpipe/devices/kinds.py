@@ -26,6 +26,7 @@ class DeviceKind(NamedTuple):
         visible: the environment variable that selects the devices that a process can use.
         package: the package to import where support is not part of torch.
         name: for people.
+        double: whether it has float64.
 
     >>> kind("xpu").backend
     'xccl'
@@ -36,6 +37,7 @@ class DeviceKind(NamedTuple):
     visible: str | None = None
     package: str | None = None
     name: str = ""
+    double: bool = False
 
     @property
     def backends(self) -> str:
@@ -52,8 +54,8 @@ class DeviceKind(NamedTuple):
 
 
 _ROWS = (
-    DeviceKind("cpu", "gloo", name="CPU"),
-    DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", name="NVIDIA or AMD GPU"),
+    DeviceKind("cpu", "gloo", name="CPU", double=True),
+    DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", name="NVIDIA or AMD GPU", double=True),
     # The device selector of oneAPI is read and never set: it can hide a device that attention
     # kernels need.
     DeviceKind("xpu", "xccl", "ZE_AFFINITY_MASK", name="Intel GPU"),
@@ -77,6 +79,23 @@ def kind(type: str) -> DeviceKind:
     ('CUDA_VISIBLE_DEVICES', 'gloo')
     """
     return KINDS.get(type) or DeviceKind(type, "gloo", name=f"unknown device {type!r}")
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype in which a device adds numbers up: float64 where it has that.
+
+    Args:
+        device: the device; tensors on ``meta`` have any dtype.
+
+    Returns:
+        float64 or float32.
+
+    >>> wide(torch.device("cpu")), wide(torch.device("mps"))
+    (torch.float64, torch.float32)
+    """
+    if device.type == "meta" or kind(device.type).double:
+        return torch.float64
+    return torch.float32
 
 
 def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:

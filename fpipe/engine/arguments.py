@@ -236,6 +236,9 @@ class Call:
             trained = [False] * len(leaves)
             if training and 0 in self.argnums:
                 trained = config.trained(stage, passed)
+            for leaf, wanted in zip(leaves, trained, strict=True):
+                if tree.is_tensor(leaf) and (leaf.is_sparse or (wanted and tree.is_float8(leaf))):
+                    raise mistakes.untrainable(stage, leaf)
             if shares is not None:
                 leaves, layouts[stage] = shares.seen(stage, passed, leaves, config.frozen)
             params[stage] = AbstractTree.flat(structure, leaves, trained)

@@ -57,11 +57,16 @@ class Config:
     more: tuple[Option, ...] = ()  # the options of passes
 
     def __repr__(self) -> str:
+        return f"<fpipe pipeline: {self.title}, {self.group!r}>"
+
+    @property
+    def title(self) -> str:
+        """The number of stages and the schedule, as text."""
         schedule = self.schedule
         name = schedule if isinstance(schedule, str) else getattr(schedule, "name", "custom")
         if self.choice is not None:
             name = "auto"
-        return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
+        return f"{self.stages} stages, schedule {name}"
 
     # ---- what follows from the arguments ----
     @property

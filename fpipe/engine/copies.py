@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.group import Group, as_group
+from ..devices import wide
 from ..errors import StageError
 from ..stage import patterns
 
@@ -77,13 +78,9 @@ class Copies:
         return self.zero > 0
 
     def total(self, value: Tensor) -> Tensor:
-        """A number's sum over the copies, in its own dtype where the device has that."""
+        """A float64 number's sum over the copies, in float64 where the device has that."""
         device = self.group.device(self.part)
-        if device.type in ("cpu", "cuda"):
-            dtype = value.dtype
-        else:
-            dtype = torch.float32
-        return self.group.all_reduce(value.to(device, dtype)).to(value.device, value.dtype)
+        return self.group.all_reduce(value.to(device, wide(device))).to(value.device, value.dtype)
 
     def average(self, value: Tensor) -> Tensor:
         """What copies' losses are together: their mean, or their sum where each has been weighed

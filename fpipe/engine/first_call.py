@@ -47,7 +47,7 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
     """Announce a call that has no plans, and compare it with the other ranks.
 
     From ``recent`` plans each rank predicts the interfaces of all stages. If all predict the same,
-    they need not be exchanged.
+    they need not be exchanged. The first call of a pipeline compares tied parameters.
     """
     config = call.config
     group = config.group
@@ -56,9 +56,13 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
     number = group.enter(NEW, lambda: call_facts)
     predict = feature("sizes.prediction").predict
     prediction = predict(config, request, recent)
-    report = (call.absent, None if prediction is None else prediction.digest)
+    ties = feature("ties") if config.tied and not recent else None
+    tied = {} if ties is None else ties.digests(call, request)
+    report: Any = (call.absent, None if prediction is None else prediction.digest, tied)
     reports = agree(group, shared(call_facts), request.schedule, report)
-    absent = [names for names, _ in reports]
+    if ties is not None:
+        ties.check_equal(config, [leaves for *_, leaves in reports])
+    absent = [names for names, *_ in reports]
     if any(absent):
         # Processes describe the arguments that they have and others lack.
         arguments = feature("elsewhere.arguments")
@@ -67,9 +71,9 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
         request = arguments.completed(call, absent, descriptions).request(shares)
         signature_facts = facts(config, request)
         prediction = predict(config, request, recent)
-        report = ((), None if prediction is None else prediction.digest)
+        report = ((), None if prediction is None else prediction.digest, {})
         reports = agree(group, shared(signature_facts), more=report)
-    same = len({digest for _, digest in reports}) == 1
+    same = len({digest for _, digest, _ in reports}) == 1
     # Two pipelines may have equal facts, but their plans were prepared in different calls. So
     # the number of the call is a part of the tag.
     tag = tag_of({**shared(signature_facts), "number": str(number)})
@@ -83,7 +87,7 @@ def compare_copies(config: Config) -> None:
     agree(
         config.copies.group,
         {
-            "schedule": repr(config),
+            "schedule": config.title,
             "copies": config.copies.description,
             "tied parameters": str(config.tied),
             "the dtype of accumulation": str(config.accumulate),

@@ -176,6 +176,25 @@ def without_strides(leaves: Sequence[object]) -> BatchError:
     )
 
 
+def nested(name: str) -> BatchError:
+    """The error for a nested tensor in a batch argument."""
+    return BatchError(
+        f"{name} holds a nested tensor, whose rows have different lengths, and stages take tensors "
+        "of one shape; pass its values and lengths, or torch.nested.to_padded_tensor of it"
+    )
+
+
+def untrainable(stage: int, leaf: torch.Tensor) -> StageError:
+    """The error for a sparse parameter, or a trained one of float8."""
+    what = f"a parameter of stage {stage} is"
+    if leaf.is_sparse:
+        return StageError(f"{what} sparse, and parameters must be dense; pass to_dense() of it")
+    return StageError(
+        f"{what} trained and {leaf.dtype}, of which torch adds no gradients; freeze it with "
+        "frozen=, or keep it in bfloat16 and convert it in the stage"
+    )
+
+
 def unhashable(error: TypeError) -> BatchError:
     """The error for a leaf of the arguments that is not hashable, as a signature must be."""
     return BatchError(

@@ -96,6 +96,8 @@ class Parts:
             self.leaves, self.absent = _stand_ins(leaves, name)
             self.specs = [self.structure] * (parts * slices)
             for leaf in filter(tree.is_tensor, self.leaves):
+                if leaf.is_nested:
+                    raise mistakes.nested(name)
                 if not _can_cut(leaf, parts, shared_scalars):
                     raise mistakes.uncut(leaf, parts, name)
                 if not self.absent:
@@ -109,6 +111,8 @@ class Parts:
         for m, part in enumerate(batch):
             leaves, structure = tree.flatten(part)
             leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
+            if any(leaf.is_nested for leaf in filter(tree.is_tensor, leaves)):
+                raise mistakes.nested(name)
             if slices > 1:
                 feature("slicing").check(leaves, structure, f"{name}[{m}]", slices)
             self.leaves += leaves

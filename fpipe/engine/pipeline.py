@@ -240,7 +240,8 @@ def pipeline(
             first stage, ``"*.norm"`` a leaf of every stage. Their gradients are None, and no time
             is spent on them.
         tied: groups of leaves that are one parameter, as ``[("0.wte", "7.wte")]``. Each copy gets
-            the sum of their gradients, so equal copies stay equal.
+            the sum of their gradients, so equal copies stay equal; the first call checks that they
+            are.
         outputs: what ranks without the last stage return where there is no loss: ``"zeros"`` of the
             true shapes, ``"everywhere"`` the outputs themselves, which are sent to them, ``"last"``
             None.

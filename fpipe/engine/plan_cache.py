@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..actions.product import feature
 from ..errors import BatchError
 from ..programs.cache import measured
 from ..programs.spent import Spent
@@ -138,6 +139,9 @@ class Cache:
             refused(config, error)
             raise
         if config.local:
+            if config.tied and not self.plans:
+                ties = feature("ties")
+                ties.check_equal(config, [ties.tensors(call, request)])
             agreed = Agreed(request)
         else:
             recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .. import tree
+from ..collectives.codec import flat_bytes, is_dense, to_bytes
+from ..engine.arguments import Call
 from ..engine.config import Config
 from ..engine.request import Request
 from ..errors import StageError
@@ -119,3 +126,63 @@ def sums_of(config: Config, request: Request, interfaces: Sequence[Interface]) -
         for leaf in local.values():
             specs |= dict.fromkeys(group, spec(leaf))
     return Sums(groups, specs)
+
+
+# ---- values, in the first call ----
+def tensors(call: Call, request: Request) -> dict[str, list[Tensor]]:
+    """The tied leaves of this process by name, each as the ordinary tensors in it; without those
+    that have no data, and those of which ZeRO keeps parts.
+    """
+    tied = set(map(_name, chain(*call.config.tied)))
+    found = {}
+    for stage, (leaves, _) in call.leaves.items():
+        params = request.params[stage]
+        assert params is not None
+        paths = tree.names(call.params[stage])
+        for path, leaf, aval in zip(paths, leaves, params.tensors, strict=True):
+            name = _name(f"{stage}.{path}")
+            if name in tied and aval is not None and aval.device.type != "meta":
+                found[name] = list(filter(is_dense, tree.parts(leaf)))
+    return found
+
+
+def digests(call: Call, request: Request) -> dict[str, list[str]]:
+    """The tied leaves of this process by name, as digests that other processes compare."""
+
+    def digest(tensor: Tensor) -> str:
+        return f"{tree.describe([tensor])} {sha256(to_bytes(tensor)).hexdigest()}"
+
+    return {name: list(map(digest, parts)) for name, parts in tensors(call, request).items()}
+
+
+def check_equal(config: Config, reports: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+    """Raise StageError where tied leaves differ in a bit; ``reports`` are those of each process.
+
+    A difference in shape or dtype of leaves in this process is left to ``sums_of``.
+    """
+    known = ChainMap(*map(dict, reports))
+    for group in config.tied:
+        first, *others = [name for name in map(_name, group) if name in known] or [""]
+        for other in others:
+            if not all(map(_same, known[first], known[other])):
+                error = StageError(
+                    f"tied parameters {first} and {other} have different values, but they are one "
+                    "parameter; pass the same tensor for both, or equal copies of it"
+                )
+                if config.copies is not None:
+                    config.copies.group.failed(error)
+                raise error
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two leaves, or their digests, are the same; NaN is equal to NaN."""
+    if isinstance(one, str):
+        return one == other
+    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return True
+    return torch.equal(flat_bytes(one), flat_bytes(other).to(one.device))
+
+
+def _name(text: str) -> str:
+    """The name of a leaf; that of a stage which is one leaf has no path."""
+    return text.removesuffix(".")

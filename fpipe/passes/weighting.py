@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..devices import wide
 from ..engine.copies import Copies
 from ..engine.microbatches import Weighted
 from ..engine.parts import Parts
@@ -58,18 +59,22 @@ def weights_of(
 ) -> list[torch.Tensor]:
     """The weights of ``number`` microbatches, over the sum of all.
 
-    They are counted over all copies of the pipeline, unless these are averaged.
+    They are counted over all copies of the pipeline, unless these are averaged: in float64, on the
+    host where their device has no float64.
     """
-    exact = []
+    counts = []
     for m in range(number):
         side = {name: part.tree(m) for name, part in sides.items()}
         count = _count(reduction, m, [target.tree(m) for target in targets], side)
-        exact.append(count.detach().reshape(()).to(torch.float64))
+        counts.append(count.detach().reshape(()))
+    device = counts[0].device
+    dtype = wide(device)
+    exact = [(count if dtype is torch.float64 else count.cpu()).double() for count in counts]
     total = torch.stack(exact).sum()
     if copies is not None and not copies.mean:
         total = copies.total(total)
     total = torch.where(total == 0, torch.ones_like(total), total)
-    return [value / total for value in exact]
+    return [(value / total).to(dtype).to(device) for value in exact]
 
 
 def _count(

@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.group import Group
+from ..devices import wide
 from ..errors import TransformError
 from ..tree import NAMESPACE, Tree
 
 EVERY_LEAF = ("*",)
-#: Devices that have float64; elsewhere boards are float32.
-DOUBLE_DEVICES = ("cpu", "cuda")
 
 
 @runtime_checkable
@@ -119,13 +118,6 @@ def board_device(tree: Tree, over: Over | None) -> torch.device:
         if isinstance(leaf, Tensor):
             return leaf.device
     return torch.device("cpu")
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """The dtype in which a device adds numbers up."""
-    if device.type in DOUBLE_DEVICES:
-        return torch.float64
-    return torch.float32
 
 
 def by_stage(tree: Tree, over: Over | None, values: Mapping[int, Tensor]) -> Tensor:

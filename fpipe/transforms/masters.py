@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import wide
 from ..tree import tree_map
-from .boards import wide
 from .leaves import Column, scaled
 from .transform import Params, Pass, State, Transform, added, one_pass, run, weights_of
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.group import Group
+from ..devices import wide
 from ..errors import TransformError
 from ..tree import Tree, matches, names, unmatched
 from . import foreach as F
@@ -31,7 +32,6 @@ from .boards import (
     copies_of,
     listed,
     stages_here,
-    wide,
 )
 from .leaves import map_kinds, places, recording
 from .transform import Transform, times

@@ -5,14 +5,18 @@ none exists.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import fpipe
 from fpipe import devices
+from fpipe.devices import kinds
+from fpipe.engine.parts import Parts
 from fpipe.errors import GroupError
 from fpipe.passes import streams
+from fpipe.passes.weighting import weights_of
 
 
 @pytest.fixture
@@ -111,3 +115,25 @@ def test_a_stage_may_name_the_cpu_with_an_index(engine: str):
         [torch.eye(2, device="cpu:0")] * 2, torch.ones(4, 2, device="cpu")
     )
     assert torch.equal(value, shifted(torch.eye(2), shifted(torch.eye(2), torch.ones(2, 2))).sum())
+
+
+class NoDouble(torch.Tensor):
+    """A tensor of a device that has no float64, such as an Apple GPU, until it is on the host."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].as_subclass(torch.Tensor)
+        if func is torch.Tensor.double or any(arg is torch.float64 for arg in args):
+            raise TypeError("this device has no float64")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_are_counted_on_the_host_where_a_device_has_no_float64(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(kinds, "KINDS", {"cpu": devices.kind("cpu")._replace(double=False)})
+    targets = Parts(torch.ones(4).as_subclass(NoDouble), 2, "target 0")
+    weights = weights_of(fpipe.weighted(lambda y: y.sum()), [targets], {}, 2, None)
+    assert [(weight.item(), weight.dtype) for weight in weights] == [(0.5, torch.float32)] * 2

@@ -281,13 +281,37 @@ def test_made_wrong(name: str):
         make()
 
 
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_parameters_that_torch_cannot_add_are_refused(engine: Any):
+    pipe = piped(engine=engine)
+    with pytest.raises(fpipe.errors.StageError, match=r"stage 0 is sparse.*to_dense"):
+        step(pipe, [PARAMS[0].to_sparse(), *PARAMS[1:]])
+    narrow = PARAMS[1].to(torch.float8_e4m3fn)
+    with pytest.raises(fpipe.errors.StageError, match=r"stage 1 is trained.*float8.*frozen="):
+        step(pipe, [PARAMS[0], narrow, *PARAMS[2:]])
+    stages = [layer, lambda p, x: layer(p.float(), x), layer, layer]
+    assert step(piped(stages, engine=engine, frozen=["1"]), [PARAMS[0], narrow, *PARAMS[2:]])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused(layout: torch.layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    for x in (nested, fpipe.Microbatches([nested, nested])):
+        with pytest.raises(fpipe.errors.BatchError, match=r"x holds a nested tensor.*lengths"):
+            step(piped(), PARAMS, x)
+    with pytest.raises(fpipe.errors.BatchError, match="target 0 holds a nested tensor"):
+        step(piped(), PARAMS, X, fpipe.Microbatches([nested, nested]))
+
+
 @pytest.mark.parametrize(
     "tied",
     [[("0", "1"), ("3", "1")], [("0", "1", "3"), ("1", "3")], [("0", "1", "0", "3"), ["0", "1"]]],
 )
 def test_groups_of_tied_leaves_with_a_common_leaf_are_one_parameter(tied):
-    grads = fpipe.grad(piped())(PARAMS, X, T)
-    together = fpipe.grad(piped(tied=tied))(PARAMS, X, T)
+    params = [PARAMS[0], PARAMS[0].clone(), PARAMS[2], PARAMS[0].clone()]
+    grads = fpipe.grad(piped())(params, X, T)
+    together = fpipe.grad(piped(tied=tied))(params, X, T)
     for stage in (0, 1, 3):
         torch.testing.assert_close(together[stage], grads[0] + grads[1] + grads[3])
     assert torch.equal(together[2], grads[2])

@@ -25,6 +25,8 @@ from fpipe.collectives.local import LocalGroup
 from fpipe.engine.execute import WATCH
 from fpipe.lowering.plan import Plan
 from fpipe.passes.copies.sharding import Layout
+from fpipe.testing.fake import FakeGroup, Network
+from fpipe.testing.world import World
 from schedule_table import TABLE
 
 WIDTH, MICROBATCHES, ROWS = 8, 4, 2  # of the first, microbatches a copy, rows of each
@@ -43,9 +45,12 @@ def dropped(p: Any, x: Tensor) -> Tensor:
 def network(stages: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, 5), "b": (5,), "w2": (5, WIDTH)}
-    return [
+    params = [
         {k: torch.randn(s, generator=draw) / 3 for k, s in shapes.items()} for _ in range(stages)
     ]
+    if stages > 2:  # tied
+        params[2]["w1"] = params[0]["w1"].clone()
+    return params
 
 
 def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
@@ -645,6 +650,24 @@ def test_copies_that_differ_are_reported():
         step(pipe_of("1F1B", dp, zero=2 * dp.here[0]), dp)
 
     with pytest.raises(fpipe.errors.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
+        on_copies(run)
+
+
+def test_copies_of_other_stages_are_reported():
+    """Where ``dp=`` has the first rank of one pipeline and the second rank of another."""
+
+    def run(dp: Any) -> None:
+        rank = dp.here[0]
+        group = FakeGroup(Network(World(2, 0, 60.0), (), lockstep=False), rank)
+        pipe = fpipe.pipeline(
+            [block] * 2, loss=squared, microbatches=2, group=group, dp=fpipe.copies(dp)
+        )
+        fpipe.grad(pipe)(pipe.place(network(2)), *(t.chunk(2)[rank] for t in batch()))
+
+    with pytest.raises(
+        fpipe.errors.MismatchError,
+        match=r"disagree about the stages here: rank 0 has \(0,\), rank 1 has \(1,\); give dp=",
+    ):
         on_copies(run)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from common import layer, same, squared
@@ -321,6 +321,11 @@ def _clients() -> Any:
                 adopted.here[0] == pipe.output_rank,
             )
         )
+    turned = DeviceMesh("cpu", [1, 0])
+    with pytest.raises(
+        fpipe.errors.GroupError, match=r"has the ranks \[1, 0\] in this order.*\[0, 1\].*ascend"
+    ):
+        fpipe.adopt(turned, timeout=30)
     with pytest.raises(fpipe.errors.GroupError, match="one of them, as in mesh"):
         fpipe.adopt(mesh)
     with pytest.raises(fpipe.errors.GroupError, match="carries"):

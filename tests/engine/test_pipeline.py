@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fpipe
 from common import layer, same, squared
+from fpipe import testing
 
 WIDTH, STAGES, PARTS = 3, 4, 4
 
@@ -584,6 +585,43 @@ def test_tied_parameters(schedule: str, params: list[Tensor], x: Tensor, t: Tens
     assert torch.equal(grads[0], grads[-1]) and grads[0] is not grads[-1]
     assert torch.allclose(grads[0], true[0] + true[-1])
     assert close(grads[1:-1], true[1:-1])
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_tied_leaves_that_differ_are_refused(
+    processes: bool, params: list[Tensor], x: Tensor, t: Tensor
+):
+    """In the first call, on every rank; and the pipeline can be used after that."""
+    differ = r"tied parameters 0 and 3 have different values.*one parameter.*equal copies"
+    odd = params[0].clone()
+    odd[0, 0] = torch.nan  # which is equal to itself
+
+    def on_rank(group: Any) -> Any:
+        pipe = fpipe.pipeline(
+            [layer] * STAGES, loss=squared, microbatches=4, group=group, tied=[("0.", "3")]
+        )
+        with pytest.raises(fpipe.errors.StageError, match=differ):
+            fpipe.grad(pipe)(pipe.place(params), x, t)
+        fpipe.grad(pipe)(pipe.place([odd, *params[1:3], odd.clone()]), x, t)
+        grads = fpipe.grad(pipe)(pipe.place([*params[:3], params[0]]), x, t)
+        return [g for g in grads if g is not None]
+
+    if processes:
+        first, *_, last = testing.run(on_rank, ranks=STAGES, order="buffered", seed=0)
+        assert same(first, last)
+    else:
+        assert len(on_rank(fpipe.local(STAGES))) == STAGES
+
+
+def test_copies_refuse_tied_leaves_that_differ_in_one(params: list[Tensor], x: Tensor, t: Tensor):
+    def on_copy(dp: Any) -> None:
+        copies = fpipe.copies(dp)
+        pipe = piped([layer] * STAGES, "1F1B", STAGES, tied=[("0.", "3.")], dp=copies)
+        mine = [*params[:3], params[0] if dp.here[0] else params[3]]
+        fpipe.grad(pipe)(mine, x, t)
+
+    with pytest.raises(fpipe.errors.StageError, match="tied parameters 0 and 3 have different"):
+        testing.run(on_copy, ranks=2, order="buffered", seed=0)
 
 
 def test_tied_names_are_checked(params: list[Tensor], x: Tensor, t: Tensor):

@@ -184,9 +184,10 @@ def take(p, x):
 )
 def test_special_steps_too(stages: list[Any], more: dict[str, Any]):
     schedule = more.pop("schedule", "1F1B")
-    predicted, held = predicted_and_held(
-        stages, [dense() for _ in range(4)], (D,), schedule, **more
-    )
+    params = [dense() for _ in range(4)]
+    if "tied" in more:
+        params[3]["up"] = params[0]["up"].clone()
+    predicted, held = predicted_and_held(stages, params, (D,), schedule, **more)
     assert abs(predicted / held - 1) < 0.02
 
 

@@ -66,6 +66,8 @@ def pipeline(
     fns = fns if isinstance(fns, list) else [fns] * count
     more = {"loss": squared, "microbatches": PARTS} | more
     params, x, t = data(count)
+    for one, other in more.get("tied", ()):
+        params[int(other[0])] = params[int(one[0])].clone()
     pipe = fpipe.pipeline(fns, schedule, group=group, **more)
     return pipe, pipe.place(params), x, t
 

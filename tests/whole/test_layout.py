@@ -65,15 +65,17 @@ PACKAGES = {
     "engine": Entry(
         "one call: configuration, preparation, feed, loop, results",
         "names of schedules, kinds of backends",
-        "actions collectives errors generators lowering programs schedule stage tree",
+        "actions collectives devices errors generators lowering programs schedule stage tree",
     ),
     "passes": Entry(
         "features that most pipelines do not use",
         "products",
-        "actions collectives engine errors lowering programs schedule stage tree",
+        "actions collectives devices engine errors lowering programs schedule stage tree",
     ),
     "transforms": Entry(
-        "gradient transforms, (init, update)", "schedules", "collectives errors programs tree"
+        "gradient transforms, (init, update)",
+        "schedules",
+        "collectives devices errors programs tree",
     ),
     "saving": Entry(
         "checkpoints, whole weights",

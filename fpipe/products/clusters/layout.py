@@ -17,6 +17,7 @@ from .hardware import Gpu
 from .model import Model
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
+MOST = 1 << 24  #: GPUs, sequences of a batch, tokens of a sequence
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -37,6 +38,12 @@ class Job:
     gpu: Gpu
     batch: int
     sequence: int
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch", "sequence"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST:
+                raise PlanError(f"{name} is {value}, and must be from 1 to {MOST}; correct it")
 
     @property
     def tokens(self) -> int:

@@ -16,6 +16,8 @@ from ...actions import read_bytes
 from ...errors import PlanError
 
 MOST = 4 << 20  #: bytes of a config.json
+MOST_LAYERS = 256  #: with more, a search of layouts takes more than a minute
+MOST_SIZE = 1 << 32  #: of any other size
 #: By ``model_type`` what a kind has beside others: ``plain`` ones have learned positions, layer
 #: norms, biases and a feed-forward of two matrices; all others have a gated feed-forward, rotary
 #: positions and RMS norms. ``biased`` are the projections of queries, keys and values; ``normed``
@@ -84,13 +86,26 @@ class Model:
         for field in fields(self):
             value = getattr(self, field.name)
             low = 0 if field.default == 0 else 1
-            if field.type == "int" and (type(value) is not int or value < low):
+            high = MOST_LAYERS if field.name == "layers" else MOST_SIZE
+            if field.type == "int" and (type(value) is not int or not low <= value <= high):
                 raise PlanError(
                     f"{self.name}: {field.name} is {value!r}, and must be a whole number from "
-                    f"{low} on; correct it"
+                    f"{low} to {high}; correct it"
                 )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        object.__setattr__(self, "head_dim", self.head_dim or max(self.hidden // self.heads, 1))
+        rules = {
+            f"{self.heads} heads must divide hidden {self.hidden}, or head_dim is given": (
+                self.head_dim or self.hidden % self.heads == 0
+            ),
+            f"{self.kv_heads} kv_heads must divide {self.heads} heads": self.heads % self.kv_heads
+            == 0,
+            f"{self.active} active of {self.experts} experts are too many": not self.experts
+            or self.active <= self.experts,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise PlanError(f"{self.name}: {rule}; correct it")
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
 
     # ---- parameters ----
     @property

@@ -21,6 +21,8 @@ from ..clusters.plan_file import read_plan
 from ..clusters.prediction import Prediction, usable
 from .options import INVALID, json_option, option, print_json, report_error, table
 
+MOST_ACTIONS = 1 << 17  #: forwards of a schedule that is lowered here
+
 
 def ranks_of(text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas."""
@@ -58,6 +60,12 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
         raise PlanError(
             f"rank {wrong[0]} is not in a job of {job.gpus} GPUs; give ranks from 0 to "
             f"{job.gpus - 1}"
+        )
+    actions = layout.stages * layout.microbatches(job)
+    if actions > MOST_ACTIONS:
+        raise PlanError(
+            f"{layout.stages} stages of {layout.microbatches(job)} microbatches are {actions} "
+            f"forwards, and at most {MOST_ACTIONS} can be rehearsed; plan with fewer --tokens"
         )
     rows, spent = _rehearsed(expected, ranks)
     faults = [fault for row in rows for fault in _faults(row, job, margin / 100)]

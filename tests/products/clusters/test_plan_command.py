@@ -98,6 +98,7 @@ REFUSED = [
     ),
     (LINE.replace("4GiB", "lots"), "'lots' is no number above 0 with a unit"),
     (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is Layout"),
+    (LINE.replace("--gpus 8", "--gpus 10000000000"), "gpus is 10000000000, and must be from 1"),
     (LINE + " --only schedule=Seq*", "leave out some of them"),
     (LINE + " --only tp=16", "leave out some of them"),
     (LINE + " --only stages=16", "--only stages=16: give one of schedule, tp, pp"),
@@ -130,6 +131,14 @@ def test_files_that_are_no_plan(capsys: pytest.CaptureFixture[str]):
         Path("plan.toml").write_text(wrong)
         with pytest.raises(PlanError, match=message):
             read_plan("plan.toml")
+
+
+def test_a_rehearsal_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]):
+    printed(capsys, LINE + " --only pp=2 --only tp=1 --out plan.toml")
+    text = Path("plan.toml").read_text()
+    Path("plan.toml").write_text(text.replace("batch = 32\n", "batch = 8388608\n"))
+    assert cli.main(["rehearse", "plan.toml", "--ranks", "0"]) == 2
+    assert "can be rehearsed; plan with fewer --tokens" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch():
