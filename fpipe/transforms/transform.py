@@ -354,6 +354,8 @@ def refuse_shared(at: Places, params: list[Tensor]) -> None:
 
 def _overlap(views: list[Tensor]) -> bool:
     """Whether views of one memory have a byte in common, or one has a byte twice."""
+    if len(views) == 1 and views[0].is_contiguous():  # at once: most are
+        return False
     is_dense = torch.ops.aten.is_non_overlapping_and_dense
     ordered = sorted(views, key=lambda view: (_begin(view), view.nbytes))
     if all(map(is_dense, views)):
