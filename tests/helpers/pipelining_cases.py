@@ -394,6 +394,30 @@ def orders_in_memory(which: str) -> None:
     trained(script)
 
 
+@case("loaded", "in memory", "set")
+def orders_with_messages_scale_where_they_say_so(how: str) -> None:
+    """torch scales gradients in REDUCE_GRAD alone, which an order with messages may lack."""
+    plain = Script("Interleaved1F1B")
+    for mean in (False, True):
+        order = dict(plain.schedule.pipeline_order_with_comms)
+        if mean:
+            reduce = pipelining.orders.Action.from_str
+            for rank, row in order.items():
+                order[rank] = [*row, reduce(f"{rank}REDUCE_GRAD"), reduce(f"{rank + 2}REDUCE_GRAD")]
+        script = Script(_PipelineScheduleRuntime, stages=4, rows=[[0], [1], [0], [1]])
+        if how == "set":
+            script.schedule.pipeline_order_with_comms = order
+        elif how == "in memory":
+            script.schedule._prepare_schedule_with_comms(order, format="compute_comms")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "order.csv")
+                rows = [",".join(map(str, row)) for row in order.values()]
+                file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+                script.schedule._load_csv(str(file), format="compute_comms")
+        trained(script, mean=mean)
+
+
 @case(*ORDERS)
 def orders_of_a_subclass(which: str) -> None:
     order, rows = ORDERS[which]

@@ -73,6 +73,13 @@ def load(path: str | PathLike[str], form: Format) -> Schedule:
     return Schedule.from_csv(path).check()
 
 
+def reduces(text: str, form: Format) -> bool:
+    """Whether gradients are scaled: torch does so where an order has the action REDUCE_GRAD, which
+    it adds to those of computations alone.
+    """
+    return form == "compute_only" or "REDUCE_GRAD" in text
+
+
 def _check(form: str) -> None:
     if form not in ("compute_only", "compute_comms"):
         raise NotImplementedError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class _PipelineSchedule:
         self._chunk_specs = args_chunk_spec, kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
+        self._reduces = True  # the order has REDUCE_GRAD, which scales
         self._num_stages = first.num_stages
         self._has_backward = loss_fn is not None
         self.pp_group_size = first.group_size
@@ -158,7 +160,8 @@ class _PipelineSchedule:
             )
         schedule = self._checked()
         if self._runner is None:
-            self._runner = StepRunner(self._stages, self._loss_fn, self.scale_grads)
+            mean = self.scale_grads and self._reduces
+            self._runner = StepRunner(self._stages, self._loss_fn, mean)
         last = any(stage.is_last for stage in self._stages)
         try:
             if losses is not None and not isinstance(losses, list):
@@ -207,6 +210,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Read the order from a CSV file; messages in it are planned anew."""
         self.take_schedule(orders.load(filename, format))
+        self._reduces = orders.reduces(Path(filename).read_text(encoding="utf-8"), format)
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Write the order as a CSV file."""
@@ -221,13 +225,18 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         """Take an order as it is in memory."""
         self._validate_and_set_stage_mapping(actions)
+        self._reduces = orders.reduces(str(actions), format)
 
     @property
     def pipeline_order_with_comms(self) -> Order:
         """The order with the sends and receives that torch's own runtime would add; fpipe plans
-        others.
+        others. An order that is set is taken without them.
         """
         return orders.with_messages(self._checked())
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: Order) -> None:
+        self._prepare_schedule_with_comms(order, "compute_comms")
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:
         """Write the order as a CSV file, by default with messages."""
