@@ -383,7 +383,7 @@ class FakeGroup(Group):
         """Contributes a copy of this rank's part; the wait is for those of the other ranks."""
         part = part_of(memory, self.rank, self.size).detach().clone()
         values = self._start(f"start_gather {Spec.of(memory)}", part)
-        return Pending(lambda: (memory.copy_(torch.cat(values())),))
+        return Pending(lambda: (torch.cat(values(), out=memory),))  # not under autocast
 
     def barrier(self) -> None:
         """Wait for all ranks."""
