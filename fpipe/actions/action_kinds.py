@@ -34,7 +34,7 @@ class Kind:
         name: what the letter stands for.
         provides: the facts that it provides. Other stages need the first one only.
         needs: the facts that it needs, each with the offset of the stage. An offset that leaves the
-            model needs nothing. Only the last one may come from another stage.
+            model needs nothing. Only the last fact may be of another stage.
         slice: where microbatches have slices, the fact of the same stage that it needs besides,
             with the offset of the slice. The state of a sequence goes from each slice to the next,
             and its gradient back.

@@ -35,7 +35,7 @@ Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 
 _OF_STAGE = ("F", "I", "W", "B", "overlap", "saved", "kept")
 _OF_BOUNDARY = ("comm", "boundary", "bandwidth", "send", "receive")
-#: The names of numbers, and what may have one each.
+#: The costs by name, and for each what there may be one number per.
 _ONE_PER = {
     **dict.fromkeys(_OF_STAGE, "stages"),
     **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
@@ -325,8 +325,8 @@ class Costs:
         }
 
     def links(self, stages: int, size: float = 1.0) -> tuple[float, ...]:
-        """The time that a message of a microbatch of this size takes over each boundary once it is
-        sent, where its ends are on different ranks.
+        """For each boundary, the time from the end of the sending of a message to its arrival, if
+        the two stages are on different ranks. ``size`` is the factor of its microbatch.
 
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)

@@ -36,7 +36,7 @@ _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
 _MOST_RANKS = 100_000
 _EXPECTED = (
-    "an action such as 2F0 (stage, one of F B I W, microbatch), 2F0.1 (its slice) or "
+    f"an action such as 2F0 (stage, one of {' '.join(OPS)}, microbatch), 2F0.1 (its slice) or "
     "(2F1;3B0)OVERLAP_F_B"
 )
 

@@ -163,7 +163,7 @@ class Results:
         self.path = self.request.schedule.placement.path
         self.stages = self.config.stages
         self.number = call.number
-        # Results of several microbatches are joined to a batch, which copies them.
+        # Whether the results of microbatches are joined to a batch, and so are copied.
         self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)
 
     def discard_loss(self) -> None:
@@ -202,7 +202,7 @@ class Results:
             if slots is not None:
                 values = [self.regs[rank].slots[slot] for slot in slots]
             places = [(scalar.stage, scalar.mb) for scalar in scalars]
-            if len(self.layout.scalars) == 1:
+            if len(self.layout.scalars) == 1:  # this rank has all: it shares their total alone
                 if values is not None:
                     values = [self._total(dict(zip(places, values, strict=True)))]
                 return self.share(values, [self.layout.total], rank)[0]
@@ -230,7 +230,7 @@ class Results:
     def share(
         self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
     ) -> Sequence[torch.Tensor]:
-        """A rank's values on every rank: None is passed where that rank is on another process."""
+        """The values of ``rank``, on every process. Where it is on another one, pass None."""
         if not self.config.local:
             sent = None if values is None else tuple(values)
             return self.group.share(sent, tuple(map(spec_of, avals)), rank)
@@ -260,8 +260,8 @@ class Results:
         return tuple(by_stage) if isinstance(self.call.params, tuple) else by_stage
 
     def _of_all_copies(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the loss of all copies of the pipeline.
+        """A gradient of this copy's loss as one of the loss of all copies of the pipeline.
 
-        Only this copy computes ``grad``, which is that of its own loss.
+        No other copy has a part in it, so nothing is added: a mean only divides it.
         """
         return grad if self.config.copies is None else self.config.copies.divided(grad)

@@ -49,8 +49,8 @@ def lower(job: LoweringInput, rank: int) -> Plan:
         return plan
 
 
-#: A program that an action runs, or a segment of one: the index of the part of the action, the
-#: part, the program's owner, its stage (for the loss one past that of the part), the program.
+#: A program, or a segment of a program, that an action runs: the index of the part of the action,
+#: the part, the programs that own it, their stage (of the loss: one past the last), the program.
 Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
 
 
@@ -89,7 +89,8 @@ class Builder:
         self.out: list[Instruction] = []
         self._running: dict[tuple[int, int, int], _Running] = {}
         self._sendings: dict[tuple[int, str, int, int], Sequence[_Sending]] = {}
-        #: By programs, letter and stage: the gradients, by leaf, that the program itself adds.
+        #: By id of programs, letter and stage: the gradients, by leaf, that the program itself adds
+        #: into their sums. There is no entry before each of these sums has a first value.
         self._added_inside: dict[tuple[int, str, int], dict[int, str]] = {}
         self.messages = (WiredMessages if job.wired or job.strict else Messages)(job, rank)
         self.features = [feature.start(self) for feature in job.features]
@@ -108,7 +109,7 @@ class Builder:
         place = 0
         self._append(self.messages.begin())
         for position, action in enumerate(row):
-            if place != boundary:
+            if place != boundary:  # there, it runs in _end_phase and after it
                 self._before()
             if any(feature.act(action, position) for feature in self.features):
                 place += len(action.parts)
@@ -215,8 +216,8 @@ class Builder:
         Values are sent after the piece that computes them. A part ends after its last piece.
         """
         sends = [(part, sending) for part in parts for sending in self._sendings_of(part)]
-        last = {index: place for place, (index, *_) in enumerate(pieces, 1)}
-        sends = self._send(sends)  # what the caller has passed
+        last = {index: place for place, (index, *_) in enumerate(pieces, 1)}  # piece of each part
+        sends = self._send(sends)  # what waits for no program: values that the caller passed
         for place, (index, part, programs, stage, program) in enumerate(pieces, 1):
             self.run(part, programs, program, stage)
             sends = self._send(sends)
@@ -228,7 +229,7 @@ class Builder:
                 self._end(part)
 
     def _sendings_of(self, part: Action) -> Sequence[_Sending]:
-        """What an action sends; those of the loss come before those of its backward."""
+        """What an action sends; in a backward of the last stage, first what the loss sends."""
         stage, op, mb = part
         if op == "W":
             return ()
@@ -304,7 +305,7 @@ class Builder:
         """
         memo = (id(program), stage, self.job.kind_of[mb])
         cached = self._running.get(memo)
-        if cached is not None and not programs.counts[3]:
+        if cached is not None and not programs.counts[3]:  # without state
             return cached
         relative: list[tuple[Key, int | None]] = []
         fetched = []
@@ -426,8 +427,8 @@ def _uses(
 ) -> Iterator[Use]:
     """The use of each instruction, from the last one to the first.
 
-    ``later`` has the keys that are read after the current instruction. The caller reads the results
-    after the last one, and keeps what it fed.
+    ``later`` has the keys that are read after the current instruction. At the end these are the
+    results, which the caller reads, and what it fed, which is never freed.
     """
     later = {*wanted, *feeds}
     for ins in reversed(keyed):

@@ -61,8 +61,10 @@ class MemoryAccount:
     def copy(self, key: Hashable, value: Hashable, nbytes: int | None = None) -> None:
         """Hold a copy of a value, of ``nbytes`` if these are given."""
         storage = self.storages.get(value)
-        if storage is not None:
-            self.begin(key, key, self._sizes[storage] if nbytes is None else nbytes)
+        if nbytes is None and storage is not None:
+            nbytes = self._sizes[storage]
+        if nbytes is not None:
+            self.begin(key, key, nbytes)
 
     def send(self, peer: int, keys: Sequence[Hashable]) -> None:
         """Hold what is sent until it is settled."""

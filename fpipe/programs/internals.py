@@ -36,10 +36,10 @@ Run: TypeAlias = Callable[[Op, Args, Kwargs], object]
 Steps: TypeAlias = list[tuple[Op, Args, Kwargs, object]]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-#: ``torch.tensor(...)``: its schema says view, but nobody else has the memory.
+#: What ``torch.tensor(...)`` runs. Its schema declares a view, but no other tensor has the memory.
 _FRESH = torch.ops.aten.lift_fresh.default
-#: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the
-#: files of all modules that are loaded, which takes 50 ms.
+#: How operations of this package run on fake tensors. They are not registered by
+#: ``torch.library.register_fake``, which reads the files of all loaded modules: that takes 50 ms.
 RULES: dict[object, Callable[..., object]] = {}
 
 
@@ -146,7 +146,7 @@ def ambient() -> Ambient:
 
 
 def default_device() -> torch.device | None:
-    """The device of new tensors where one is set, which is a function mode of torch."""
+    """The device of new tensors, if one is set; torch sets it by a mode on its function stack."""
     if torch._C._len_torch_function_stack():
         return torch.get_default_device()
     return None
@@ -205,8 +205,9 @@ def without_autocast() -> Iterator[None]:
 def caching(enabled: bool) -> Iterator[None]:
     """Switch autocast's cache on or off, and empty it at the end.
 
-    The cache casts a parameter once for all its uses, so its gradient is added up in the narrow
-    dtype. Without the cache it is added up after the casts, which is another number.
+    With the cache, a parameter is cast once for all its uses, and the gradients of the uses are
+    added in the narrow dtype. Without it, each use has a cast, and they are added in the dtype of
+    the parameter, which gives other bits.
 
     >>> with caching(False):
     ...     torch.is_autocast_cache_enabled()
@@ -225,8 +226,8 @@ def caching(enabled: bool) -> Iterator[None]:
 class Fake(FakeTensorMode):
     """A mode in which tensors have no data. Captured real tensors may enter it as constants.
 
-    It takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two
-    devices.
+    ``cpu:0`` and ``cpu`` are one device in it, as for tensors with data. In torch's own mode they
+    are two.
     """
 
     supports_higher_order_operators = True
@@ -235,7 +236,7 @@ class Fake(FakeTensorMode):
         if torch.version.cuda is not None and not torch.cuda.is_available():
             feature("first_mode").enter_first()
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
-        self._allow_unsafe_data_ptr_access = False  # numpy() reads memory that is not there
+        self._allow_unsafe_data_ptr_access = False  # numpy() would read missing memory
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
@@ -346,10 +347,10 @@ def pure_on_fakes(
 ) -> Around:
     """While a function runs on fake tensors under this mode, refuse writes into real ones.
 
-    A real one that requires a gradient is refused with an error of the pass ``explain``. What ran
-    is added to ``steps``.
+    Where gradients are recorded, real ones that require one are refused also as arguments, with
+    the exception of the function ``error`` of the pass ``explain``. ``steps`` gets what ran.
     """
-    #: Of fake views of real tensors, by address; kept alive here.
+    #: The storages of fake views of real tensors, by id; kept alive, so that no other gets the id.
     views: dict[int, torch.UntypedStorage] = {}
 
     def run(op: Op, args: Args, kwargs: Kwargs) -> object:
@@ -376,8 +377,9 @@ def unseeded(label: str) -> Iterator[None]:
     """While a function runs on fake tensors, refuse that it seeds, sets or restores a random stream
     of torch.
 
-    A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here
-    each one moves it to another seed, so that a stream which was restored shows.
+    A program repeats the operations of a function, but not its seeds. A draw on fake tensors does
+    not move the stream. Here each draw sets another seed: a function that restores the stream also
+    restores an older seed, and is found.
     """
     stream = torch.default_generator
     device = _device_seed()
@@ -413,8 +415,8 @@ def _device_seed() -> int | None:
 
 
 def _has_data(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor with data; of a tensor with inner tensors, these are checked
-    instead.
+    """Whether a value is an ordinary tensor with data. A tensor with inner tensors does
+    not count: operations on these are checked instead.
     """
     return (
         isinstance(value, torch.Tensor)

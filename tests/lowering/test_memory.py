@@ -235,3 +235,18 @@ def test_schedules_hold_as_much_as_they_promise():
     assert all(a < b for a, b in zip(one_f_one_b, gpipe, strict=True))
     assert one_f_one_b[0] > one_f_one_b[3]
     assert max(zbv) < 1.6 * min(zbv), "ZBV balances memory over ranks"
+
+
+def test_a_sum_counts_where_its_first_value_is_the_callers_seed():
+    """The gradient of ``x + p`` is the cotangent itself, which nothing holds: its sum was not
+    counted.
+    """
+    pipe = fpipe.pipeline(
+        [lambda p, x: x + p] * 2, loss=torch.sum, microbatches=4, group=fpipe.local(2)
+    )
+    whole = torch.ones(64, 64)
+    frozen = fpipe.pipeline(
+        [lambda p, x: x + p] * 2, loss=torch.sum, microbatches=4, group=fpipe.local(2), frozen=["1"]
+    )
+    peaks = [p.plan([whole] * 2, torch.ones(256, 64))[1].peak for p in (pipe, frozen)]
+    assert peaks[0] >= peaks[1] + whole.nbytes - 16
