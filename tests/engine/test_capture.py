@@ -168,6 +168,7 @@ def test_gradients_of_the_input_and_a_second_value(recorder: Recorder):
         for captured in (True, False)
     ]
     params, x, t = params_of(), torch.randn(8, 3), torch.randn(8, 3)
+    params[3]["w"] = params[0]["w"].clone()
     for _ in range(3):
         assert equal(both[0](params, x, t), both[1](params, x, t))
     assert recorder.replayed == 2
