@@ -62,7 +62,7 @@ class _PipelineSchedule:
         self._chunk_specs = args_chunk_spec, kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
-        self._reduces = True  # the order has REDUCE_GRAD, which scales
+        self._reduces = True
         self._num_stages = first.num_stages
         self._has_backward = loss_fn is not None
         self.pp_group_size = first.group_size
@@ -75,8 +75,11 @@ class _PipelineSchedule:
             self.take_schedule(make_schedule(self.name, *sizes))
 
     # ---- the order ----
-    def take_schedule(self, schedule: Schedule) -> None:
-        """Use a schedule, and tell the stages which ranks have them."""
+    def take_schedule(self, schedule: Schedule, reduces: bool = True) -> None:
+        """Use a schedule, and tell the stages which ranks have them.
+
+        Gradients are scaled if the order ``reduces`` them, as torch calls it.
+        """
         has = schedule.ranks, schedule.stages, schedule.microbatches
         wanted = self.pp_group_size, self._num_stages, self._n_microbatches
         if has != wanted:
@@ -85,6 +88,7 @@ class _PipelineSchedule:
                 "{}".format(*has, *wanted)
             )
         self._schedule = schedule
+        self._reduces = reduces
         self.pipeline_order = orders.order_of(schedule)
         rank_of = schedule.placement.rank_of
         self.stage_index_to_group_rank = {s: rank_of(s) for s in range(schedule.stages)}
@@ -209,8 +213,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Read the order from a CSV file; messages in it are planned anew."""
-        self.take_schedule(orders.load(filename, format))
-        self._reduces = orders.reduces(Path(filename).read_text(encoding="utf-8"), format)
+        text = Path(filename).read_text(encoding="utf-8")
+        self.take_schedule(orders.load(filename, format), orders.reduces(text, format))
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Write the order as a CSV file."""
@@ -224,8 +228,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"
     ) -> None:
         """Take an order as it is in memory."""
-        self._validate_and_set_stage_mapping(actions)
-        self._reduces = orders.reduces(str(actions), format)
+        schedule = orders.schedule_of(actions)
+        self.take_schedule(schedule, orders.reduces(str(actions), format))
 
     @property
     def pipeline_order_with_comms(self) -> Order:
