@@ -16,7 +16,7 @@ from torch.func import functional_call
 from ..errors import StageError
 from ..stage import Stage, keyword_only
 from ..tree import Tree
-from .module_function import ModuleFunction, changing_buffers, claims, tensors_of
+from .module_function import ModuleFunction, changing_buffers, claims, refuse_hooks, tensors_of
 from .modules import from_module
 from .replacements import replaced, replacements
 
@@ -24,6 +24,10 @@ from .replacements import replaced, replacements
 ByStage: TypeAlias = list[dict[str, Tensor] | None]
 #: Gradients, or states, as calls return them.
 Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
+
+
+#: Hooks of a parameter, as torch registers them.
+_HOOKS = ("hooks", "hooks after its gradient was accumulated")
 
 
 class BoundFunction(ModuleFunction):
@@ -129,8 +133,8 @@ class Bound:
             grads: one entry for each stage.
 
         Raises:
-            StageError: if there is not one entry per stage, or a gradient has the shape of no
-            parameter of that name.
+            StageError: if there is not one entry per stage, a gradient has the shape of no
+            parameter of that name, or a parameter has hooks.
 
         >>> import torch
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -141,6 +145,9 @@ class Bound:
         self._check_length(grads, "entries of gradients")
         added = set[Tensor]()
         rows = self._tensors(self._leaves)
+        for name, parameter in (pair for row in rows for pair in (row or {}).items()):
+            hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            refuse_hooks(f"parameter {name!r}", dict(zip(_HOOKS, hooks, strict=True)))
         for stage, (row, results) in enumerate(zip(rows, grads, strict=True)):
             for name, grad in (results or {}).items():
                 if grad is None or row is None:

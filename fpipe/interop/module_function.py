@@ -68,6 +68,17 @@ def hooks_of(module: nn.Module) -> dict[str, dict]:
     return {n: v for n, v in vars(module).items() if "hooks" in n and isinstance(v, dict)}
 
 
+def refuse_hooks(name: str, hooks: Mapping[str, object]) -> None:
+    """Raise StageError where a model or a parameter has hooks that would not run."""
+    for kind, found in hooks.items():
+        if found and "state_dict" not in kind:
+            raise StageError(
+                f"{name} has {kind.strip('_').replace('_', ' ')}, which do not run in a pipeline: "
+                "those of submodules do. Remove them, and change outputs, or the gradients after "
+                "add_grads, yourself"
+            )
+
+
 def without_buffers(module: nn.Module) -> None:
     """Remove the buffers and hooks of a clone that does not run.
 

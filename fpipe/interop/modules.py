@@ -20,7 +20,15 @@ from ..errors import StageError
 from ..stage import Stage
 from .graph_cuts import cut_forward
 from .layer_blocks import with_blocks
-from .module_function import ModuleFunction, changing_buffers, claims_of_parts, clone, tensors_of
+from .module_function import (
+    ModuleFunction,
+    changing_buffers,
+    claims_of_parts,
+    clone,
+    hooks_of,
+    refuse_hooks,
+    tensors_of,
+)
 
 #: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as
 #: it is.
@@ -65,6 +73,7 @@ def from_module(
     """
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
+    refuse_hooks(type(model).__name__, hooks_of(model))
     empty = clone(model)
     pieces = cut_forward(empty, cuts, side)
     with_blocks(empty)

@@ -326,3 +326,25 @@ def test_a_state_that_lacks_a_buffer_is_refused_before_anything_is_written():
     with pytest.raises(fpipe.errors.StageError, match="1 states for 2 stages"):
         bound.write_state([whole])
     assert norms[0].running_mean == 0
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_a_model_that_is_cut_are_refused(register: str):
+    """They were dropped without a word: the loss was another one."""
+    model = nn.Sequential(*layers())
+    getattr(model, register)(lambda module, args, *y: None)
+    with pytest.raises(fpipe.errors.StageError, match=r"Sequential has forward.*hooks, which do"):
+        bind(model, cuts=["2"])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register: str):
+    """They were dropped without a word: the gradient was another one."""
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    bound = bind(modules)
+    pipe = fpipe.pipeline(bound.stages, loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    grads = fpipe.grad(pipe)(bound.params, torch.ones(4, 2))
+    getattr(modules[1].weight, register)(lambda t: None)
+    with pytest.raises(fpipe.errors.StageError, match=r"parameter .weight. has hooks.*add_grads"):
+        bound.add_grads(grads)
+    assert modules[0].weight.grad is None
