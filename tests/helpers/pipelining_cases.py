@@ -646,6 +646,35 @@ def one_parameter_in_two_stages_of_a_rank(name: str) -> None:
     trained(Script(name, modules))
 
 
+class Recorded(nn.Module):
+    """Writes a buffer, and looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.seen.add_(y.detach().sum(0))
+        return y * (2.0 if max(x.detach().flatten().tolist()) > 1e6 else 1.0)
+
+
+@case("1F1B", "GPipe")
+def stages_and_a_loss_that_look_at_data(name: str) -> None:
+    """torchtitan's deepseek_v3: each process and the loss need something else than a trace."""
+    modules = [Recorded() for _ in range(RANKS)]
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return squared(y, t) * (1.0 if y.abs().max().item() < 1e6 else 2.0)
+
+    script = Script(name, modules, loss_fn=loss)
+    trained(script, times=2)
+    for stage in () if script.last else script.stages:  # there the oracle ran once more
+        want = script.whole[stage.stage_index].seen
+        torch.testing.assert_close(stage.submod.seen, want, rtol=1e-4, atol=1e-4)
+
+
 class Pair(nn.Module):
     def __init__(self, first: bool, last: bool):
         super().__init__()
