@@ -121,7 +121,8 @@ def pipelining_fn(
         ``(schedule, model_parts, has_first_stage, has_last_stage)``.
 
     Raises:
-        UnsupportedError: with data parallel axes, which torchtitan applies inside the parts.
+        UnsupportedError: with data parallel axes or tied embeddings, which torchtitan applies
+            inside the parts.
         StageError: if the configuration does not fit the model.
 
     ```python
@@ -138,6 +139,12 @@ def pipelining_fn(
             raise UnsupportedError(
                 f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1"
             )
+    if getattr(model_args, "enable_weight_tying", False):
+        raise UnsupportedError(
+            "enable_weight_tying is not supported here: torchtitan ties embedding and head inside "
+            "each part, and they are in different stages; set it to False, or use "
+            "fpipe.from_module, which keeps ties across stages"
+        )
     schedule, names = settings(model, job_config)
     mesh = parallel_dims.get_mesh("pp")
     local = schedule.placement.stages_of(mesh.get_local_rank())

@@ -189,3 +189,19 @@ def test_axes_that_torchtitan_applies_inside_the_parts_are_refused():
         torchtitan.pipelining_fn(
             Small(), dims, config(), torch.device("cpu"), None, lambda m, *_: m, nn.MSELoss()
         )
+
+
+@pytest.mark.usefixtures("package")
+def test_tied_embeddings_are_refused():
+    """torchtitan's qwen3 ties within each part, where one of both is None: an AttributeError."""
+    mesh = SimpleNamespace(get_local_rank=lambda: 0, get_group=lambda: None)
+    dims, args = SimpleNamespace(get_mesh=lambda _: mesh), SimpleNamespace(enable_weight_tying=True)
+
+    def parallelize(part: Any, *_: Any) -> nn.Module:
+        part.output.weight = part.tok_embeddings.weight
+        return part
+
+    with pytest.raises(fpipe.errors.UnsupportedError, match=r"enable_weight_tying .*from_module"):
+        torchtitan.pipelining_fn(
+            Small(), dims, config(), torch.device("cpu"), args, parallelize, nn.MSELoss()
+        )
