@@ -226,6 +226,23 @@ def grad_with_manual(name: str) -> None:
     trained(Script(name))
 
 
+@case(*SINGLE)
+def stages_of_the_front_end_of_torch(name: str) -> None:
+    """``build_stage`` of a whole model that torch traced and split."""
+    script, (x, t) = Script(name), batch()
+    split = {"1": peers.SplitPoint.BEGINNING}
+    pipe = peers.pipeline(nn.Sequential(*script.parts), (x[:2],), split_spec=split)
+    stage: Any = pipe.build_stage(dist.get_rank(), CPU)
+    args, keywords = script.args(x, t)
+    y = get_schedule_class(name)(stage, MICROBATCHES, squared).step(*args, **keywords)
+    script.backward(x, t)
+    whole = nn.Sequential(*script.whole)
+    for parameter, p in stage.submod.named_parameters():
+        want = whole.get_parameter(parameter).grad
+        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6)
+    assert y is None or torch.allclose(y, whole(x), atol=1e-6)
+
+
 @case("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 def grad_with_three_stages_on_a_rank(name: str) -> None:
     trained(Script(name, stages=6))
