@@ -173,9 +173,8 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(
 @pytest.mark.xdist_group("weaving")
 def test_a_draw_that_leads_to_a_collective_comes_after_the_draws_before_it(members: Any):
     """The second dropout leads to the exchange, the first does not: they must not change places."""
-    probe = torch.randn(64, WIDTH)
-    if not torch.equal(fpipe.ops.all_to_all(probe, members), probe):
-        pytest.skip("the fake backend of this torch leaves results as they were")
+    if torch.__version__ < "2.12":
+        pytest.skip("the fake backend leaves results as the memory was")
 
     def stage(p: Any, x: torch.Tensor) -> torch.Tensor:
         beside = torch.nn.functional.dropout(torch.relu(x @ p["s"]), 0.25)
