@@ -104,6 +104,8 @@ def expected(
     case: Case, call: Call, given: Sequence[Given], schedule: fpipe.Schedule
 ) -> list[Expected]:
     """Run the microbatches of each copy one after another."""
+    if not call.split:
+        given = [replace(copy, batch=_views(copy.batch)) for copy in given]
     weights = _weights(case, [_cut(case, copy.batch.targets) for copy in given])
     limits = {"prod"} if traces_prod(case.model) else set()
     limits |= {"tied under autocast"} if tied_under_autocast(case, call) else set()
@@ -124,6 +126,15 @@ def expected(
             found = replace(found, grads=grads, input_grads=run.input_grads)
         copies.append(found)
     return _of_copies(case, copies) if "copies" in case.features else copies
+
+
+def _views(batch: Batch) -> Batch:
+    """The microbatches as a pipeline gets them: parts of one tensor, at odd places in memory, where
+    kernels may add in another order.
+    """
+    cut = lambda tensors: list(torch.cat(tensors).split([len(t) for t in tensors]))
+    with torch.autocast("cpu", enabled=False):
+        return Batch(cut(batch.xs), cut(batch.targets), cut(batch.scales))
 
 
 def _cut(case: Case, tensors: Iterable[Tensor]) -> list[Tensor]:
