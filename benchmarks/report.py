@@ -434,7 +434,7 @@ _LIMIT = (
     "programs alone (all ranks run them at the same time and in the order of the schedule, also "
     "in a row) and the "
     "one-way time of a message between two idle ranks. The forecast is the makespan by the costs "
-    "that `fpipe profile` "
+    "that `fpipe.measure_costs` "
     "measures: programs and messages within a step. At medium size the forecast should be within "
     "10 % of the step."
 )

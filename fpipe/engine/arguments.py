@@ -86,15 +86,15 @@ class Call:
         microbatches = count([x, *targets, *side.values()], config.microbatches)
         slices = config.slices
         x_parts = Parts(x, microbatches, "x", slices=slices)
-        target_parts = tuple(
+        target_parts = [
             Parts(target, microbatches, f"target {i}", slices=slices)
             for i, target in enumerate(targets)
-        )
+        ]
         if slices > 1 and not x_parts.absent:
             mistakes.check_sliced(x_parts.leaves, slices)
         sides = side_inputs.cut(config, side, microbatches) if side else {}
         every = (x_parts, *target_parts, *sides.values())
-        if len({rows for part in every for rows in part.lengths}) > 1:
+        if len(set[int]().union(*[part.lengths for part in every])) > 1:
             mistakes.check_rows({part.name: part.lengths for part in every})
         if any(part.absent for part in every):
             feature("elsewhere.arguments").check(config, x_parts, target_parts, sides)
@@ -113,7 +113,7 @@ class Call:
             state_leaves,
             microbatches * slices,
             x_parts,
-            target_parts,
+            tuple(target_parts),
             sides,
             seed,
             argnums,

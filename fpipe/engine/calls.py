@@ -49,7 +49,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
     """
     with announced(call, cache.announce) as (plans, _):
         results = run_all(call, plans)
-        loss = _value(results) if value else results.discard_loss()
+        loss = _value(results) if value else None
         grads: dict[int, Tree] = {}
         for number in call.argnums:
             grads[number] = results.param_grads() if number == 0 else results.input_grads()
@@ -117,7 +117,6 @@ def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> Outputs
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
-        r.send_loss = results.pipeline_loss
         r.each = each
 
     run(results, plans, feed, phase)
@@ -155,7 +154,6 @@ def run(
     finally:
         # These functions refer to the registers: a cycle would keep gradients alive.
         for r in regs.values():
-            r.send_loss = None
             r.each = None
 
 

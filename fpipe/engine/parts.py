@@ -42,7 +42,7 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
 
 def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
     """Replace leaves that are elsewhere by stand-ins; also returns whether there are any."""
-    if not any(isinstance(leaf, Absent) for leaf in leaves):
+    if Absent not in map(type, leaves):
         return leaves, False
     return feature("elsewhere.arguments").stand_ins(leaves, name)
 
@@ -217,7 +217,7 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     device = values[0].device
     dtype = values[0].dtype
     narrow = _NARROW.get(dtype)
-    if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
+    if narrow is not None and all(v.is_cpu and v.dtype is dtype for v in values):
         total = _in_python([value.item() for value in values], weight, narrow)
         return torch.full((), total, dtype=dtype, device="cpu")  # the default may be another device
     row = torch.stack([value.to(device) for value in values])

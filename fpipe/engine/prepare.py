@@ -129,9 +129,7 @@ def lowering_inputs(
         )
         for rank in ranks
     }
-    features = tuple(
-        _features(config, request, traced[0].interfaces, inputs, distributed=distributed)
-    )
+    features = tuple(_features(config, request, traced[0].interfaces, inputs))
     return {rank: replace(job, features=features) for rank, job in inputs.items()}
 
 
@@ -140,8 +138,6 @@ def _features(
     request: Request,
     interfaces: Sequence[Interface],
     inputs: Mapping[int, LoweringInput],
-    *,
-    distributed: bool,
 ) -> Iterator[Feature]:
     """The features of the plans, in the order in which they act."""
     if request.each:
@@ -160,15 +156,8 @@ def _features(
         fused = any(isinstance(action, Fused) for row in request.schedule for action in row)
         if fused or _starts_collectives(inputs):
             yield feature("weaving.fused").Weaving()
-    if distributed and sends_loss_early(config, request):
-        yield feature("early_loss").EarlyLoss()
     for option in config.more:
         yield from option.features(request)
-
-
-def sends_loss_early(config: Config, request: Request) -> bool:
-    """Whether a rank that computes the whole loss sends it as soon as it can."""
-    return config.group.at_once and request.mode != "vjp"
 
 
 def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:

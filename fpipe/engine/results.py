@@ -17,14 +17,14 @@ import torch
 
 from .. import tree
 from ..lowering.instruction import Registers
-from ..lowering.job import LoweringInput, Scalar
+from ..lowering.job import LoweringInput
 from ..lowering.keys import Key
 from ..lowering.value_graph import ValueGraph, grad, reduced_grad, spec_of
 from ..tree import Aval, Structure, Tree
 from .arguments import Call
 from .config import Config
 from .parts import Weights, added
-from .prepare import Prepared, sends_loss_early
+from .prepare import Prepared
 
 
 class GradPlace(NamedTuple):
@@ -52,11 +52,13 @@ class StageGradients(NamedTuple):
 class RankScalars(NamedTuple):
     """The losses and auxiliary losses that a rank computes.
 
-    ``slots`` is None if the rank is on another process.
+    ``places`` are their (stage, microbatch); the stage past the last stands for the loss. ``slots``
+    is None if the rank is on another process.
     """
 
     rank: int
-    scalars: list[Scalar]
+    places: list[tuple[int, int]]
+    avals: list[Aval]
     slots: list[int] | None
 
 
@@ -82,19 +84,20 @@ class ResultLayout:
             if rank in executables:
                 results = executables[rank].plan.results
                 slots = [results[scalar.key] for scalar in scalars]
-            by_rank.append(RankScalars(rank, scalars, slots))
+            places = [(scalar.stage, scalar.mb) for scalar in scalars]
+            by_rank.append(RankScalars(rank, places, [scalar.aval for scalar in scalars], slots))
         return by_rank
 
     @cached_property
     def aux_stages(self) -> list[int]:
         """The stages with auxiliary losses."""
-        stages = {scalar.stage for of_rank in self.scalars for scalar in of_rank.scalars}
+        stages = {stage for of_rank in self.scalars for stage, _ in of_rank.places}
         return sorted(stages - {self.config.stages})
 
     @cached_property
     def total(self) -> Aval:
         """The total loss in abstract form, where one rank computes all losses."""
-        avals = [scalar.aval for scalar in self.scalars[0].scalars]
+        avals = self.scalars[0].avals
         dtype = reduce(torch.promote_types, (aval.dtype for aval in avals))
         return avals[0]._replace(dtype=dtype)
 
@@ -117,13 +120,6 @@ class ResultLayout:
                 places.append(GradPlace(slot, local))
             by_stage.append(StageGradients(stage, rank, params.spec, places))
         return by_stage
-
-    @cached_property
-    def early_loss(self) -> bool:
-        """Whether the rank that computes the loss sends it during its plan."""
-        if self.config.local or len(self.scalars) != 1:
-            return False
-        return sends_loss_early(self.config, self.prepared.request)
 
     @property
     def _any_input(self) -> LoweringInput:
@@ -166,11 +162,6 @@ class Results:
         # Whether the results of microbatches are joined to a batch, and so are copied.
         self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)
 
-    def discard_loss(self) -> None:
-        """Receive the loss where it is sent early, although the caller drops it."""
-        if self.layout.early_loss:
-            self.pipeline_loss()
-
     def _get(self, rank: int, keys: Iterable[Key]) -> list[torch.Tensor] | None:
         """Results of a rank; None on other processes."""
         if rank not in self.group.here:
@@ -189,24 +180,16 @@ class Results:
         return loss if copies is None else copies.average(loss)
 
     def pipeline_loss(self) -> torch.Tensor:
-        """The total loss of this copy of the pipeline.
-
-        Ranks that do not compute it receive it, unless that happened early, during the plan.
-        """
-        early = [r.loss for r in self.regs.values() if r.loss is not None]
-        if early:
-            return early[0]
+        """The total loss of this copy of the pipeline. Ranks that do not compute it receive it."""
         losses: dict[tuple[int, int], torch.Tensor] = {}
-        for rank, scalars, slots in self.layout.scalars:
+        for rank, places, avals, slots in self.layout.scalars:
             values = None
             if slots is not None:
                 values = [self.regs[rank].slots[slot] for slot in slots]
-            places = [(scalar.stage, scalar.mb) for scalar in scalars]
             if len(self.layout.scalars) == 1:  # this rank has all: it shares their total alone
                 if values is not None:
                     values = [self._total(dict(zip(places, values, strict=True)))]
                 return self.share(values, [self.layout.total], rank)[0]
-            avals = [scalar.aval for scalar in scalars]
             losses |= zip(places, self.share(values, avals, rank), strict=True)
         return self._total(losses)
 
@@ -217,15 +200,19 @@ class Results:
         """
         weights = self.weights
         assert weights is not None
-        totals = []
-        for mb in range(self.number):
-            loss = losses[self.stages, mb]
-            places = [(stage, mb) for stage in self.layout.aux_stages]
-            extras = [losses[place].to(loss.device) for place in places if place in losses]
-            totals.append(loss + reduce(torch.add, extras) if extras else loss)
+        totals = [losses[self.stages, mb] for mb in range(self.number)]
+        if self.layout.aux_stages:
+            totals = [self._with_aux(loss, losses, mb) for mb, loss in enumerate(totals)]
         if weights.common is None:
             return added(weights.terms(totals))
         return added(totals, weights.common)
+
+    def _with_aux(
+        self, loss: torch.Tensor, losses: Mapping[tuple[int, int], torch.Tensor], mb: int
+    ) -> torch.Tensor:
+        places = [(stage, mb) for stage in self.layout.aux_stages]
+        extras = [losses[place].to(loss.device) for place in places if place in losses]
+        return loss + reduce(torch.add, extras) if extras else loss
 
     def share(
         self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int

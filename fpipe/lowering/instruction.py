@@ -28,8 +28,6 @@ class Registers:
     #: Random states between segments of programs.
     streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
     each: Callable[[int, list[Any]], object] | None = None  # gets the outputs of a microbatch
-    send_loss: Callable[[], torch.Tensor] | None = None  # called once the loss is computed
-    loss: torch.Tensor | None = None  # the result of send_loss
 
     def copy(self) -> Registers:
         """A copy, which a run may change."""

@@ -9,7 +9,7 @@ import torch
 import fpipe
 from common import layer
 from fpipe import Schedule
-from plans import Line, Lowered, lower, lower_apart
+from plans import Line, Lowered, lower
 
 ONE = Schedule.parse("[0F0, 0B0]")
 
@@ -236,34 +236,3 @@ def test_state_is_passed_from_one_microbatch_to_the_next():
     assert sources(plan, "0F0") == ["caller", "caller", "caller"]
     assert sorted(sources(plan, "0F1")) == ["0F0", "caller", "caller"]
     assert {*line(plan, "0F1").writes} & {*plan.results}
-
-
-# ---- the loss is sent early ----
-PLAIN = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]")
-
-
-def test_where_sends_are_complete_at_once_the_loss_is_sent_after_the_next_send():
-    plans = lower_apart(PLAIN, "buffered", at_once=True)
-    assert plans[0].only("LOSS") == []
-    assert plans[1].only("F", "SEND", "LOSS") == [
-        "1F0",
-        "loss F0",
-        "SEND 0",
-        "1F1",
-        "loss F1",
-        "SEND 0",
-        "LOSS",
-    ]
-    losses = [line(plans[1], f"loss F{number}").writes[0] for number in range(2)]
-    assert [*plans[1].of("LOSS")[0].reads] == losses
-
-
-def test_the_loss_is_not_sent_early_where_sends_are_not_complete_at_once():
-    plans = [*lower(PLAIN).values(), *lower_apart(PLAIN, "buffered").values()]
-    assert all(not plan.of("LOSS") for plan in plans)
-
-
-def test_the_loss_is_not_sent_early_where_two_ranks_compute_it():
-    rows = Schedule.parse("[0F0, 1F1, 1B1, 0B0]\n[0F1, 1F0, 1B0, 0B1]")
-    plans = lower_apart(rows, "buffered", at_once=True)
-    assert all(not plan.of("LOSS") for plan in plans.values())

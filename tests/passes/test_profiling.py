@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from matplotlib.figure import Figure
 
 import fpipe
@@ -401,30 +400,6 @@ def test_a_pipeline_under_another_schedule():
     assert torch.equal(other(params, x), pipe(params, x)) and other.cache is not pipe.cache
     with pytest.raises(StageError, match="on other ranks"):
         pipe.under(fpipe.make_schedule("Interleaved1F1B", 2, 4))
-
-
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    from fpipe.products.command.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    made = ["ZBV", "-p", "1", "-m", "2", "--width", "4", "--steps", "1"]
-    assert main(["profile", *made, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["file"] == "costs.json" and found["seconds"]["simulated"] > 0
-    assert found["costs"] == json.loads(Path("costs.json").read_text(encoding="utf-8"))
-    price = Costs.from_json(Path("costs.json").read_text(encoding="utf-8"))
-    assert price.unit == "s" and len(price.F) == 2  # type: ignore[arg-type]
-    assert main(["profile", "ZBV", "--ranks", "1", "--model", "nowhere.py:f"]) == 2
-    assert main(["profile", "NoSuch"]) == 2
-
-
-def test_its_help_says_what_it_does():
-    from fpipe.products.command.profile import profile as command
-
-    text = CliRunner().invoke(command, ["--help"]).output
-    assert "file of costs" in text and "--model" in text
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("1F1B", "F B"), ("ZBH1", "F I W")])

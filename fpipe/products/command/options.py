@@ -132,7 +132,7 @@ costs_option = option(
     "Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
     "comm (a message), send and receive (the time that a message takes of either rank), and for "
     "memory and bandwidth: saved, kept, boundary, bandwidth. F=1:2:1 is one number per stage. Or a "
-    "file written by fpipe profile.",
+    "file of fpipe.measure_costs(...).to_json().",
     default="",
     show_default=False,
 )

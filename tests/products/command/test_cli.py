@@ -69,7 +69,6 @@ def test_draw_starts_without_torch_or_numpy():
         ("plan -h", 0),
         ("rehearse plan.toml", 2),
         ("train --steps 1", 2),
-        ("profile", 2),
         ("doctor", 2),
     ],
 )
