@@ -57,7 +57,6 @@ COMMANDS = {
         "fpipe.products.command.copies:copies",
         "Run a script as several copies, of which any may be lost.",
     ),
-    "profile": ("Measure the costs of stages and messages, and write them to a file.",),
     "checkpoint": (
         "fpipe.products.command.checkpoint:checkpoint",
         "Show, verify or convert checkpoints.",
