@@ -29,6 +29,7 @@ from ..programs.internals import (
     is_fake,
     quiet,
     tensors_in,
+    without_autocast,
     written,
 )
 from ..programs.signature import Signature, call
@@ -59,7 +60,7 @@ def settle(steps: Steps) -> None:
     steps.clear()
     if all(tensor() is None for tensor in kept.values()):
         return
-    with outside(), torch.no_grad(), torch.inference_mode(False):
+    with outside(), without_autocast(), torch.no_grad(), torch.inference_mode(False):
         values = _computed(again)
         for number in list(kept):
             tensor = kept.pop(number)()

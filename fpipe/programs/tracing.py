@@ -77,7 +77,8 @@ def traced(
     with quiet(), torch.inference_mode(False), torch.enable_grad():
         try:
             outputs, graph = _recorded(stage, signature, unused, sizes)
-            normalize(graph, [*signature.names, *outputs.cotangents])
+            with without_autocast():
+                normalize(graph, [*signature.names, *outputs.cotangents])
         except FpipeError:
             raise
         except Exception as error:
@@ -125,9 +126,10 @@ def make_graph(
     with preserve_node_meta():
         graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
     operators = filter(None, map(operator_of, graph.graph.nodes))
-    if any(map(mutates, operators)):
-        graph = feature("writes").without_writes(graph, flat)
-    sizes.inline(graph)
+    with without_autocast():  # the graph has its casts
+        if any(map(mutates, operators)):
+            graph = feature("writes").without_writes(graph, flat)
+        sizes.inline(graph)
     return graph
 
 

@@ -224,6 +224,22 @@ def test_a_cache_in_a_trace_for_all_lengths():
         assert torch.equal(pipe([P], x), fn(P, x))
 
 
+def test_a_cached_table_keeps_the_precision_in_which_it_was_computed():
+    @lru_cache
+    def angles(n):
+        with torch.autocast("cpu", enabled=False):
+            return torch.arange(1.0, n + 1)[:, None] @ torch.full((1, 3), 1 / 3)
+
+    def fn(p, x):
+        return x * p + angles(2)
+
+    x = torch.ones(2, 3)
+    pipe = fpipe.pipeline([fn], "GPipe", microbatches=1, group=fpipe.local(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pipe([P], x), x * P + angles.__wrapped__(2))
+    assert torch.equal(angles(2), angles.__wrapped__(2))
+
+
 def test_a_tensor_kept_from_an_input_is_refused_with_the_line():
     kept = []
 

@@ -753,6 +753,20 @@ def half_precise(p, x):
         return torch.tanh(h.float() @ p)
 
 
+def test_casts_of_autocast_are_not_repeated_where_a_write_is_removed():
+    def fn(p, x):
+        with torch.autocast("cpu", enabled=False):
+            y = x @ p
+        written = y * 1.5
+        written[:, 0] = x[:, 1]
+        return written
+
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = fpipe.trace(fn, EYE * 0.3, x).forward(EYE * 0.3, x)
+        assert torch.equal(y, fn(EYE * 0.3, x))
+
+
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 def test_autocast_around_a_pipeline_is_applied_once_and_not_to_backwards(engine: Any):
     params, x = [torch.randn(3, 3) for _ in range(2)], torch.randn(4, 3)
