@@ -23,7 +23,7 @@ def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tup
         while (left := end - time.monotonic()) > 0:
             try:
                 yield from found.next(timeout=left)
-            except (StopIteration, multiprocessing.TimeoutError):
+            except (StopIteration, multiprocessing.TimeoutError, KeyboardInterrupt):
                 return
 
 
