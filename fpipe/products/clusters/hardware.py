@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...errors import PlanError
+
 GIB = 1 << 30
 #: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
 #: what Adam keeps: a float32 copy and two moments.
@@ -84,8 +86,16 @@ def find_gpu(name: str, memory: float | None = None, flops: float | None = None)
     Returns:
         The kind.
 
+    Raises:
+        PlanError: if there is no such kind.
+
     >>> find_gpu("A100", memory=40e9).memory
     40000000000.0
     """
-    gpu = TABLE[name.lower()]
+    gpu = TABLE.get(str(name).lower())
+    if gpu is None:
+        raise PlanError(
+            f"gpu {name!r} is not known, and known are {', '.join(TABLE)}; give the nearest of "
+            "them, with memory= and flops= of yours"
+        )
     return replace(gpu, memory=memory or gpu.memory, flops=flops or gpu.flops)
