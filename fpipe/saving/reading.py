@@ -113,7 +113,7 @@ def _readable(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{what} cannot be read: {error}; save it again") from error
+        raise CheckpointError(f"{what} cannot be read: {error!s:.300}; save it again") from error
 
 
 @dataclass(frozen=True)

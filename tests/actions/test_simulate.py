@@ -349,7 +349,7 @@ def test_arrays_are_numbers_too() -> None:
         ({"B": "2"}, "must be a number from 0 up"),
         ({"B": [1, "x"]}, "must be a number from 0 up"),
         ({"bandwidth": 0}, "must be a number above 0"),
-        ({"comm": {0: 1, 2: 1}}, "comm must name every stage from 0 on"),
+        ({"comm": {0: 1, 2: 1}}, r"comm has \[0, 2\], and must name every stage from 0 on"),
         ({"F": 10**400}, "must be a number from 0 up"),
     ],
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ...errors import PlanError
 
 GIB = 1 << 30
+MOST = 1e24  #: of a figure of a GPU
 #: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
 #: what Adam keeps: a float32 copy and two moments.
 PARAMETER = 2
@@ -43,6 +44,15 @@ class Gpu:
     network: float
     node: int = 8
     matmul: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "flops", "bandwidth", "link", "network", "node", "matmul"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value <= MOST:
+                raise PlanError(
+                    f"gpu {self.name}: {name} is {value!r:.40}, and must be a number above 0 and at "
+                    f"most {MOST:.0e}; correct it"
+                )
 
     def width(self, gpus: int) -> float:
         """Bytes a second between GPUs, of which so many communicate."""

@@ -229,7 +229,7 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     fpipe.errors.PlanError: the config lacks 'hidden_size'; add it
     """
     kind = config.get("model_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(
             f"{where}: model_type is {kind!r}, and known are {', '.join(KINDS)}; give the nearest "
             "of them"
