@@ -69,7 +69,9 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
 def _put(rows: dict[T, Read], key: T, read: Read, name: str) -> None:
     """Under a key that is new: files may have a tensor under two of its names."""
     if key in rows:
-        raise CheckpointError(f"the files have two tensors for {name!r}, under two names; remove one")
+        raise CheckpointError(
+            f"the files have two tensors for {name!r}, under two names; remove one"
+        )
     rows[key] = read
 
 

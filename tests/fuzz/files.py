@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import click
 import optree
@@ -57,7 +57,7 @@ MEMORY = 4 << 30  #: bytes of addresses beside those of the process
 STEPS = 4
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """A result that the file does not say."""
 
 
@@ -115,9 +115,7 @@ def make_checkpoint(folder: Path) -> None:
 
 def named(params: Any) -> dict[str, Any]:
     """The bits of the parameters by name."""
-    return {
-        name: bits(part["w"]) for name, part in zip(("first.w", "last.w"), params, strict=True)
-    }
+    return {name: bits(part["w"]) for name, part in zip(("first.w", "last.w"), params, strict=True)}
 
 
 # ---- checkpoints ----
@@ -136,7 +134,7 @@ def read_checkpoint(folder: Path) -> None:
     leaves = [*optree.tree_leaves(params), *optree.tree_leaves(was)]
     wanted = [*optree.tree_leaves(weights()), *optree.tree_leaves(state())]
     if step != 5 or [*map(_plain, leaves)] != [*map(_plain, wanted)]:
-        raise Wrong(f"{leaves} at step {step}")
+        raise WrongError(f"{leaves} at step {step}")
 
 
 def _plain(leaf: Any) -> Any:
@@ -174,13 +172,13 @@ def read_manifest(folder: Path) -> None:
     params, step = fpipe.load(path, two(), "params", "step", like=weights())
     rows = manifest_of(folder)
     if json.dumps(rows["trees"]["step"]) != json.dumps(["value", step]):
-        raise Wrong(f"step {step}, where the manifest has {rows['trees']['step']}")
+        raise WrongError(f"step {step}, where the manifest has {rows['trees']['step']}")
     for name, got in named(params).items():
         dtype, shape, _, pieces = rows["leaves"][rows["slots"]["params"][name][1]]
         raw = b"".join((path / piece[2]).read_bytes()[piece[3] : piece[4]] for piece in pieces)
         like = named(weights())[name][:2]
         if got != (dtype, shape, raw) or got[:2] != like:
-            raise Wrong(f"{name}: {got}, where the manifest has {dtype}{shape} {raw!r}")
+            raise WrongError(f"{name}: {got}, where the manifest has {dtype}{shape} {raw!r}")
 
 
 def changed_header(draw: random.Random, raw: bytes) -> bytes:
@@ -253,7 +251,7 @@ def read_tensors(folder: Path) -> None:
     for path in sorted((folder / "m").glob("*.safetensors")):
         found |= {name: bits(t) for name, t in safetensors.torch.load_file(path).items()}
     if found != named(params):
-        raise Wrong(f"{named(params)}, where safetensors has {found}")
+        raise WrongError(f"{named(params)}, where safetensors has {found}")
 
 
 def make_experts(folder: Path) -> None:
@@ -302,7 +300,7 @@ def read_experts(folder: Path) -> None:
             for e in range(len(joined))
         ]
         if bits(joined) != bits(torch.stack(wanted)):
-            raise Wrong(f"{joined}, where the file has {wanted}")
+            raise WrongError(f"{joined}, where the file has {wanted}")
 
 
 # ---- plans ----
@@ -377,15 +375,15 @@ def read_the_plan(folder: Path) -> None:
     }
     for name, table in said.items():
         if json.dumps(table, sort_keys=True) != json.dumps(tables[name], sort_keys=True):
-            raise Wrong(f"[{name}] {table}, where the file has {tables[name]}")
+            raise WrongError(f"[{name}] {table}, where the file has {tables[name]}")
     numbers = [found.step, found.flops, found.mfu, *(part.total for part in found.memory)]
     if not all(math.isfinite(number) and number > 0 for number in numbers):
-        raise Wrong(f"{numbers}")
+        raise WrongError(f"{numbers}")
     if not 0 <= found.bubble < 1 or not all(part >= 0 for part in found.parts.values()):
-        raise Wrong(f"bubble {found.bubble}, parts {found.parts}")
+        raise WrongError(f"bubble {found.bubble}, parts {found.parts}")
     path.write_text(write_plan(found))
     if read_plan(path) != found:
-        raise Wrong("another plan after it was written")
+        raise WrongError("another plan after it was written")
 
 
 def make_config(folder: Path) -> None:
@@ -418,11 +416,11 @@ def read_config(folder: Path) -> None:
     for name, key in names.items():
         value = getattr(found, name)
         if type(value) is not int or value < 0 or value != given.get(key, value):
-            raise Wrong(f"{name} is {value!r}, where the file has {given.get(key)!r}")
+            raise WrongError(f"{name} is {value!r}, where the file has {given.get(key)!r}")
     job = Job(found, 2, find_gpu("h100"), batch=4, sequence=64)
     step = predict(job, Layout(pp=2)).step
     if not 0 < step < math.inf:
-        raise Wrong(f"a step of {step} s")
+        raise WrongError(f"a step of {step} s")
 
 
 # ---- schedules and costs ----
@@ -466,7 +464,7 @@ def read_schedule(folder: Path) -> None:
             errors.append(error)
             continue
         if not 0 <= total < math.inf or fpipe.Schedule.parse(str(found)) != found:
-            raise Wrong(f"{name}: {total} for {found}")
+            raise WrongError(f"{name}: {total} for {found}")
     if errors:
         raise errors[0]
 
@@ -477,7 +475,7 @@ def _check_rows(found: Any, text: str) -> None:
     kept = re.sub(r"[0-9]+(?:WAIT_)?(?:SEND|RECV|UNSHARD|RESHARD|REDUCE_GRAD)\w*", "", text)
     wanted = re.findall(pattern, kept)
     if (got := re.findall(pattern, str(found))) != wanted:
-        raise Wrong(f"{got}, where the file has {wanted}")
+        raise WrongError(f"{got}, where the file has {wanted}")
 
 
 def make_costs(folder: Path) -> None:
@@ -507,13 +505,13 @@ def read_costs(folder: Path) -> None:
         if (list(got) if isinstance(got, tuple) else got) != (
             wanted if isinstance(wanted, (list, str, type(None))) else float(wanted)
         ):
-            raise Wrong(f"{name} is {got!r}, where the file has {value!r}")
+            raise WrongError(f"{name} is {got!r}, where the file has {value!r}")
     if fpipe.Costs.from_json(found.to_json()) != found:
-        raise Wrong("other costs after they were written")
+        raise WrongError("other costs after they were written")
     timeline = fpipe.make_schedule("ZBH1", ranks=2, microbatches=2).simulate(found)
     numbers = [timeline.total, timeline.span, timeline.bubble, *timeline.peak]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
-        raise Wrong(f"{numbers}")
+        raise WrongError(f"{numbers}")
 
 
 # ---- runs ----
@@ -539,7 +537,9 @@ def run_folder(draw: random.Random, folder: Path, outside: Path) -> str:
     """Something else in place of a checkpoint or the log, or another name."""
     path = draw.choice(sorted((folder / "r").iterdir()))
     if draw.random() < 0.3 and path.is_dir():
-        name = draw.choice(("step-000000009", "step-9", "step-99999999999999", "step-", "step-00000000\u0661"))
+        name = draw.choice(
+            ("step-000000009", "step-9", "step-99999999999999", "step-", "step-\u0661")
+        )
         path.rename(path.with_name(name))
         return f"{path.name} is {name}"
     if draw.random() < 0.4 and path.is_dir():
@@ -569,13 +569,13 @@ def read_run(folder: Path) -> None:
     before = path.read_bytes().split(b"\n") if regular else []
     params = run_to(folder / "r", STEPS)
     if [bits(leaf) for leaf in params] != right():
-        raise Wrong(f"{params}")
+        raise WrongError(f"{params}")
     if regular:
         lines = path.read_bytes().splitlines()
         if not all(line in before or json.loads(line)["step"] <= STEPS for line in lines):
-            raise Wrong(f"the log has {lines}")
+            raise WrongError(f"the log has {lines}")
         if json.loads(lines[-1])["step"] != STEPS:
-            raise Wrong(f"the log ends with {lines[-1]!r}")
+            raise WrongError(f"the log ends with {lines[-1]!r}")
 
 
 TARGETS = {
@@ -603,19 +603,21 @@ def run_command(words: list[str]) -> None:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         status = command(words)
     if status not in (0, 1, 2) or "Traceback" in out.getvalue():
-        raise Wrong(f"fpipe {' '.join(words)}: status {status}, {out.getvalue()[-500:]}")
+        raise WrongError(f"fpipe {' '.join(words)}: status {status}, {out.getvalue()[-500:]}")
 
 
 class Beside:
     """A folder beside the files, of which nothing may be opened, written or removed."""
 
     #: Those that are watched now; a hook of Python stays for ever.
-    watched: list[Beside] = []
+    watched: ClassVar[list[Beside]] = []
 
     def __init__(self, path: Path):
         self.path, self.touched = str(path), list[str]()
         path.mkdir()
-        safetensors.torch.save_file({"first.w": torch.full((2, 3), 9.0)}, path / "secret.safetensors")
+        safetensors.torch.save_file(
+            {"first.w": torch.full((2, 3), 9.0)}, path / "secret.safetensors"
+        )
         self.before = self.content()
 
     def content(self) -> list[Any]:
@@ -650,7 +652,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
                 beside.touched.append(f"{event} {path}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def original(name: str) -> Path:
     """A folder with the files of a target, which is copied for each mutation."""
     folder = Path(tempfile.mkdtemp(prefix="fpipe-fuzz-"))
@@ -693,7 +695,7 @@ def _judged(target: Target, folder: Path, beside: Beside) -> tuple[str, str]:
         if error.filename is None or target.read not in (read_the_plan, read_config):
             return "raw", traceback.format_exc(limit=-6)
         return "error", str(error)  # the documentation of these says so
-    except Wrong as error:
+    except WrongError as error:
         return "wrong", str(error)
     except Late:
         return "late", f"{time.monotonic() - began:.0f} s: {traceback.format_exc(limit=-6)}"
@@ -741,7 +743,9 @@ def main(mutations: int, first: int, seed: int | None, jobs: int) -> None:
                 click.echo(f"{found.seed} {found.kind} {found.name[:700]}\n{found.text[:3000]}")
     for name, of_name in by_name.items():
         click.echo(f"{name:12}" + ", ".join(f"{n} {kind}" for kind, n in of_name.most_common()))
-    click.echo(f"{counts.total()} mutations: " + ", ".join(f"{n} {k}" for k, n in counts.most_common()))
+    click.echo(
+        f"{counts.total()} mutations: " + ", ".join(f"{n} {k}" for k, n in counts.most_common())
+    )
     raise SystemExit(bool(counts.keys() - {"right", "error"}))
 
 

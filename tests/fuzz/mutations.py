@@ -107,7 +107,9 @@ def of_bytes(draw: random.Random, raw: bytes) -> bytes:
 
 def _flip(draw: random.Random, raw: bytes) -> bytes:
     at = draw.randrange(len(raw) or 1)
-    return raw[:at] + bytes([(raw[at : at + 1] or b"\0")[0] ^ 1 << draw.randrange(8)]) + raw[at + 1 :]
+    return (
+        raw[:at] + bytes([(raw[at : at + 1] or b"\0")[0] ^ 1 << draw.randrange(8)]) + raw[at + 1 :]
+    )
 
 
 def _cut(draw: random.Random, raw: bytes) -> bytes:
@@ -159,7 +161,17 @@ def _lines(draw: random.Random, raw: bytes) -> bytes:
 
 
 def _other(draw: random.Random, raw: bytes) -> bytes:
-    texts = (b"", b"\n", b"\0" * 64, b"{}", b"[]", b"null", b"\x80\x04N.", b"PK\3\4", draw.randbytes(300))
+    texts = (
+        b"",
+        b"\n",
+        b"\0" * 64,
+        b"{}",
+        b"[]",
+        b"null",
+        b"\x80\x04N.",
+        b"PK\3\4",
+        draw.randbytes(300),
+    )
     return draw.choice(texts)
 
 
@@ -237,7 +249,9 @@ def as_json(value: Any) -> bytes:
 # ---- places ----
 def of_place(draw: random.Random, path: Path, outside: Path) -> str:
     """Something else where a file or a folder was."""
-    act = draw.choice(("missing", "link", "link inside", "device", "pipe", "folder", "file", "empty"))
+    act = draw.choice(
+        ("missing", "link", "link inside", "device", "pipe", "folder", "file", "empty")
+    )
     moved = path.with_name(f"moved-{path.name}")
     if act == "empty" and path.is_dir():
         act = "folder"
