@@ -147,6 +147,14 @@ def nested_tensor_error(label: str, aval: Aval) -> TraceError:
     )
 
 
+def function_mode_error(label: str, modes: Sequence[str]) -> TraceError:
+    """The error for a trace under a TorchFunctionMode, which the program would be under again."""
+    return TraceError(
+        f"stage {label} is traced while {', '.join(modes)} is active, and a TorchFunctionMode would "
+        f"change the program again when it runs; enter it inside of the stage, or {EAGERLY}"
+    )
+
+
 def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:
     """The error for a function whose gradient of a parameter is a sparse tensor."""
     return TraceError(

@@ -152,6 +152,13 @@ def default_device() -> torch.device | None:
     return None
 
 
+def function_modes() -> tuple[str, ...]:
+    """The names of the ``TorchFunctionMode`` of the user that are active."""
+    active = range(torch._C._len_torch_function_stack())
+    kinds = [type(torch._C._get_function_stack_at(place)) for place in active]
+    return tuple([kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.")])
+
+
 #: Settings of torch that choose kernels.
 KERNELS = (
     torch.are_deterministic_algorithms_enabled,
@@ -170,6 +177,7 @@ STATE = (
     torch.is_autocast_cache_enabled,
     torch.get_default_dtype,
     default_device,
+    function_modes,
     *KERNELS,
 )
 

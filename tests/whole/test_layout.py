@@ -150,6 +150,7 @@ PRIVATE_TORCH = {
     "engine.option_checks": {"_value"},  # an argument of a call
     "programs.internals": {
         "_get_cudnn_enabled",
+        "_get_function_stack_at",
         "_get_mkldnn_enabled",
         "_len_torch_function_stack",
         "_C",
